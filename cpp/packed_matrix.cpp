@@ -50,6 +50,18 @@ RowOrder gate_in_turns(int rows) {
     return order;
 }
 
+RowOrder gates_behind(int num_heads, int head_dim) {
+    RowOrder order;
+    for (const int first : {0, head_dim}) {
+        for (int head = 0; head < num_heads; ++head) {
+            for (int i = 0; i < head_dim; ++i) {
+                order.push_back(2 * head * head_dim + first + i);
+            }
+        }
+    }
+    return order;
+}
+
 RowOrder stacked(RowOrder order, const RowOrder& next) {
     const int first = order.empty() ? 0 : *std::max_element(order.begin(), order.end()) + 1;
     for (const int row : next) {

@@ -20,6 +20,8 @@ RowOrder halves_of_pairs(int rows, int head_dim, int rotary);
 // A gate's `rows` rows and then as many of what it opens, in turns of kLanes, for Epilogue::gated; padded to kBlock
 // each.
 RowOrder gate_in_turns(int rows);
+// Of heads that have `head_dim` rows of a query each and as many of a gate behind it: all queries, then all gates.
+RowOrder gates_behind(int num_heads, int head_dim);
 // `order`, and then the rows of another tensor.
 RowOrder stacked(RowOrder order, const RowOrder& next);
 

@@ -536,7 +536,7 @@ class Session:
 
         All, but where layers have a window, which do not keep what lies far behind it: then to where the text was read
         to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to every token of
-        the last pass, to the ends of up to four readings, or to nothing.
+        the last pass, to the ends of readings and 16 tokens before them, of which four are kept, or to nothing.
 
         Raises:
             ValueError: fewer tokens are committed.

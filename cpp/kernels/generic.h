@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "delta.h"
 #include "matmul.h"
 #include "noise.h"
 #include "rows.h"
@@ -44,6 +45,8 @@ constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
         rms_norm,
         rotate,
         convolve,
+        delta,
+        open,
         quantize,
         to_f16,
         attend,

@@ -215,8 +215,8 @@ struct HeadChunk {
     float* partials = nullptr;  // [numbers][partial_stride(head_dim)]
 };
 
-// A causal convolution of one row, channel by channel: out[i] = gate[i] * sum over the taps of weight[i] * input[i],
-// the sum from the oldest input on.
+// A causal convolution of one row, channel by channel: the sum over the taps of weight[i] * input[i], from the oldest
+// input on, times gate[i], or through SiLU where there is no gate.
 struct Convolution {
     int taps = 0, channels = 0;
     const float* const* inputs = nullptr;  // [taps][channels], of the oldest row first
@@ -224,6 +224,20 @@ struct Convolution {
     size_t stride = 0;
     const float* gate = nullptr;
     float* out = nullptr;
+};
+
+// A row's step of a gated delta rule, for kLanes values of a head: of a tile [keys][kLanes] of the head's state M,
+//   M = decay M;  delta = rate (value - M key);  M = M + key delta;  out = scale M query
+// A tile is where the row before it left it, and goes elsewhere where other rows begin there, too. The sums over keys
+// are four, of each fourth key, added in a fixed order.
+struct DeltaStep {
+    int from = 0, to = 0;  // tiles
+    float decay = 1, rate = 0, scale = 1;
+    const float* key = nullptr;    // [keys]
+    const float* query = nullptr;  // [keys]
+    const float* value = nullptr;  // [kLanes], or none for a step that is repeated: its delta is there
+    float* delta = nullptr;        // [kLanes]
+    float* out = nullptr;          // [kLanes], or none
 };
 
 struct Kernel {
@@ -242,6 +256,10 @@ struct Kernel {
     // Turns each (x[i], x[i + half]) by the angle whose cosine and sine are cos[i] and sin[i], i < half.
     void (*rotate)(float* x, int half, const float* cos, const float* sin);
     void (*convolve)(const Convolution&);
+    // Steps in order, on tiles [][keys][kLanes]; keys are a multiple of kLanes.
+    void (*delta)(const DeltaStep* steps, int count, int keys, float* tiles);
+    // x[i] *= gate[i] / (1 + exp(-gate[i])), or without the gate in the numerator.
+    void (*open)(const float* gate, bool silu, int n, float* x);
     // x[cols], cols a multiple of kBlock, into row `row` of `out`.
     void (*quantize)(const float* x, int cols, int row, const QuantizedRows& out);
     // x[n] to F16, rounding half to even.

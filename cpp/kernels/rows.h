@@ -62,7 +62,15 @@ void convolve(const Convolution& p) {
         for (int tap = 1; tap < p.taps; ++tap) {
             sum = fma(load_first(p.weights + tap * p.stride + i, left), load_first(p.inputs[tap] + i, left), sum);
         }
-        store_first(load_first(p.gate + i, left) * sum, p.out + i, left);
+        store_first(p.gate ? load_first(p.gate + i, left) * sum : silu(sum), p.out + i, left);
+    }
+}
+
+void open(const float* gate, bool with_gate, int n, float* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Row g = load_first(gate + i, n - i);
+        const Row opened = with_gate ? silu(g) : Row::set(1.0f) / (Row::set(1.0f) + exp(g * Row::set(-1.0f)));
+        store_first(load_first(x + i, n - i) * opened, x + i, n - i);
     }
 }
 

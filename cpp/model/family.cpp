@@ -25,12 +25,13 @@ constexpr Family kFamilies[] = {
      4096, 46, 50, 30},
     {"gemma3", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kQkvBias,
      kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
+    {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
+     kAllWindowed},
+    {"qwen35", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead, kDeltaNets | kFfnNormBehind | kGatedAttention},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
      Reads::as_context},
-    {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
-     kAllWindowed},
 };
 
 // Keys of recurrent layers, and what a family has that computes them.
@@ -38,12 +39,14 @@ struct Recurrence {
     const char* key;
     unsigned rule;
 };
-constexpr Recurrence kRecurrences[] = {{"ssm.conv_kernel", 0},
-                                       {"ssm.state_size", 0},
-                                       {"ssm.inner_size", 0},
-                                       {"wkv.head_size", 0},
-                                       {"shortconv.l_cache", kShortConvolutions},
-                                       {"linear_attention.head_count", 0}};
+constexpr Recurrence kRecurrences[] = {
+    {"ssm.conv_kernel", kDeltaNets},
+    {"ssm.state_size", kDeltaNets},
+    {"ssm.inner_size", kDeltaNets},
+    {"wkv.head_size", 0},
+    {"shortconv.l_cache", kShortConvolutions},
+    {"linear_attention.head_count", 0},
+};
 
 }  // namespace
 
@@ -65,7 +68,7 @@ const Family& find_family(const GgufFile& file) {
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
             file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
-                      "') in a way that is not supported; choose a model of attention alone, or an lfm2");
+                      "') in a way that is not supported; choose a model of attention alone, an lfm2 or a qwen35");
         }
     }
     if (found) {

@@ -48,7 +48,10 @@ enum Rule : unsigned {
     kWindowOwnRope = 1 << 9,        // layers with a window: a base of their own, 10,000 by default, and no stretching
     kWindowOriginalRope = 1 << 10,  // layers with a window: the base of all, and no stretching
     kEmbeddingNorm = 1 << 11,       // the last norm is named as if it were the embedding's
-    kShortConvolutions = 1 << 12    // in layers without heads of keys and values
+    kShortConvolutions = 1 << 12,   // in layers without heads of keys and values
+    kDeltaNets = 1 << 13,           // in all layers but each full_attention_interval-th, or as recurrent_layers says
+    kFfnNormBehind = 1 << 14,       // the norm before the feed-forward network is named as if it were behind attention
+    kGatedAttention = 1 << 15       // each head of attn_q has, behind its query, a gate of what it attends to
 };
 
 struct Family {

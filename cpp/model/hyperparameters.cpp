@@ -76,7 +76,32 @@ private:
     std::string prefix_;
 };
 
-void read_mixers(const Family& family, const Keys& keys, Hyperparameters& h) {
+void read_delta_nets(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
+    const auto recurrent = keys.numbers_of_layers("attention.recurrent_layers");
+    const int interval = keys.number("full_attention_interval", 1, kMostLayers, 4);
+    for (int i = 0; i < h.num_layers; ++i) {
+        const bool attends = recurrent ? (*recurrent)[i] == 0 : (i + 1) % interval == 0;
+        h.layers[i].mixer = attends ? MixerKind::attention : MixerKind::delta_net;
+    }
+    h.conv_taps = keys.number("ssm.conv_kernel", 2, kMostTaps);
+    h.delta.head_dim = keys.number("ssm.state_size", kLanes, 1024);
+    h.delta.key_heads = keys.number("ssm.group_count", 1, 1024);
+    h.delta.value_heads = keys.number("ssm.time_step_rank", 1, 4096);
+    if (h.delta.head_dim % kLanes != 0) {
+        file.fail("metadata '" + keys.name("ssm.state_size") + "' is no multiple of " + std::to_string(kLanes));
+    }
+    if (h.delta.value_heads % h.delta.key_heads != 0) {
+        file.fail(std::to_string(h.delta.value_heads) + " heads of values do not share " +
+                  std::to_string(h.delta.key_heads) + " heads of keys evenly (metadata '" +
+                  keys.name("ssm.group_count") + "')");
+    }
+    keys.number("ssm.inner_size", h.delta.values(), h.delta.values());
+}
+
+void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    if (family.has(kDeltaNets)) {
+        read_delta_nets(file, keys, h);
+    }
     if (!family.has(kShortConvolutions)) {
         return;
     }
@@ -104,6 +129,17 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     rope.base = keys.positive("rope.freq_base", 10000);
     if (!(rope.base > 1)) {
         file.fail("metadata '" + keys.name("rope.freq_base") + "' is not above 1");
+    }
+    // Positions of images have three parts; those of texts are three times the same, but some pairs may have none.
+    if (const auto sections = file.integers(keys.name("rope.dimension_sections"))) {
+        const int64_t pairs = rope.dims / 2;
+        bool turns = sections->size() >= 3;
+        for (int64_t i = 0; turns && i < pairs; ++i) {
+            turns = (*sections)[i % 3] <= pairs && i < 3 * (*sections)[i % 3];
+        }
+        if (!turns) {
+            file.fail("metadata '" + keys.name("rope.dimension_sections") + "' leaves pairs without a position");
+        }
     }
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
@@ -278,11 +314,21 @@ float Hyperparameters::query_scale(int position) const {
 }
 
 size_t Hyperparameters::state_size(int layer) const {
-    return layers[layer].mixer == MixerKind::short_convolution ? size_t(conv_taps - 1) * width : 0;
+    switch (layers[layer].mixer) {
+        case MixerKind::short_convolution: return size_t(conv_taps - 1) * width;
+        case MixerKind::delta_net:
+            return size_t(delta.values()) * delta.head_dim + size_t(conv_taps - 1) * delta.channels();
+        default: return 0;
+    }
 }
 
 size_t Hyperparameters::input_size(int layer) const {
-    return layers[layer].mixer == MixerKind::short_convolution ? width : 0;
+    switch (layers[layer].mixer) {
+        case MixerKind::short_convolution: return width;
+        case MixerKind::delta_net:
+            return size_t(delta.channels()) + delta.keys() + delta.values() + padded(delta.value_heads, kLanes);
+        default: return 0;
+    }
 }
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
@@ -297,12 +343,16 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.max_context = keys.number("context_length", 1, kMostNumbers);
     h.original_context = keys.number("rope.scaling.original_context_length", 1, kMostNumbers, h.max_context);
     h.num_layers = keys.number("block_count", 1, kMostLayers);
+    if (family.has(kDeltaNets)) {
+        h.num_ahead = keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
+        h.num_layers -= h.num_ahead;
+    }
     h.layers.resize(h.num_layers);
     h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0);
     if (h.num_heads == 0) {
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
     }
-    read_mixers(family, keys, h);
+    read_mixers(file, family, keys, h);
     h.num_kv_heads =
         keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, family.has(kShortConvolutions));
     if (h.num_heads % h.num_kv_heads != 0) {

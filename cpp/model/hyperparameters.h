@@ -10,6 +10,8 @@
 
 namespace pystaged {
 
+constexpr int kMostTaps = 32;  // of a convolution
+
 constexpr const char* kEmbedding = "token_embd.weight";
 constexpr const char* kFusion = "nextn.eh_proj.weight";
 constexpr const char* kHeadName = "output.weight";
@@ -17,12 +19,24 @@ constexpr const char* kMarkov = "markov_w1.weight";
 constexpr const char* kConfidence = "conf_proj.weight";
 constexpr const char* kHeadTokens = "d2t";
 
-enum class MixerKind { attention, short_convolution };
+enum class MixerKind { attention, short_convolution, delta_net };
 
 struct LayerNumbers {
     MixerKind mixer = MixerKind::attention;
     bool rotates = true;
     bool windowed = false;
+};
+
+// Of delta nets: heads of keys and queries, each shared by several heads of values, all as wide.
+struct DeltaNumbers {
+    int key_heads = 0, value_heads = 0, head_dim = 0;
+
+    int keys() const { return key_heads * head_dim; }
+    int values() const { return value_heads * head_dim; }
+    int channels() const { return 2 * keys() + values(); }  // of queries, keys and values, in this order
+    // Heads of values that share head `key` of keys: so many, the i-th of them this one.
+    int group() const { return value_heads / key_heads; }
+    int value_head(int key, int i) const { return key + i * key_heads; }
 };
 
 struct Hyperparameters {
@@ -37,6 +51,8 @@ struct Hyperparameters {
     int num_heads = 0;
     int num_kv_heads = 0;
     int head_dim = 0;
+    DeltaNumbers delta;
+    int num_ahead = 0;  // layers behind the last that predict further tokens, which nothing runs
     int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;

@@ -184,6 +184,48 @@ ShortConvolution PackedLoader::short_convolution() {
     return {{linear(Role::conv_input)}, taps(Role::conv_taps), linear(Role::conv_output)};
 }
 
+DeltaNet PackedLoader::delta_net() {
+    DeltaNet result;
+    const DeltaNumbers& delta = numbers_.delta;
+    result.input =
+        pack_side_by_side({{find(Role::delta_qkv), nullptr, in_order(delta.channels()), &result.qkv_at},
+                           {find(Role::delta_gate), nullptr, in_order(delta.values()), &result.gate_at},
+                           {find(Role::delta_beta), nullptr, in_order(delta.value_heads), &result.beta_at},
+                           {find(Role::delta_alpha), nullptr, in_order(delta.value_heads), &result.alpha_at}},
+                          result.stride);
+    result.taps = taps(Role::delta_taps);
+    result.decay = vector(Role::delta_decay);
+    result.step = vector(Role::delta_step);
+    result.norm = vector(Role::delta_norm);
+    result.output = linear(Role::delta_output);
+    return result;
+}
+
+std::vector<Linear> PackedLoader::pack_side_by_side(const std::vector<Part>& parts, size_t& stride) {
+    std::vector<Parts> matrices;
+    int end = 0;
+    for (const Part& part : parts) {
+        if (!matrices.empty() && matrices.back().weights[0]->type == part.weight->type) {
+            matrices.back().order = stacked(std::move(matrices.back().order), part.order);
+        } else {
+            end = padded(end, kBlock);
+            matrices.push_back({{}, {}, part.order});
+        }
+        matrices.back().weights.push_back(part.weight);
+        if (part.bias) {
+            matrices.back().biases.push_back(part.bias);
+        }
+        *part.place = static_cast<size_t>(end);
+        end += static_cast<int>(part.order.size());
+    }
+    stride = padded(end, kBlock);
+    std::vector<Linear> packed;
+    for (const Parts& each : matrices) {
+        packed.push_back(pack(each));
+    }
+    return packed;
+}
+
 void PackedLoader::pack_qkv(Attention& attention) {
     const int q = numbers_.q_width(), kv = numbers_.kv_width();
     // Our kernel turns pairs (i, i + half). A score is the same in any order of a head's numbers that queries and keys
@@ -192,46 +234,28 @@ void PackedLoader::pack_qkv(Attention& attention) {
         return family_.rope == Pairs::adjacent ? halves_of_pairs(rows, numbers_.head_dim, numbers_.rope.dims)
                                                : in_order(rows);
     };
-    const RowOrder orders[] = {turned(q), turned(kv), in_order(kv)};
-    std::vector<Parts> matrices;
-    const std::vector<const TensorView*> biases = [&]() -> std::vector<const TensorView*> {
-        if (const TensorView* fused = find(Role::attn_qkv_bias)) {
-            return {fused};
-        }
-        if (find(Role::attn_q_bias)) {
-            return {find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)};
-        }
-        return {};
-    }();
-    size_t* places[] = {&attention.q_at, &attention.k_at, &attention.v_at};
-    int end = 0;
     if (const TensorView* fused = find(Role::attn_qkv)) {
-        matrices.push_back({{fused}, biases, stacked(stacked(orders[0], orders[1]), orders[2])});
+        Parts parts{{fused}, {}, stacked(stacked(turned(q), turned(kv)), in_order(kv))};
+        if (const TensorView* bias = find(Role::attn_qkv_bias)) {
+            parts.biases = {bias};
+        } else if (find(Role::attn_q_bias)) {
+            parts.biases = {find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)};
+        }
         attention.k_at = q;
         attention.v_at = q + kv;
-        end = q + 2 * kv;
-    } else {
-        const Role roles[] = {Role::attn_q, Role::attn_k, Role::attn_v};
-        for (int i = 0; i < 3; ++i) {
-            const TensorView* tensor = find(roles[i]);
-            if (i > 0 && matrices.back().weights[0]->type == tensor->type) {
-                matrices.back().order = stacked(std::move(matrices.back().order), orders[i]);
-            } else {
-                end = padded(end, kBlock);
-                matrices.push_back({{}, {}, orders[i]});
-            }
-            matrices.back().weights.push_back(tensor);
-            if (!biases.empty()) {
-                matrices.back().biases.push_back(biases[i]);
-            }
-            *places[i] = static_cast<size_t>(end);
-            end += static_cast<int>(orders[i].size());
-        }
-    }
-    attention.qkv_stride = padded(end, kBlock);
-    for (const Parts& parts : matrices) {
+        attention.qkv_stride = padded(q + 2 * kv, kBlock);
         attention.qkv.push_back(pack(parts));
+        return;
     }
+    RowOrder queries = turned(q);
+    if (family_.has(kGatedAttention)) {
+        queries = gates_behind(numbers_.num_heads, numbers_.head_dim);
+        attention.gate_at = q;  // behind the queries, which come first
+    }
+    attention.qkv = pack_side_by_side({{find(Role::attn_q), find(Role::attn_q_bias), queries, &attention.q_at},
+                                       {find(Role::attn_k), find(Role::attn_k_bias), turned(kv), &attention.k_at},
+                                       {find(Role::attn_v), find(Role::attn_v_bias), in_order(kv), &attention.v_at}},
+                                      attention.qkv_stride);
 }
 
 Dense PackedLoader::dense() {

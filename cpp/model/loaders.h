@@ -30,6 +30,7 @@ public:
     Linear linear(Role weight, Role bias);
     Attention attention();
     ShortConvolution short_convolution();
+    DeltaNet delta_net();
     Dense dense();
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
@@ -48,6 +49,14 @@ private:
     Linear pack(const Parts& parts);
     Vector head_norm(Role role);
     void pack_qkv(Attention& attention);
+    // A matrix, and where the products of its rows begin, to be joined with others that have the same input.
+    struct Part {
+        const TensorView *weight, *bias;
+        RowOrder order;
+        size_t* place;
+    };
+    // Joins neighbours of one type; `stride` is of a row of all products, each matrix padded to kBlock.
+    std::vector<Linear> pack_side_by_side(const std::vector<Part>& parts, size_t& stride);
     Vector taps(Role role);
 
     const GgufFile& file_;
@@ -78,7 +87,9 @@ public:
     Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
     Linear linear(Role weight, Role bias);
     Attention attention();
-    ShortConvolution short_convolution() { return {}; }  // models that have them are not loaded into devices
+    // Models that have them are not loaded into devices.
+    ShortConvolution short_convolution() { return {}; }
+    DeltaNet delta_net() { return {}; }
     Dense dense();
 
 private:

@@ -33,7 +33,12 @@ enum class Size {
     markov_rank,
     confidence,
     triple,
-    taps
+    taps,
+    gated_q,
+    channels,
+    delta_values,
+    delta_heads,
+    delta_head
 };
 
 int64_t count(Size size, const Hyperparameters& h) {
@@ -61,22 +66,31 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::confidence: return h.confidence_width;
         case Size::triple: return int64_t(3) * h.width;
         case Size::taps: return h.conv_taps;
+        case Size::gated_q: return int64_t(2) * h.q_width();
+        case Size::channels: return h.delta.channels();
+        case Size::delta_values: return h.delta.values();
+        case Size::delta_heads: return h.delta.value_heads;
+        case Size::delta_head: return h.delta.head_dim;
         default: return 1;
     }
 }
+
+// A set of parts of families, and of those below.
+using Parts = uint64_t;
 
 struct Entry {
     Role role;
     const char* name;
     Size cols, rows;  // rows none: a vector
-    unsigned parts;   // what a family must have for this tensor to be there
+    Parts parts;      // what a family must have for this tensor to be there
 };
 
 // Beyond those of families: what their other fields say.
-constexpr unsigned kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
-                   kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
-                   kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
-                   kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16;
+constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
+                kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
+                kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
+                kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15,
+                kGatedQ = Parts(1) << 32, kFfnNormBehindMixer = Parts(1) << 33;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -112,6 +126,7 @@ constexpr Entry kNorms[] = {
     {Role::attn_norm_bias, "attn_norm.bias", Size::width, Size::none, kAttnNorm | kNormBias},
     {Role::attn_post_norm, "post_attention_norm.weight", Size::width, Size::none, kPostNorms},
     {Role::ffn_norm, "ffn_norm.weight", Size::width, Size::none, kFfnNorm},
+    {Role::ffn_norm, "post_attention_norm.weight", Size::width, Size::none, kFfnNormBehindMixer},
     {Role::ffn_norm_bias, "ffn_norm.bias", Size::width, Size::none, kFfnNorm | kNormBias},
     {Role::ffn_post_norm, "post_ffw_norm.weight", Size::width, Size::none, kPostNorms},
 };
@@ -120,7 +135,8 @@ constexpr Entry kFused[] = {
     {Role::attn_qkv_bias, "attn_qkv.bias", Size::qkv, Size::none, kQkvBias},
 };
 constexpr Entry kSeparate[] = {
-    {Role::attn_q, "attn_q.weight", Size::width, Size::q, 0},
+    {Role::attn_q, "attn_q.weight", Size::width, Size::q, kPlainQ},
+    {Role::attn_q, "attn_q.weight", Size::width, Size::gated_q, kGatedQ},
     {Role::attn_k, "attn_k.weight", Size::width, Size::kv, 0},
     {Role::attn_v, "attn_v.weight", Size::width, Size::kv, 0},
 };
@@ -150,6 +166,17 @@ constexpr Entry kShortConvolution[] = {
     {Role::conv_taps, "shortconv.conv.weight", Size::taps, Size::width, 0},
     {Role::conv_output, "shortconv.out_proj.weight", Size::width, Size::width, 0},
 };
+constexpr Entry kDeltaNet[] = {
+    {Role::delta_qkv, "attn_qkv.weight", Size::width, Size::channels, 0},
+    {Role::delta_gate, "attn_gate.weight", Size::width, Size::delta_values, 0},
+    {Role::delta_beta, "ssm_beta.weight", Size::width, Size::delta_heads, 0},
+    {Role::delta_alpha, "ssm_alpha.weight", Size::width, Size::delta_heads, 0},
+    {Role::delta_taps, "ssm_conv1d.weight", Size::taps, Size::channels, 0},
+    {Role::delta_decay, "ssm_a", Size::delta_heads, Size::none, 0},
+    {Role::delta_step, "ssm_dt.bias", Size::delta_heads, Size::none, 0},
+    {Role::delta_norm, "ssm_norm.weight", Size::delta_head, Size::none, 0},
+    {Role::delta_output, "ssm_out.weight", Size::delta_values, Size::width, 0},
+};
 constexpr Entry kDense[] = {
     {Role::ffn_gate, "ffn_gate.weight", Size::width, Size::ffn, kGate},
     {Role::ffn_gate_bias, "ffn_gate.bias", Size::ffn, Size::none, kGate | kFfnBias},
@@ -175,6 +202,11 @@ bool is_matrix(Role role) {
         case Role::attn_output:
         case Role::conv_input:
         case Role::conv_output:
+        case Role::delta_qkv:
+        case Role::delta_gate:
+        case Role::delta_beta:
+        case Role::delta_alpha:
+        case Role::delta_output:
         case Role::ffn_gate:
         case Role::ffn_up:
         case Role::ffn_down: return true;
@@ -198,22 +230,24 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
 
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
     const bool fused_gate = family.required & kFusedGate;
-    const unsigned required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
-                              (h.hidden_width > 0 && family.reads == Reads::nothing ? kReadsHidden : 0) |
-                              (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
-                              (family.gate != Gate::none && !fused_gate ? kGate : 0) |
-                              (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) | features_of(file, family, h);
-    const unsigned known = required | family.optional;
+    const Parts required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
+                           (h.hidden_width > 0 && family.reads == Reads::nothing ? kReadsHidden : 0) |
+                           (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
+                           (family.gate != Gate::none && !fused_gate ? kGate : 0) |
+                           (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
+                           (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) |
+                           (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
+    const Parts known = required | family.optional;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
-    std::map<unsigned, std::string> seen, missed;
+    std::map<Parts, std::string> seen, missed;
 
     const auto claim = [&](const Entry& entry, const std::string& prefix, int layer) {
         if ((entry.parts & known) != entry.parts) {
             return;
         }
         const std::string name = prefix + entry.name;
-        if (const unsigned option = entry.parts & ~required; option != 0) {
+        if (const Parts option = entry.parts & ~required; option != 0) {
             const bool there = file.has_tensor(name);
             (there ? seen : missed).emplace(option, name);
             if (seen.count(option) && missed.count(option)) {
@@ -238,7 +272,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     };
 
     const auto claim_attention = [&](const std::string& prefix, int layer) {
-        const bool separate = file.has_tensor(prefix + "attn_q.weight");
+        const bool separate = family.has(kGatedAttention) || file.has_tensor(prefix + "attn_q.weight");
         if (layer == 0 && family.reads == Reads::beside_tokens) {
             claim_all(kSeparateBeside, prefix, layer);
         } else if (separate) {
@@ -262,12 +296,21 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         switch (h.layers[layer].mixer) {
             case MixerKind::attention: claim_attention(prefix, layer); break;
             case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
+            case MixerKind::delta_net: claim_all(kDeltaNet, prefix, layer); break;
         }
         claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
+    const auto predicts_ahead = [&](const std::string& name) {
+        for (int layer = h.num_layers; layer < h.num_layers + h.num_ahead; ++layer) {
+            if (name.rfind("blk." + std::to_string(layer) + ".", 0) == 0) {
+                return true;
+            }
+        }
+        return false;
+    };
     for (const std::string& name : file.tensor_names()) {
-        if (!claimed.count(name)) {
+        if (!claimed.count(name) && !predicts_ahead(name)) {
             file.fail("tensor '" + name + "' is none of architecture '" + family.name +
                       "' as it is known here; without it the model would not be the one that was trained");
         }

@@ -62,6 +62,15 @@ enum class Role {
     conv_input,
     conv_taps,
     conv_output,
+    delta_qkv,
+    delta_gate,
+    delta_beta,
+    delta_alpha,
+    delta_taps,
+    delta_decay,
+    delta_step,
+    delta_norm,
+    delta_output,
 };
 
 class Manifest {

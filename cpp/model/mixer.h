@@ -12,7 +12,8 @@ namespace pystaged {
 struct Attention {
     Norm q_norm, k_norm;
     std::vector<Linear> qkv;
-    size_t q_at = 0, k_at = 0, v_at = 0, qkv_stride = 0;  // where rows of `qkv`'s products, packed, have their parts
+    // Where rows of `qkv`'s products, packed, have their parts.
+    size_t q_at = 0, k_at = 0, v_at = 0, gate_at = 0, qkv_stride = 0;
     Linear output;
 
     // Calls act(linear) for each matrix.
@@ -40,6 +41,26 @@ struct ShortConvolution {
     }
 };
 
-using Mixer = std::variant<Attention, ShortConvolution>;
+// A gated delta net. Queries, keys and values are convolved over a few rows; each head's state maps keys to values, and
+// a row corrects what it has for its key.
+struct DeltaNet {
+    std::vector<Linear> input;
+    size_t qkv_at = 0, gate_at = 0, beta_at = 0, alpha_at = 0, stride = 0;  // where rows of their products have parts
+    Vector taps;                                                            // [taps][channels], the oldest row's first
+    Vector decay, step;                                                     // [heads of values]
+    Vector norm;                                                            // of a head
+    Linear output;
+
+    // Calls act(linear) for each matrix.
+    template <class Act>
+    void for_each(const Act& act) const {
+        for (const Linear& linear : input) {
+            act(linear);
+        }
+        act(output);
+    }
+};
+
+using Mixer = std::variant<Attention, ShortConvolution, DeltaNet>;
 
 }  // namespace pystaged

@@ -238,6 +238,7 @@ void Model::load(Loader& loader) {
         switch (numbers_.layers[i].mixer) {
             case MixerKind::attention: layer.mixer = loader.attention(); break;
             case MixerKind::short_convolution: layer.mixer = loader.short_convolution(); break;
+            case MixerKind::delta_net: layer.mixer = loader.delta_net(); break;
         }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);

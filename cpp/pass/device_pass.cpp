@@ -287,6 +287,10 @@ DevicePass::Value DevicePass::branch(const ShortConvolution&, const Value&, cons
     throw std::logic_error("models with short convolutions are not loaded into devices");
 }
 
+DevicePass::Value DevicePass::branch(const DeltaNet&, const Value&, const Value&, int, int) {
+    throw std::logic_error("models with delta nets are not loaded into devices");
+}
+
 ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
                                 bool flash) {
     ggml_context* c = built_->context.get();

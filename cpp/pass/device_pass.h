@@ -54,6 +54,7 @@ private:
     // The branches of the kinds of mixers and feed-forward networks.
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
     // Queries, keys and values.
     std::array<ggml_tensor*, 3> qkv(const Attention& attention, ggml_tensor* x);

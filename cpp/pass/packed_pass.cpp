@@ -12,14 +12,8 @@ namespace pystaged {
 
 namespace {
 
-// Below this many values the rows of an operation are prepared by the caller alone.
-constexpr int kValuesWorthSharing = 4 << 10;
-
 // Rows there is memory for as soon as there is any.
 constexpr int kFewRows = 64;
-
-// Channels of a convolution that a thread computes at a time.
-constexpr int kChannels = 256;
 
 Activation activation_of(Gate gate) {
     return gate == Gate::silu ? Activation::silu : Activation::gelu;
@@ -39,6 +33,8 @@ PackedPass::PackedPass(const Model& model)
     for (const Layer& layer : model.layers()) {
         if (const auto* attention = std::get_if<Attention>(&layer.mixer)) {
             product_stride_ = std::max(product_stride_, attention->qkv_stride);
+        } else if (const auto* delta = std::get_if<DeltaNet>(&layer.mixer)) {
+            product_stride_ = std::max(product_stride_, delta->stride);
         } else {
             product_stride_ = std::max<size_t>(product_stride_, padded(3 * h.width, kBlock));
         }
@@ -47,14 +43,16 @@ PackedPass::PackedPass(const Model& model)
         }
     }
     inputs_.resize(3);
+    unit_.assign(h.delta.head_dim, 1 / std::sqrt(static_cast<float>(std::max(1, h.delta.head_dim))));
 }
 
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
                           3.0 * padded(h.ffn_width, kBlock);
+    const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values();
     const double fused =
         (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
-    return sizeof(float) * (kMaxRows * (values + fused) + kFewRows * double(h.logits_stride()));
+    return sizeof(float) * (kMaxRows * (values + delta + fused) + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
@@ -75,7 +73,7 @@ void PackedPass::make_room(int num_rows) {
     normed_.resize(rows * h.padded_width());
     branch_.resize(normed_.size());
     products_.resize(rows * product_stride_);
-    mixed_.resize(rows * padded(std::max(h.width, h.q_width()), kBlock));
+    mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values()}), kBlock));
     hidden_.resize(rows * padded(h.ffn_width, kBlock));
     if (has_gate_) {
         gate_.resize(hidden_.size());
@@ -83,7 +81,9 @@ void PackedPass::make_room(int num_rows) {
     // Of the residual stream, or of heads that are no whole blocks wide.
     const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
-        input.resize(rows * padded(std::max({h.width, h.q_width(), fused, h.features_width(), h.markov_rank}), kBlock));
+        input.resize(
+            rows * padded(std::max({h.width, h.q_width(), h.delta.values(), fused, h.features_width(), h.markov_rank}),
+                          kBlock));
     }
     fused_.resize(rows * fused);
     features_.resize(rows * std::max(h.features_width(), padded(h.markov_rank, kBlock)));
@@ -128,13 +128,27 @@ void PackedPass::compute(const Pass& pass) {
         if (text != texts_.end()) {
             text->segments.push_back(segment);
         } else {
-            texts_.push_back({&state, {segment}});
+            texts_.push_back({&state, {segment}, {}, {}});
         }
         for (int i = 0; i < segment.num_rows; ++i) {
             for (int back = 1; back < h.conv_taps; ++back) {
                 ancestors_.push_back(state.ancestor(segment.first_pending + i, back));
             }
         }
+    }
+    for (Text& text : texts_) {
+        if (h.delta.head_dim == 0) {
+            break;
+        }
+        std::vector<int> pending;
+        for (const Segment& segment : text.segments) {
+            text.rows.resize(segment.first_pending + segment.num_rows, -1);
+            for (int i = 0; i < segment.num_rows; ++i) {
+                pending.push_back(segment.first_pending + i);
+                text.rows[pending.back()] = segment.first_row + i;
+            }
+        }
+        text.walk = make_walk(pending, [&](int row) { return text.state->parent(row); });
     }
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {
@@ -344,7 +358,7 @@ std::vector<Activations> PackedPass::activations(const Value& x, const std::vect
         }
     };
     if (x.norm || !sets.empty()) {
-        ThreadPool::shared().run(x.n, size_t(x.n) * cols < kValuesWorthSharing ? 1 : model_.num_threads(), prepare);
+        ThreadPool::shared().run(x.n, threads_for(size_t(x.n) * cols), prepare);
     }
     for (const Linear* linear : matrices) {
         const bool integer = linear->packed.integer();
@@ -444,80 +458,20 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
 
     const int num_out = product.n - first_row;
     const size_t stride = padded(h.q_width(), kBlock);
-    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
+    const bool gated = model_.family().has(kGatedAttention);
+    const QuantizedRows* handed = h.head_dim % kBlock == 0 && !gated ? hand_to(attention.output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
     if (num_out == 0) {
         return {};
     }
+    if (gated) {
+        ThreadPool::shared().run(num_out, threads_for(num_out * h.q_width()), [&](int i, int) {
+            const float* gate = products_.data() + (first_row + i) * product.stride + attention.gate_at;
+            model_.kernel().open(gate, false, h.q_width(), mixed_.data() + i * stride);
+        });
+    }
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
                model_.layers()[index].mixer_post_norm);
-}
-
-PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const Hyperparameters& h = model_.numbers();
-    const size_t stride = h.padded_width();
-    const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).reserve();
-    }
-    // Of a text and some channels, the rows in order: parents come first.
-    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_taps - 1;
-    const auto convolve = [&](int task, int) {
-        const Text& text = texts_[task / num_blocks];
-        RecurrentState& state = text.state->recurrent(index);
-        const int first = task % num_blocks * kChannels, count = std::min(kChannels, h.width - first);
-        float* history = state.next_state() + first;  // [before][width], the oldest row first
-        for (int i = 0, rows = state.num_unapplied(); rows > 0 && i < before; ++i) {
-            const float* from =
-                i + rows < before ? state.state() + (i + rows) * size_t(h.width) : state.unapplied(i + rows - before);
-            std::copy_n(from + first, count, history + i * size_t(h.width));
-        }
-        std::vector<const float*> inputs(h.conv_taps);
-        Convolution convolution;
-        convolution.taps = h.conv_taps;
-        convolution.channels = count;
-        convolution.inputs = inputs.data();
-        convolution.weights = mixer.taps.data() + first;
-        convolution.stride = stride;
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i;
-                const float* b = product.rows + row * product.stride + first;
-                const float* c = b + h.width;
-                const float* value = c + h.width;
-                float* own = state.pending(segment.first_pending + i) + first;
-                for (int d = 0; d < count; ++d) {
-                    own[d] = b[d] * value[d];
-                }
-                if (row < first_row) {
-                    continue;
-                }
-                for (int back = 1; back <= before; ++back) {
-                    const int ancestor = ancestors_[row * size_t(before) + back - 1];
-                    inputs[before - back] = ancestor >= 0 ? state.pending(ancestor) + first
-                                                          : history + (before + ancestor) * size_t(h.width);
-                }
-                inputs[before] = own;
-                convolution.gate = c;
-                convolution.out = mixed_.data() + (row - first_row) * stride + first;
-                model_.kernel().convolve(convolution);
-                if (first + count == h.width) {
-                    std::fill(convolution.out + count, mixed_.data() + (row - first_row + 1) * stride, 0.0f);
-                }
-            }
-        }
-    };
-    const int num_threads = product.n * h.width < kValuesWorthSharing ? 1 : model_.num_threads();
-    ThreadPool::shared().run(static_cast<int>(texts_.size()) * num_blocks, num_threads, convolve);
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).applied();
-    }
-    const int num_out = product.n - first_row;
-    if (num_out == 0) {
-        return {};
-    }
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
 }
 
 PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {

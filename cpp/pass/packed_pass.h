@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "pass/attention.h"
 #include "pass/backend.h"
+#include "pass/walk.h"
 #include "state/packed_state.h"
 
 namespace pystaged {
@@ -70,11 +71,21 @@ private:
     struct Text {
         PackedState* state;
         std::vector<Segment> segments;
+        std::vector<int> rows;  // of the pass, by pending row, -1 for those that are not in it
+        Walk walk;              // where layers are delta nets
+    };
+    // What a thread needs for a delta net.
+    struct DeltaScratch {
+        Lines<float> tiles;
+        std::vector<DeltaStep> steps;
     };
 
     // The branches of the kinds of mixers and feed-forward networks.
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const DeltaNet& mixer, const Value& x, const Value& input, int layer, int first_row);
+    // Of a text, one head of keys and the heads of values that share it.
+    void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
     // Products of matrices with the same rows, side by side.
     Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride);
@@ -88,6 +99,8 @@ private:
     // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].
     void read_features(const std::vector<int>& rows, float* out, size_t stride);
 
+    // Few values are not worth sharing.
+    int threads_for(size_t num_values) const { return num_values < 4 << 10 ? 1 : model_.num_threads(); }
     // Memory for so many rows.
     void make_room(int num_rows);
     std::vector<Activations> activations(const Value& x, const std::vector<const Linear*>& matrices);
@@ -114,6 +127,8 @@ private:
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;
     AttentionScratch attention_scratch_;
+    std::vector<DeltaScratch> delta_scratch_;  // [threads]
+    std::vector<float> unit_;                  // weights of a norm that makes a delta net's keys as long as 1
 };
 
 }  // namespace pystaged

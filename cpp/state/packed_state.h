@@ -53,6 +53,7 @@ public:
     void begin(int num_committed, int first, int num_rows, const int32_t* parents);
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
+    int parent(int row) const { return parents_[row]; }
     LayerState& layer(int index) { return layers_[index]; }
     RecurrentState& recurrent(int index) { return std::get<RecurrentState>(layers_[index]); }
     // Of rotary positions, in layers without a window and with one.

@@ -18,34 +18,47 @@ RecurrentState::RecurrentState(size_t state_size, size_t input_size)
 }
 
 void RecurrentState::reserve() {
+    stops_.clear();
+    before_.reset();
     if (!state_) {
         state_ = std::make_shared<Values>(state_size_);
     }
     next_ = num_unapplied_ > 0 && state_.use_count() > 1 ? std::make_shared<Values>(state_size_) : state_;
+    if (num_unapplied_ > kBeforeEnd && length_ + num_unapplied_ == read_to_) {
+        before_ = std::make_shared<Values>(state_size_);
+        stops_.push_back({num_unapplied_ - kBeforeEnd, before_->data()});
+    }
+    if (num_unapplied_ > 0) {
+        stops_.push_back({num_unapplied_, next_->data()});
+    }
 }
 
 void RecurrentState::applied() {
     state_ = std::move(next_);
     length_ += num_unapplied_;
     num_unapplied_ = 0;
+    if (before_) {
+        keep_state(length_ - kBeforeEnd, before_);
+        before_.reset();
+    }
     if (length_ == read_to_ && length_ > 0) {
-        keep_state();
+        keep_state(length_, state_);
     }
 }
 
 // Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie the
 // closer the nearer the end is.
-void RecurrentState::keep_state() {
-    if (!kept_.empty() && kept_.back().length >= length_) {
+void RecurrentState::keep_state(int length, const std::shared_ptr<Values>& state) {
+    if (!kept_.empty() && kept_.back().length >= length) {
         return;
     }
-    kept_.push_back({length_, state_});
+    kept_.push_back({length, state});
     if (kept_.size() <= kMostKept) {
         return;
     }
     const auto gap = [&](size_t i) {
         const int before = i == 0 ? 0 : kept_[i - 1].length;
-        return double(kept_[i].length - before) / (length_ - before);
+        return double(kept_[i].length - before) / (length - before);
     };
     size_t least = 0;
     for (size_t i = 1; i + 1 < kept_.size(); ++i) {
@@ -89,6 +102,7 @@ void RecurrentState::cut(int length) {
         kept_.pop_back();
     }
     next_.reset();
+    before_.reset();
     if (length >= length_) {
         num_unapplied_ = length - length_;
     } else {

@@ -2,7 +2,7 @@
 //
 // A state cannot be taken back by a row, so it stays behind: of the rows behind it only their inputs are kept, until a
 // pass applies those of committed rows, in order, and then goes along the tree from there. For texts that go back,
-// states at some ends of readings are kept.
+// states at the ends of readings and shortly before them are kept.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +19,31 @@ public:
     static constexpr int kMostPending = 512;
     // States that are kept besides the one in use.
     static constexpr int kMostKept = 4;
+    // Rows before the end of a reading behind which a state is kept, too: as the next prompt of a chat may open an
+    // answer in other words.
+    static constexpr int kBeforeEnd = 16;
+
+    // The state behind so many of the rows that are not applied yet, and where it goes.
+    struct Stop {
+        int rows;
+        float* state;
+    };
 
     // In floats: a state, which is of zeros before a text, and the inputs of a row.
     RecurrentState(size_t state_size, size_t input_size);
 
     // For a pass, in this order. Memory for it; may throw, and changes nothing.
     void reserve();
-    // The state behind the rows that were applied, and where it goes with num_unapplied() more, perhaps the same place.
+    // The state behind the rows that were applied, and where it goes with all others, perhaps the same place.
     const float* state() const { return state_->data(); }
     float* next_state() { return next_->data(); }
     int num_unapplied() const { return num_unapplied_; }
+    // States to be made, in order, the last behind all rows; none where all are applied.
+    const std::vector<Stop>& stops() const { return stops_; }
     // Inputs of the committed rows that are not applied yet, then of pending rows.
     float* unapplied(int row) { return input(row); }
     float* pending(int row) { return input(first_pending_ + row); }
-    // What was to be applied is in next_state().
+    // The states are made.
     void applied();
 
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
@@ -52,12 +63,14 @@ private:
     };
 
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
-    void keep_state();
+    void keep_state(int length, const std::shared_ptr<Values>& state);
 
     size_t state_size_, input_size_;
-    int length_ = 0;                        // rows that state_ is behind
-    std::shared_ptr<Values> state_, next_;  // none for zeros; others may share it, who must not see it change
-    Memory inputs_;                         // [rows][input_size]
+    int length_ = 0;                         // rows that state_ is behind
+    std::shared_ptr<Values> state_;          // none for zeros; others may share it, who must not see it change
+    std::shared_ptr<Values> next_, before_;  // of a pass
+    std::vector<Stop> stops_;
+    Memory inputs_;  // [rows][input_size]
     int num_unapplied_ = 0, first_pending_ = 0;
     int read_to_ = 0;         // where the last reading ended
     std::vector<Kept> kept_;  // of rising length

@@ -196,6 +196,8 @@ ARCHITECTURES = (
     "olmo2",
     "gemma2",
     "gemma3",
+    "lfm2",
+    "qwen35",
 )
 # Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
 DRAFT_ARCHITECTURES = ("eagle3", "dflash")

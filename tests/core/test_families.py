@@ -227,7 +227,7 @@ def poison(name: str) -> Change:
     return change
 
 
-QWEN3, LLAMA, LFM2 = CASES["qwen3"], CASES["llama"], CASES["lfm2"]
+QWEN3, LLAMA, LFM2, QWEN35 = CASES["qwen3"], CASES["llama"], CASES["lfm2"], CASES["qwen35"]
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (
@@ -241,6 +241,32 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         "architecture 'qwen3moe' with 'expert_count'",
     ),
     "hybrid": (RandomModel("granitehybrid", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "no-decay": (QWEN35, drop("blk.1.ssm_a"), "tensor 'blk.1.ssm_a' is missing"),
+    "no-gates": (
+        QWEN35,
+        lambda tensors: tensors.update({"blk.3.attn_q.weight": np.ones((64, 64), np.float32)}),
+        "tensor 'blk.3.attn_q.weight' has shape 64 x 64 x 1 x 1 where 64 x 128 x 1 x 1",
+    ),
+    "state-size": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), delta_heads=(2, 4, 24)),
+        None,
+        "metadata 'qwen35.ssm.state_size' is no multiple of 16",
+    ),
+    "delta-heads": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), delta_heads=(3, 4, 16)),
+        None,
+        "4 heads of values do not share 3 heads of keys evenly",
+    ),
+    "inner-size": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), metadata={"ssm.inner_size": 63}),
+        None,
+        "metadata 'qwen35.ssm.inner_size' is 63, outside 64 to 64",
+    ),
+    "sections": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), metadata={"rope.dimension_sections": [1, 1, 1, 0]}),
+        None,
+        "'qwen35.rope.dimension_sections' leaves pairs without a position",
+    ),
     "no-taps": (LFM2, drop("blk.0.shortconv.conv.weight"), "tensor 'blk.0.shortconv.conv.weight' is missing"),
     "more-taps": (
         LFM2,
@@ -470,7 +496,7 @@ for number in range(int(sys.argv[3])):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear", "lfm2"]
+    "case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear", "lfm2", "qwen35"]
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     """Damaged files are refused or work; none ends the process."""

@@ -26,6 +26,9 @@ MODELS = {
     "lfm2-window": RandomModel(
         "lfm2", layers=3, recurrent=(1,), width=32, heads=2, kv_heads=1, metadata={"attention.sliding_window": 9}
     ),
+    "qwen35": RandomModel(
+        "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), quantization="Q8_0"
+    ),
 }
 TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below
 
@@ -130,24 +133,26 @@ def test_prompts_cut_at_every_position(path_of: Callable[[str], Path], name: str
 
 
 def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
-    """To every position behind the last pass, to ends of readings, else to its beginning."""
+    """To every position of the last pass, to ends of readings and 16 tokens before them, else to its beginning."""
     model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
     session = Session(model)
     tokens = np.random.default_rng(2).integers(0, 4, 400)
     session.prefill(tokens[:100])
     session.prefill(tokens[100:130])
-    assert [session.reachable(length) for length in (130, 120, 100, 99, 50)] == [130, 120, 100, 0, 0]
+    assert [session.reachable(length) for length in (130, 120, 100, 99, 50)] == [130, 120, 100, 84, 0]
     session.prefill(tokens[130:160])
     for token in tokens[160:200]:
         session.evaluate([token], [-1], 0)
         session.commit([0])
-    assert [session.reachable(length) for length in (200, 199, 198, 170, 159, 120)] == [200, 199, 160, 160, 130, 100]
+    assert [session.reachable(length) for length in (200, 199, 198, 170, 159, 120)] == [200, 199, 160, 160, 144, 114]
     fork = session.fork(180)
     assert len(fork.tokens) == 160
     assert_goes_on_plainly(fork, plain)
-    assert session.rewind(140) == 130
+    assert session.rewind(140) == 114
     assert_goes_on_plainly(session, plain)
-    assert session.rewind(99) == 0
+    assert session.rewind(99) == 84
+    assert_goes_on_plainly(session, plain)
+    assert session.rewind(83) == 0
     session.prefill(tokens[:10])
     assert_goes_on_plainly(session, plain)
     assert len(fork.tokens) == 160

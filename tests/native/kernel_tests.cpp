@@ -515,6 +515,62 @@ void test_convolution(const Kernel& kernel, int channels) {
     }
 }
 
+// Two steps from one tile, of which the second is made anew from its delta.
+void test_delta(const Kernel& kernel, int keys) {
+    const size_t tile = size_t(keys) * kLanes;
+    const Array<float> tiles(3 * tile), twins(3 * tile), key(keys), query(keys), value(kLanes), delta(kLanes);
+    const Array<float> out(kLanes), twin_delta(kLanes), twin_out(kLanes);
+    for (const Array<float>* values : {&tiles, &key, &query, &value}) {
+        std::generate_n(values->data(), values->size(), [] { return random_float(0.3f); });
+    }
+    std::copy_n(tiles.data(), tiles.size(), twins.data());
+    std::vector<double> state(tiles.data(), tiles.data() + tile);
+    const float decay = 0.9f, rate = 0.7f, scale = 0.25f;
+    const auto run = [&](const Kernel& which, const Array<float>& on, const Array<float>& change,
+                         const Array<float>& result) {
+        const DeltaStep steps[] = {
+            {0, 1, decay, rate, scale, key.data(), query.data(), value.data(), change.data(), result.data()},
+            {0, 2, decay, rate, scale, key.data(), query.data(), nullptr, change.data(), nullptr},
+            {0, 0, decay, rate, scale, key.data(), query.data(), nullptr, change.data(), nullptr}};
+        which.delta(steps, 3, keys, on.data());
+    };
+    run(kernel, tiles, delta, out);
+    run(find_kernel("scalar"), twins, twin_delta, twin_out);
+    CHECK(tiles.same(twins) && delta.same(twin_delta) && out.same(twin_out));
+    for (int copy = 0; copy < 2; ++copy) {
+        CHECK(std::equal(&tiles[copy * tile], &tiles[copy * tile] + tile, &tiles[2 * tile]));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+        double found = 0, sum = 0;
+        for (int i = 0; i < keys; ++i) {
+            found += decay * state[i * kLanes + lane] * key[i];
+        }
+        const double change = rate * (value[lane] - found);
+        CHECK(std::fabs(delta[lane] - change) < 1e-4);
+        for (int i = 0; i < keys; ++i) {
+            const double kept = decay * state[i * kLanes + lane] + change * key[i];
+            CHECK(std::fabs(tiles[i * kLanes + lane] - kept) < 1e-4);
+            sum += kept * query[i];
+        }
+        CHECK(std::fabs(out[lane] - scale * sum) < 1e-3);
+    }
+}
+
+void test_gates(const Kernel& kernel, int n) {
+    for (const bool silu : {false, true}) {
+        const Array<float> gate(n), x(n), twin(n);
+        std::generate_n(gate.data(), n, [] { return random_float(); });
+        std::fill_n(x.data(), n, 0.5f);
+        std::fill_n(twin.data(), n, 0.5f);
+        kernel.open(gate.data(), silu, n, x.data());
+        find_kernel("scalar").open(gate.data(), silu, n, twin.data());
+        CHECK(x.same(twin));
+        for (int i = 0; i < n; ++i) {
+            CHECK(std::fabs(x[i] - 0.5 * (silu ? gate[i] : 1) / (1 + std::exp(-double(gate[i])))) < 1e-6);
+        }
+    }
+}
+
 void test_rotation(const Kernel& kernel, int half) {
     const Array<float> x(2 * half), twin(2 * half), cosines(half), sines(half);
     std::generate_n(x.data(), x.size(), [] { return random_float(); });
@@ -551,6 +607,7 @@ void test_row_functions() {
             test_norms(*kernel, cols);
             test_rotation(*kernel, cols);
             test_convolution(*kernel, cols);
+            test_gates(*kernel, cols);
 
             const Array<uint16_t> halves(cols), twin(cols);
             const Array<float> floats(cols);
@@ -561,6 +618,9 @@ void test_row_functions() {
             for (int i = 0; i < cols; ++i) {
                 CHECK(halves[i] == ggml_fp32_to_fp16(floats[i]));
             }
+        }
+        for (const int keys : {16, 48, 128}) {
+            test_delta(*kernel, keys);
         }
         // Numbers that arithmetic stumbles over.
         for (const float odd : {NAN, INFINITY, -INFINITY, 3e38f, 1e-40f, 0.0f}) {

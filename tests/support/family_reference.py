@@ -32,7 +32,7 @@ class FamilyReference:
             tensor.name: np.array(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float64)
             for tensor in reader.tensors
         }
-        self.layers: int = self._key("block_count")
+        self.layers: int = self._key("block_count") - self._key("nextn_predict_layers", 0)
         self.heads: int = self._key("attention.head_count")
         self.kv_heads: int = np.max(self._key("attention.head_count_kv", self.heads)).item()
         self.width: int = self._key("embedding_length")
@@ -49,10 +49,17 @@ class FamilyReference:
         for layer in range(self.layers):
             block = f"blk.{layer}."
             read = self._norm(block + "attn_norm", x)
-            convolves = f"{block}shortconv.conv.weight" in self.weights
-            mixed = self._short_convolution(block, read) if convolves else self._attention(layer, read, context)
-            branch = self._norm(block + "post_attention_norm", mixed)
-            x = x + scale * branch
+            if f"{block}shortconv.conv.weight" in self.weights:
+                branch = self._short_convolution(block, read)
+            elif f"{block}ssm_conv1d.weight" in self.weights:
+                branch = self._delta_net(block, read)
+            else:
+                branch = self._attention(layer, read, context)
+            if self.family == "qwen35":
+                x = x + branch
+                read = self._norm(block + "post_attention_norm", x)
+            else:
+                x = x + scale * self._norm(block + "post_attention_norm", branch)
             if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
                 read = self._norm(block + "ffn_norm", x)
             x = x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
@@ -71,6 +78,9 @@ class FamilyReference:
             q, k, v = (self._linear(block + f"attn_{part}", x) for part in "qkv")
         if self.family == "olmo2":
             q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
+        gate = None
+        if self.family == "qwen35":
+            q, gate = np.split(q.reshape(n, heads, 2 * dim), 2, axis=2)
         q, k, v = q.reshape(n, heads, dim), k.reshape(n, kv_heads, dim), v.reshape(n, kv_heads, dim)
         if self.family != "olmo2":
             q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
@@ -92,7 +102,10 @@ class FamilyReference:
         scores = np.where(hidden, -np.inf, scores)
         powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = (powers / powers.sum(axis=-1, keepdims=True)) @ v
-        return self._linear(block + "attn_output", mixed.transpose(1, 0, 2).reshape(n, heads * dim))
+        mixed = mixed.transpose(1, 0, 2)
+        if gate is not None:
+            mixed = mixed * sigmoid(gate)
+        return self._linear(block + "attn_output", mixed.reshape(n, heads * dim))
 
     def _short_convolution(self, block: str, x: Doubles) -> Doubles:
         b, c, values = np.split(self._linear(block + "shortconv.in_proj", x), 3, axis=1)
@@ -100,6 +113,31 @@ class FamilyReference:
         padded = np.concatenate([np.zeros((len(taps) - 1, self.width)), b * values])
         mixed = sum(tap * padded[i : i + len(x)] for i, tap in enumerate(taps))
         return self._linear(block + "shortconv.out_proj", c * mixed)
+
+    def _delta_net(self, block: str, x: Doubles) -> Doubles:
+        n, keys, values = len(x), self._key("ssm.group_count"), self._key("ssm.time_step_rank")
+        size: int = self._key("ssm.state_size")
+        joint = self._linear(block + "attn_qkv", x)
+        taps = self.weights[block + "ssm_conv1d.weight"].T
+        padded = np.concatenate([np.zeros((len(taps) - 1, joint.shape[1])), joint])
+        convolved = sum(tap * padded[i : i + n] for i, tap in enumerate(taps))
+        heads = (convolved * sigmoid(convolved)).reshape(n, 2 * keys + values, size)
+        q, k, v = np.split(heads, [keys, 2 * keys], axis=1)
+        epsilon = self._key("attention.layer_norm_rms_epsilon")
+        q, k = (part / np.sqrt(np.square(part).sum(axis=-1, keepdims=True) + epsilon) for part in (q, k))
+        rate = sigmoid(self._linear(block + "ssm_beta", x))
+        step = np.log1p(np.exp(self._linear(block + "ssm_alpha", x) + self.weights[block + "ssm_dt.bias"]))
+        decay = np.exp(self.weights[block + "ssm_a"] * step)
+        shared = np.arange(values) % keys  # head of keys of each head of values
+        state, mixed = np.zeros((values, size, size)), np.zeros((n, values, size))
+        for i in range(n):
+            state *= decay[i, :, None, None]
+            delta = rate[i, :, None] * (v[i] - np.einsum("hvk,hk->hv", state, k[i, shared]))
+            state += np.einsum("hv,hk->hvk", delta, k[i, shared])
+            mixed[i] = np.einsum("hvk,hk->hv", state, q[i, shared]) / np.sqrt(size)
+        gate = self._linear(block + "attn_gate", x).reshape(n, values, size)
+        opened = self._norm(block + "ssm_norm", mixed) * gate * sigmoid(gate)
+        return self._linear(block + "ssm_out", opened.reshape(n, values * size))
 
     def _windowed(self, layer: int) -> bool:
         if self.family == "lfm2":
@@ -181,6 +219,11 @@ class FamilyReference:
 
     def _key(self, key: str, *otherwise: Any) -> Any:
         return self._values.get(f"{self.family}.{key}", *otherwise)
+
+
+def sigmoid(x: Doubles) -> Doubles:
+    result: Doubles = 1 / (1 + np.exp(-x))
+    return result
 
 
 def capped(x: Doubles, cap: float) -> Doubles:

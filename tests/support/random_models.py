@@ -19,8 +19,8 @@ Floats = npt.NDArray[np.float32]
 END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
-RECURRENT = {"lfm2"}
-TAPS = 3  # of short convolutions
+RECURRENT = {"lfm2", "qwen35"}
+TAPS, DELTA_TAPS = 3, 4  # of short convolutions, and of those before delta nets
 
 
 @dataclass
@@ -33,6 +33,8 @@ class RandomModel:
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
         recurrent: layers that are recurrent, where the family has such.
+        ahead: layers behind the last that predict further tokens.
+        delta_heads: of a delta net's keys and of its values, and how wide they are.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -55,6 +57,8 @@ class RandomModel:
     biases: bool = False
     fused: bool = False
     recurrent: tuple[int, ...] = ()
+    ahead: int = 0
+    delta_heads: tuple[int, int, int] = (2, 4, 16)
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -92,7 +96,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             "context_length": m.context,
             "embedding_length": m.width,
             "feed_forward_length": m.ffn_width,
-            "block_count": m.layers,
+            "block_count": m.layers + m.ahead,
             "attention.head_count": m.heads,
             "attention.head_count_kv": m.kv_heads,
         }
@@ -109,6 +113,17 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         if m.family == "lfm2":
             keys["attention.head_count_kv"] = [0 if i in m.recurrent else m.kv_heads for i in range(m.layers)]
             keys["shortconv.l_cache"] = TAPS
+        if m.family == "qwen35":
+            key_heads, value_heads, size = m.delta_heads
+            keys["ssm.conv_kernel"], keys["ssm.state_size"] = DELTA_TAPS, size
+            keys["ssm.group_count"], keys["ssm.time_step_rank"] = key_heads, value_heads
+            keys["ssm.inner_size"] = value_heads * size
+            pairs = (m.rotary or m.dim) // 2
+            keys["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+            if m.recurrent != tuple(i for i in range(m.layers) if i % 4 != 3):
+                keys["attention.recurrent_layers"] = [i in m.recurrent for i in range(m.layers + m.ahead)]
+            if m.ahead:
+                keys["nextn_predict_layers"] = m.ahead
         for key, value in (keys | m.metadata).items():
             add_key(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
@@ -116,7 +131,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         else:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
-            if values.ndim == 2 and not name.startswith("position") and not re.search(r"norm|\.conv\.", name):
+            if values.ndim == 2 and not name.startswith("position") and not re.search(r"norm|conv1d|\.conv\.", name):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -243,20 +258,38 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
     if m.head_bias:
         found["output.bias"] = generator.standard_normal(m.vocab_size).astype(np.float32)
     found.update(m.vectors)
-    for layer in range(m.layers):
+    for layer in range(m.layers + m.ahead):
         block = f"blk.{layer}"
         if family != "olmo2":
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
-            if not m.parallel:
+            if family == "qwen35":
+                norm(f"{block}.post_attention_norm", m.width)
+            elif not m.parallel:
                 norm(f"{block}.ffn_norm", m.width, bias=layer_norm)
         if family in ("olmo2", "gemma2", "gemma3"):
             norm(f"{block}.post_attention_norm", m.width)
             norm(f"{block}.post_ffw_norm", m.width)
-        if layer in m.recurrent:
+        if layer >= m.layers:
+            matrix(f"{block}.nextn.eh_proj", m.width, 2 * m.width)
+            norm(f"{block}.nextn.enorm", m.width)
+            norm(f"{block}.nextn.hnorm", m.width)
+        if layer in m.recurrent and family == "qwen35":
+            key_heads, value_heads, size = m.delta_heads
+            channels = (2 * key_heads + value_heads) * size
+            matrix(f"{block}.attn_qkv", channels, m.width)
+            matrix(f"{block}.attn_gate", value_heads * size, m.width)
+            matrix(f"{block}.ssm_beta", value_heads, m.width)
+            matrix(f"{block}.ssm_alpha", value_heads, m.width)
+            matrix(f"{block}.ssm_conv1d", channels, DELTA_TAPS)
+            found[f"{block}.ssm_a"] = -np.exp(generator.standard_normal(value_heads) / 2).astype(np.float32)
+            found[f"{block}.ssm_dt.bias"] = generator.standard_normal(value_heads).astype(np.float32)
+            norm(f"{block}.ssm_norm", size)
+            matrix(f"{block}.ssm_out", m.width, value_heads * size)
+        elif layer in m.recurrent:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
             matrix(f"{block}.shortconv.conv", m.width, TAPS)
             matrix(f"{block}.shortconv.out_proj", m.width, m.width)
-        elif family in ("qwen3", "gemma3", "lfm2"):
+        elif family in ("qwen3", "gemma3", "lfm2", "qwen35"):
             norm(f"{block}.attn_q_norm", m.dim)
             norm(f"{block}.attn_k_norm", m.dim)
         elif family == "olmo2":
@@ -271,7 +304,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             if m.fused or family == "gpt2":
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
-                for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                gates = q if family == "qwen35" else 0
+                for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
                     matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
         if family == "phi3":
