@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from support.families import CASES
+from support.families import CASES, ON_DEVICES
 from support.gguf_parts import (
     ARRAY,
     BOOL,
@@ -220,13 +220,13 @@ class Gguf(Target):
 
     def _write(self, name: str, quantization: str) -> bytes:
         model = CASES[name]
-        is_odd = (model.width | model.ffn_width) % 32
+        is_odd = (model.width | model.ffn_width | model.delta_heads[1] * model.delta_heads[2]) % 32
         model = replace(model, quantization="F32" if is_odd else quantization, layers=min(model.layers, 2))
         return write(self._path, model).read_bytes()
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
-            yield self._case(name, data, is_device=True)
+            yield self._case(name, data, is_device=name not in CASES or name in ON_DEVICES)
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
