@@ -125,7 +125,7 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
     ),
     "heads": (put_integer("gpt2.attention.head_count", 3), "a width of 32 does not split into 3 heads"),
     "no-heads": (put_integer("gpt2.attention.head_count", 0), "'gpt2.attention.head_count' is 0, outside 1 to 32"),
-    "layers": (put_integer("gpt2.block_count", 512), "tensor 'blk.1.attn_qkv.weight' is missing"),
+    "layers": (put_integer("gpt2.block_count", 512), "tensor 'blk.1.attn_norm.weight' is missing"),
     "many-layers": (put_integer("gpt2.block_count", 513), "'gpt2.block_count' is 513, outside 1 to 512"),
     "absurd-layers": (put_integer("gpt2.block_count", 2**32 - 1), "'gpt2.block_count' is 4294967295, outside 1 to"),
     "huge-layers": (
