@@ -13,6 +13,18 @@ namespace pystaged {
 struct HiddenRows {
     size_t width = 0;                                // numbers of a row
     std::vector<std::shared_ptr<const float>> rows;  // [width] each; rows of one pass share its memory
+    bool of_draft = false;                           // of a draft that reads its target's
+
+    // The same in memory of their own, which no others keep.
+    HiddenRows copied() const {
+        HiddenRows copy{width, {}, of_draft};
+        auto made = make(rows.size(), width);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            std::copy_n(rows[i].get(), width, made[i].get());
+            copy.rows.push_back(std::move(made[i]));
+        }
+        return copy;
+    }
 
     // Zeros in memory of their own, and where each of them begins.
     static std::vector<std::shared_ptr<float>> make(size_t count, size_t width) {

@@ -202,6 +202,10 @@ void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32
 // Rows at the next positions that see the context and each other, those before them or all.
 void Session::append_block(const std::vector<int32_t>& tokens) {
     const int committed = static_cast<int>(committed_.size()), n = static_cast<int>(tokens.size());
+    if (n > executor_->backend().max_rows()) {
+        throw std::invalid_argument("a block has at most " + std::to_string(executor_->backend().max_rows()) +
+                                    " rows, not " + std::to_string(n));
+    }
     if (committed + n > std::min(context_, state_->room())) {
         throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
     }
@@ -410,7 +414,7 @@ void Session::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows h
 }
 
 HiddenRows Session::hidden_of(const std::vector<int32_t>& rows) const {
-    HiddenRows found{model_->state_size(), {}};
+    HiddenRows found{model_->state_size(), {}, model_->family().reads != Reads::nothing};
     for (const int32_t row : rows) {
         if (const auto& hidden = checked_row(row).hidden) {
             found.rows.push_back(hidden);

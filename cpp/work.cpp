@@ -40,7 +40,7 @@ bool is_block(const Work& work) {
 }
 
 bool reads_target(const Work& work) {
-    return work.hidden.width == size_t(work.session->model().numbers().features_width());
+    return !work.hidden.of_draft && work.hidden.width == size_t(work.session->model().numbers().features_width());
 }
 
 // Throws std::invalid_argument where the hidden rows are not those that the session's model reads.
@@ -58,7 +58,8 @@ void check_hidden(const Work& work) {
             break;
         case Reads::beside_tokens:
             read = std::to_string(h.features_width()) + " or " + std::to_string(h.hidden_width) + " numbers";
-            fits = given == n && (n == 0 || width == size_t(h.hidden_width) || reads_target(work));
+            fits = given == n &&
+                   (n == 0 || reads_target(work) || (work.hidden.of_draft && width == size_t(h.hidden_width)));
             break;
         case Reads::as_context:
             if (work.kind == Work::Kind::verify) {
@@ -316,6 +317,9 @@ std::vector<Outcome> Run::finish() {
         const bool verified = works_[i]->kind == Work::Kind::verify;
         if (model.state_size() > 0 && (verified || (model.taps_all_rows() && works_[i]->kind == Work::Kind::read))) {
             hidden[i] = works_[i]->session->hidden_of(paths[i]);
+            if (paths[i].size() < works_[i]->tokens.size()) {
+                hidden[i] = hidden[i].copied();
+            }
         }
     }
     // Nothing fails from here on.

@@ -334,7 +334,9 @@ class HiddenRows:
     def __len__(self) -> int: ...
     def __getitem__(self, rows: slice) -> HiddenRows: ...
     def __add__(self, other: HiddenRows) -> HiddenRows:
-        """The rows of both, in order. Raises ValueError where their widths differ."""
+        """The rows of both, in order. Raises ValueError where they are of different models."""
+    def copy(self) -> HiddenRows:
+        """The same in memory of their own: rows of one pass share theirs, and each keeps all of it."""
     def numpy(self) -> NDArray[np.float32]:
         """A copy, float32[n, width]."""
 
@@ -648,8 +650,8 @@ class Work:
     ) -> Work:
         """Append pending rows, as Session.evaluate with num_logits = num_judged, and rank what may follow those judged.
 
-        One sampling for all judged rows, or one for each; hidden as in read. The result is that of Session.candidates
-        for the judged rows, int32[num_judged, k] and float32[num_judged, k].
+        One sampling for all judged rows, or one for each; hidden as in read; k may be 0. The result is that of
+        Session.candidates for the judged rows, int32[num_judged, k] and float32[num_judged, k].
         """
     @property
     def session(self) -> Session: ...

@@ -134,7 +134,7 @@ void add_sessions(py::module_& m) {
                  if (!slice.compute(self.rows.size(), &start, &stop, &step, &length)) {
                      throw py::error_already_set();
                  }
-                 HiddenRows part{self.width, {}};
+                 HiddenRows part{self.width, {}, self.of_draft};
                  for (size_t i = 0; i < length; ++i, start += step) {
                      part.rows.push_back(self.rows[start]);
                  }
@@ -142,13 +142,17 @@ void add_sessions(py::module_& m) {
              })
         .def("__add__",
              [](const HiddenRows& self, const HiddenRows& other) {
-                 if (self.width != other.width && !self.rows.empty() && !other.rows.empty()) {
-                     throw py::value_error("hidden rows of different widths do not go together");
+                 if (self.rows.empty() || other.rows.empty()) {
+                     return self.rows.empty() ? other : self;
                  }
-                 HiddenRows both{self.rows.empty() ? other.width : self.width, self.rows};
+                 if (self.width != other.width || self.of_draft != other.of_draft) {
+                     throw py::value_error("hidden rows of different models do not go together");
+                 }
+                 HiddenRows both = self;
                  both.rows.insert(both.rows.end(), other.rows.begin(), other.rows.end());
                  return both;
              })
+        .def("copy", &HiddenRows::copied)
         .def("numpy", [](const HiddenRows& self) { return to_matrix(self); });
 
     py::class_<Session>(m, "Session")
@@ -314,7 +318,7 @@ void add_sessions(py::module_& m) {
             "propose",
             [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
                const Samplings& sampling, const MaskArray& masks, const std::optional<HiddenRows>& hidden) {
-                check_count(session, "k", 1, k);
+                check_count(session, "k", 0, k);
                 return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
                                      to_samplings(sampling), to_masks(masks), hidden.value_or(HiddenRows()));
             },

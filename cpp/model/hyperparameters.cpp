@@ -259,7 +259,8 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     }
     const std::string key = keys.name("target_layers");
     auto layers = file.integers(key);
-    if (!layers && !keys.has("target_layers") && family.reads == Reads::beside_tokens) {
+    const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
+    if (states_none && target->num_layers > 6) {
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
     }
     if (!layers || layers->empty()) {
@@ -281,7 +282,12 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         file.fail("the draft knows " + std::to_string(h.vocab_size) + " tokens, but the target has " +
                   std::to_string(target->vocab_size));
     }
-    if (h.width % kBlock != 0 || h.target_width % kBlock != 0 || h.features_width() > kMostNumbers) {
+    if (!file.has_tensor(kHeadName) && target->width != h.width) {
+        file.fail("the draft is " + std::to_string(h.width) + " wide, but the head that it borrows of its target " +
+                  std::to_string(target->width));
+    }
+    if (h.width % kBlock != 0 || h.target_width % kBlock != 0 ||
+        int64_t(h.target_layers.size()) * h.target_width > kMostNumbers) {
         file.fail("the widths of draft and target, " + std::to_string(h.width) + " and " +
                   std::to_string(h.target_width) + ", must be multiples of " + std::to_string(kBlock));
     }

@@ -67,7 +67,7 @@ void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperpar
 std::vector<int32_t> read_head_tokens(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers) {
     const TensorView* tensor = manifest.find(Role::head_tokens);
     if (!tensor) {
-        if (numbers.head_size < numbers.vocab_size) {
+        if (numbers.head_size < numbers.vocab_size && manifest.find(Role::head)) {
             file.fail("the head has " + std::to_string(numbers.head_size) + " rows for a vocabulary of " +
                       std::to_string(numbers.vocab_size) + " tokens, and no tensor '" + kHeadTokens + "' names them");
         }

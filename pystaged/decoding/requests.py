@@ -136,7 +136,7 @@ class Propose(_OfSession):
         return Work.propose(self.session, self.tokens, self.parents, judged, k, self.sampling, self.masks, self.hidden)
 
     def perform(self) -> object:
-        if self.hidden is not None:
+        if self.hidden is not None or self.k == 0:
             return run([self.work()])[0]
         first = self.session.num_pending + len(self.tokens) - self.judged
         self.session.evaluate(self.tokens, self.parents, self.judged)

@@ -167,14 +167,15 @@ class Stepper:
         self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[BatchMember]) -> None:
-        """Make the requested draft passes, level by level; each draft prefills at most one piece."""
+        """Make the requested draft passes, level by level; a draft that has more to prefill than a piece waits then."""
         have_read: set[BatchMember] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
                 if isinstance(text.request, Read):
                     most = _DRAFT_PIECE if len(texts) > 1 else MOST_ROWS
                     text.request.num_rows = min(len(text.request.tokens), most)
-                    have_read.add(text)
+                    if text.request.num_rows < len(text.request.tokens):
+                        have_read.add(text)
             for text, answer in zip(drafting, self._pass(drafting), strict=True):
                 text.resume(answer)
 

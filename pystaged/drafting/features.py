@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import HiddenRows, Model, Session
+from pystaged._core import HiddenRows, Model, ModelError, Session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
@@ -21,6 +22,7 @@ from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 _CANDIDATES = 16  # per node
 _LEAST_READ = 32  # unread rows from which on they are read in passes of their own
 _MOST_UNREAD = 512  # rows; a drafter that has not drafted for so long drafts no more in this sequence
+_WORTH_READING = 64  # tokens that the target always reads again for a draft that lacks them
 _MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft
 _GREEDY = SamplingConfig().native
 
@@ -63,7 +65,10 @@ class FeatureProposer(Proposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         self._align()
         held = np.concatenate([self.session.tokens, np.array(self._tokens, np.int32)])
-        return common_prefix(held, prompt[self.ahead :])
+        found = common_prefix(held, prompt[self.ahead :])
+        kept = min(common_prefix(self._target.tokens, prompt), len(prompt) - 1)
+        # To read much more for a draft costs more than it may bring: then it is lost for this sequence.
+        return found if kept - found <= max(_WORTH_READING, len(prompt) - kept) else len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
         self._go_to(first)
@@ -91,10 +96,11 @@ class FeatureProposer(Proposer):
     def lag(self) -> float:
         if self._is_lost:
             return math.inf
-        unread = len(self._tokens)
-        if self._cost is None or unread == 0:
-            return 0.0
-        return max(0.0, self._cost(unread, self._length) - self._cost(1, self._length))
+        return self._reading(self._cost, len(self._tokens)) if self._cost and self._tokens else 0.0
+
+    def _reading(self, cost: PassCost, unread: int) -> float:
+        """Estimated seconds that unread rows add to a tree."""
+        raise NotImplementedError
 
     def catch_up(self, seconds: float = math.inf) -> Requests[None]:
         del seconds  # reading takes a small part of what the target's own pass over the rows took
@@ -107,15 +113,23 @@ class FeatureProposer(Proposer):
         while count > 0:
             tokens = np.array(self._tokens[:count], np.int32)
             done = yield from self._pass(Read(self.session, self._length, tokens, hidden=self._unread(count)))
+            if done is None:
+                return
             self._consume(done.result)
             count -= done.result
 
-    def _pass(self, request: Read | Propose) -> Requests[Done]:
+    def _pass(self, request: Read | Propose) -> Requests[Done | None]:
+        """Make a pass; None where the draft's weights overflow, which ends its part in the sequence."""
         begin = self.meter()
-        done = yield from self.meter.draft(request)
+        try:
+            done = yield from self.meter.draft(request)
+        except ModelError:
+            self._drop(lost=True)
+            self._forget()
+            return None
         self.stats.native_seconds += done.share * done.seconds
         self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
-        if self._cost:
+        if self._cost and isinstance(request, Propose):  # reading takes less than a pass of as many rows
             others = (1 - done.share) * done.processor_seconds
             self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
         return done
@@ -128,7 +142,7 @@ class FeatureProposer(Proposer):
         """Count the first unread rows as read."""
         assert self._hidden is not None
         self._length += count
-        self._tokens, self._hidden = self._tokens[count:], self._hidden[count:]
+        self._tokens, self._hidden = self._tokens[count:], self._hidden[count:].copy()
 
     def _add(self, tokens: list[int]) -> None:
         """Take the hidden states that the target has just computed, of as many rows as there are tokens."""
@@ -136,11 +150,12 @@ class FeatureProposer(Proposer):
         if self._is_lost or len(hidden) != len(tokens):
             self._drop(lost=True)
             return
-        self._tokens += tokens
-        self._hidden = self._hidden + hidden if self._hidden else hidden
+        both = self._hidden + hidden if self._hidden else hidden
+        self._tokens, self._hidden = self._tokens + tokens, both
 
     def _go_to(self, position: int) -> None:
         """Go on from the first rows, `position` in number; without them it is lost."""
+        self._forget()
         self._align()
         unread = position - self._length
         if unread < 0:
@@ -151,9 +166,9 @@ class FeatureProposer(Proposer):
         self._is_lost = self._length + len(self._tokens) != position
 
     def _align(self) -> None:
-        """Drop unread rows that do not follow what the session holds, since that was rewound."""
-        held = len(self.session.tokens)
-        if held != self._length:
+        """Drop unread rows that do not follow what the session holds, since that was rewound or a call interrupted."""
+        held, unread = len(self.session.tokens), len(self._hidden) if self._hidden else 0
+        if held != self._length or unread != len(self._tokens):
             self._drop()
             self._length = held
 
@@ -195,6 +210,9 @@ class EagleProposer(FeatureProposer):
     def most_levels(self) -> float:
         return self.session.n_ctx - self._length - len(self._tokens)
 
+    def _reading(self, cost: PassCost, unread: int) -> float:
+        return max(0.0, cost(unread, self._length) - cost(1, self._length))  # they are read in the root's pass
+
     def discard(self) -> None:
         self.session.discard()
         self._states = {node: state for node, state in self._states.items() if node == 0}
@@ -219,6 +237,8 @@ class EagleProposer(FeatureProposer):
             hidden = hidden + self._states[parent]
         first, tokens = self.session.num_pending, [tree.nodes[node].token for node in nodes]
         found = yield from self._evaluate(tokens, [self._rows[parent] for parent in parents], hidden, len(nodes))
+        if found is None:
+            return [Proposal({}, HEAD) for _ in nodes]
         for i, node in enumerate(nodes):
             self._rows[node] = first + i
             self._states[node] = self.session.hidden_of([first + i])
@@ -228,6 +248,8 @@ class EagleProposer(FeatureProposer):
         """Read what is unread; the last row is the root's."""
         count = len(self._tokens)
         found = yield from self._evaluate(self._tokens, range(-1, count - 1), self._unread(count), 1)
+        if found is None:
+            return
         state = self.session.hidden_of([count - 1])
         self.session.commit(range(count))
         self._consume(count)
@@ -235,11 +257,13 @@ class EagleProposer(FeatureProposer):
 
     def _evaluate(
         self, tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
-    ) -> Requests[list[Proposal]]:
+    ) -> Requests[list[Proposal] | None]:
         request = Propose(
             self.session, self._length, tokens, parents, judged, self._num_candidates, _GREEDY, hidden=hidden
         )
         done = yield from self._pass(request)
+        if done is None:
+            return None
         candidates, logprobs = (np.array(each) for each in done.result)
         return [self._proposal(*each) for each in zip(candidates, logprobs, strict=True)]
 
@@ -262,6 +286,10 @@ class BlockProposer(FeatureProposer):
         del num_nodes
         return self._cost(self._model.block_size, self._length) if self._cost and not self._is_evaluated else 0.0
 
+    def _reading(self, cost: PassCost, unread: int) -> float:
+        # A pass of its own over less than half of the weights.
+        return cost(unread, self._length) / 2
+
     def most_levels(self) -> float:
         room = self.session.n_ctx - self._length - len(self._tokens)
         return self.places if room >= self._model.block_size else 0
@@ -273,17 +301,26 @@ class BlockProposer(FeatureProposer):
         yield from self._read(len(self._tokens))
         size = self._model.block_size
         block = [self._root, *[self._model.mask_token] * (size - 1)]
-        yield from self._pass(Propose(self.session, self._length, block, range(-1, size - 1), size, 1, _GREEDY))
-        self._is_evaluated = True
+        request = Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
+        self._is_evaluated = not self._is_lost and (yield from self._pass(request)) is not None
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
         yield from ()
-        rows = [self._first + tree.nodes[node].depth for node in nodes]
-        if not self._is_evaluated or max(rows) >= self._model.block_size:
+        if not self._is_evaluated:
             return [Proposal({}, HEAD) for _ in nodes]
+        rows = [self._first + tree.nodes[node].depth for node in nodes]
+        inside = [row < self._model.block_size for row in rows]
         before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
-        found = self.session.likeliest(rows, before, self._num_candidates)
-        return [self._proposal(*each) for each in zip(*found, strict=True)]
+        try:
+            found = self.session.likeliest(
+                list(compress(rows, inside)), list(compress(before, inside)), self._num_candidates
+            )
+        except ModelError:
+            self._drop(lost=True)
+            self._forget()
+            return [Proposal({}, HEAD) for _ in nodes]
+        said = iter([self._proposal(*each) for each in zip(*found, strict=True)])
+        return [next(said) if is_inside else Proposal({}, HEAD) for is_inside in inside]
 
     def _forget(self) -> None:
         super()._forget()

@@ -131,6 +131,7 @@ class Bundle:
                     raise
                 report(f"passed over: {features_path}: {error}")
                 self.draft_path = None
+                self.target.tap([])
         if draft == "auto" and self.device == "cpu" and not self.draft_path:
             head_path = find_head(self.tokenizer, report)
         self.head: DraftHead | None = None

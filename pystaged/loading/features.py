@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,10 +29,12 @@ _PROMPTS = (
     "To solve the equation 3x + 5 = 20, first",
 )
 _TOKENS = 50  # of the target's own after each
+_PATIENCE = 20.0  # seconds of writing them; fewer must do where that takes longer
 _ANCHORS = 3  # every so many of them, one is the root of a block
 _BETTER = 0.05  # share of right guesses by which another form must be better than the usual one
 _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its time
 _MOST_BYTES = 1 << 12
+_VERSION = 1  # of what is tried
 _GREEDY = SamplingConfig().native
 
 
@@ -70,9 +73,9 @@ def load_features(
     draft = _load(path, target, Form())
     place = cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json"
     form = _kept(place)
-    if form is None:
+    if form is None or (form.deeper and draft.target_layers[-1] == target.num_layers):
         report(f"trying the draft {path.name} on {len(_PROMPTS) * _TOKENS} tokens of the target's own text")
-        form = _best(path, target, draft, [_own_text(target, tokenizer, prompt) for prompt in _PROMPTS])
+        form = _best(path, target, draft, _own_texts(target, tokenizer))
         keep(place, json.dumps(asdict(form)).encode())
         report(f"the draft {path.name} is {describe(form)}")
     if form.first < _WEAK:
@@ -120,7 +123,7 @@ def _layers(draft: Model, form: Form) -> list[int]:
 
 
 def _key(path: Path, target_path: Path, target: Model) -> str:
-    parts = [target.name, target.weight_bytes]
+    parts = [_VERSION, target.name, target.weight_bytes]
     for each in (path, target_path):
         info = each.stat()
         parts += [each.absolute(), info.st_size, info.st_mtime_ns]
@@ -138,17 +141,28 @@ def _kept(place: Path) -> Form | None:
     return found if good and all(0 <= share <= 1 for share in shares) else None
 
 
-def _own_text(target: Model, tokenizer: Tokenizer, prompt: str) -> tuple[NDArray[np.int32], int]:
-    """A prompt and what the target continues it with, int32[n]; and the prompt's length."""
-    tokens = tokenizer.encode(prompt).tolist()
-    length = len(tokens)
-    most = min(length + _TOKENS, target.max_context)
-    session = Session(target, most)
-    session.prefill(tokens[:-1])
-    while len(tokens) < most:
-        tokens += session.verify([tokens[-1]], [-1], _GREEDY)[1].tolist()
-    session.close()
-    return np.array(tokens, np.int32), length
+def _own_texts(target: Model, tokenizer: Tokenizer) -> list[tuple[NDArray[np.int32], int]]:
+    """Prompts and what the target continues them with, int32[n] each; and the prompts' lengths."""
+    prompts = [tokenizer.encode(prompt).tolist() for prompt in _PROMPTS]
+    texts = [prompt.copy() for prompt in prompts]
+    most = min(max(map(len, prompts)) + _TOKENS, target.max_context)
+    sessions = [Session(target, most) for _ in texts]
+    try:
+        for session, text in zip(sessions, texts, strict=True):
+            session.prefill(text[:-1])
+        begin = time.monotonic()
+        for _ in range(most - max(map(len, prompts))):
+            steps = [
+                Work.verify(session, text[-1:], [-1], _GREEDY) for session, text in zip(sessions, texts, strict=True)
+            ]
+            for text, (_, tokens) in zip(texts, run(steps), strict=True):
+                text.extend(tokens.tolist())
+            if time.monotonic() - begin > _PATIENCE:
+                break
+    finally:
+        for session in sessions:
+            session.close()
+    return [(np.array(text, np.int32), len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray[np.int32], int]]) -> Form:
@@ -178,12 +192,13 @@ def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) 
     """Right guesses for the next token in a text behind its prompt, right ones for the token after those, and all
     first guesses."""
     source, session = Session(target, len(tokens)), Session(draft, len(tokens) + max(2, draft.block_size))
-    source.prefill(tokens[:-1])
     count = _right_blocks if draft.block_size else _right_rows
-    found = count(session, draft, tokens, source.hidden, prompt)
-    source.close()
-    session.close()
-    return found
+    try:
+        source.prefill(tokens[:-1])
+        return count(session, draft, tokens, source.hidden, prompt)
+    finally:
+        source.close()
+        session.close()
 
 
 def _right_rows(

@@ -28,6 +28,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     "3.1": {"separate_fc_norm": True, "norm_output": True},
     "head norms": {"head_norms": True, "taps": [1, 2, 3], "layers": 2},
     "narrow": {"width": 32, "own_embedding": True, "own_head": True},
+    "one layer": {"taps": [2]},
 }
 BLOCKS: dict[str, Block] = {
     "dflash": Block(),
@@ -177,6 +178,8 @@ def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=r"token|row"):
             session.likeliest(rows, before, 3)
     session.discard()
+    with pytest.raises(ValueError, match="256 rows"):
+        run([Work.propose(session, [1] * 257, range(-1, 256), 0, 0, GREEDY)])
     full = Session(draft, 7)
     run([Work.read(full, TOKENS[:6], hidden[:6])])
     with pytest.raises(ContextFullError):
@@ -200,6 +203,8 @@ def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) 
         (Eagle3(own_head=True, draft_vocab=120), {"d2t": np.full(120, 300)}, "token 300"),
         (Eagle3(own_head=True, draft_vocab=120), {"d2t": np.zeros(120, np.float32)}, "I64"),
         (Eagle3(), {"blk.0.attn_norm_2.weight": None}, "attn_norm_2"),
+        (Eagle3(width=32, own_embedding=True), {}, "head that it borrows"),
+        (Eagle3(width=96, own_embedding=True), {}, "head that it borrows"),
         (Eagle3(), {"extra.weight": np.ones(3, np.float32)}, "extra"),
         (Block(metadata={"block_size": 1}), {}, "block_size"),
         (Block(metadata={"block_size": 1000}), {}, "block_size"),

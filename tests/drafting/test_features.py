@@ -128,10 +128,11 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
         text += tokens.tolist()
     assert drafter.lag() == float("inf")
     assert len(finish(drafter.draft(sampling, 20))) == 1
-    # The next text begins with what it had read, and the target reads the rest again for it.
-    again = np.array(text, np.int32)
-    reused = finish(decoder.start(again))
-    assert CONTEXT.size <= reused < len(text) - 1
+    # The target does not read so much again for it, but a text that begins alike goes on from what it had read.
+    assert finish(decoder.start(np.array(text, np.int32))) == len(text) - 1
+    assert drafter.lag() == float("inf")
+    text = text[: len(CONTEXT) + 60]
+    assert finish(decoder.start(np.array(text, np.int32))) >= len(text) - 2
     same(finish(drafter.draft(sampling, 20)), first_tree(pair, text, sampling, decoder))
 
 
@@ -151,6 +152,51 @@ def test_the_next_prompt_goes_on_from_what_both_hold(pair: Pair) -> None:
         same(finish(decoder.drafters[0].draft(sampling, 20)), first_tree(pair, prompt, sampling, decoder))
         expected = continuation(Decoder(Session(pair.target, 256)), np.array(prompt, np.int32), sampling, 20)
         assert continuation(decoder, np.array(prompt, np.int32), sampling, 20) == expected
+
+
+def test_a_text_goes_on_after_a_step_that_was_interrupted(pair: Pair) -> None:
+    decoder, sampling = pair.decoder(), SAMPLINGS["greedy"]
+    finish(decoder.start(CONTEXT[:40]))
+    finish(decoder.drafters[0].draft(sampling, 20))  # and no more: its tree is never verified
+    assert finish(decoder.start(CONTEXT)) >= 38
+    same(finish(decoder.drafters[0].draft(sampling, 20)), first_tree(pair, CONTEXT.tolist(), sampling, decoder))
+
+
+def test_a_long_text_is_not_read_again_for_a_draft_that_lacks_it(pair: Pair) -> None:
+    decoder, plain = pair.decoder(n_ctx=512), SAMPLINGS["greedy"]
+    finish(decoder.start(CONTEXT, speculate=False))
+    assert finish(decoder.start(CONTEXT)) == len(CONTEXT) - 1
+    assert len(finish(decoder.drafters[0].draft(plain, 20))) == 1
+    # A short one is, and one of which as much is new.
+    finish(decoder.start(CONTEXT[:40], speculate=False))
+    assert finish(decoder.start(CONTEXT[:40])) == 0
+    same(finish(decoder.drafters[0].draft(plain, 20)), first_tree(pair, CONTEXT[:40].tolist(), plain, decoder))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) -> None:
+    target = write(tmp_path / "target.gguf", TARGET)
+    norm = np.full(64, 3e38, np.float32)
+    path = write_draft(tmp_path / "draft.gguf", DRAFTS[kind], {"output_norm.weight": norm})
+    with Engine(target) as engine:
+        expected = engine.generate(CONTEXT.tolist(), max_tokens=20, speculate=False).tokens
+    model = Model(target)
+    draft = Model(path, lender=model)
+    model.tap(draft.target_layers, all_rows=True)
+    decoder = Pair(model, draft, target, path).decoder()
+    assert continuation(decoder, CONTEXT, SAMPLINGS["greedy"], 20)[: len(expected)] == expected
+    assert decoder.drafters[0].lag() == float("inf")
+
+
+def test_texts_out_of_phase_share_the_targets_passes(pair: Pair) -> None:
+    with Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=FixedPolicy(2, 3, 6)) as engine:
+        first = engine.stream(CONTEXT[:40].tolist(), max_tokens=120)
+        next(first)
+        second = engine.generate(CONTEXT[:50].tolist(), max_tokens=60)
+        first.close()
+        passes = engine.passes
+    assert len(second.tokens) == 60
+    assert passes.steps > 1.3 * passes.passes
 
 
 def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
