@@ -224,6 +224,7 @@ struct Convolution {
     size_t stride = 0;
     const float* gate = nullptr;
     float* out = nullptr;
+    const float* bias = nullptr;  // [channels] of the sum, or none
 };
 
 // A row's step of a gated delta rule, for kLanes values of a head: of a tile [keys][kLanes] of the head's state M,

@@ -62,6 +62,9 @@ void convolve(const Convolution& p) {
         for (int tap = 1; tap < p.taps; ++tap) {
             sum = fma(load_first(p.weights + tap * p.stride + i, left), load_first(p.inputs[tap] + i, left), sum);
         }
+        if (p.bias) {
+            sum = sum + load_first(p.bias + i, left);
+        }
         store_first(p.gate ? load_first(p.gate + i, left) * sum : silu(sum), p.out + i, left);
     }
 }

@@ -28,6 +28,7 @@ constexpr Family kFamilies[] = {
     {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
      kAllWindowed},
     {"qwen35", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead, kDeltaNets | kFfnNormBehind | kGatedAttention},
+    {"granitehybrid", Pairs::adjacent, Gate::silu, kPreNorms, kHead, kScaleKeys | kMayNotRotate | kStateSpaces},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
@@ -40,12 +41,9 @@ struct Recurrence {
     unsigned rule;
 };
 constexpr Recurrence kRecurrences[] = {
-    {"ssm.conv_kernel", kDeltaNets},
-    {"ssm.state_size", kDeltaNets},
-    {"ssm.inner_size", kDeltaNets},
-    {"wkv.head_size", 0},
-    {"shortconv.l_cache", kShortConvolutions},
-    {"linear_attention.head_count", 0},
+    {"ssm.conv_kernel", kDeltaNets | kStateSpaces}, {"ssm.state_size", kDeltaNets | kStateSpaces},
+    {"ssm.inner_size", kDeltaNets | kStateSpaces},  {"wkv.head_size", 0},
+    {"shortconv.l_cache", kShortConvolutions},      {"linear_attention.head_count", 0},
 };
 
 }  // namespace
@@ -68,7 +66,8 @@ const Family& find_family(const GgufFile& file) {
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
             file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
-                      "') in a way that is not supported; choose a model of attention alone, an lfm2 or a qwen35");
+                      "') in a way that is not supported; choose a model of attention alone, an lfm2, a qwen35 or a "
+                      "dense granitehybrid");
         }
     }
     if (found) {

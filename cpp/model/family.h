@@ -51,6 +51,7 @@ enum Rule : unsigned {
     kShortConvolutions = 1 << 12,   // in layers without heads of keys and values
     kDeltaNets = 1 << 13,           // in all layers but each full_attention_interval-th, or as recurrent_layers says
     kFfnNormBehind = 1 << 14,       // the norm before the feed-forward network is named as if it were behind attention
+    kStateSpaces = 1 << 16,         // Mamba-2 in layers without heads of keys and values
     kGatedAttention = 1 << 15       // each head of attn_q has, behind its query, a gate of what it attends to
 };
 

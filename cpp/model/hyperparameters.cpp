@@ -98,19 +98,41 @@ void read_delta_nets(const GgufFile& file, const Keys& keys, Hyperparameters& h)
     keys.number("ssm.inner_size", h.delta.values(), h.delta.values());
 }
 
+void read_state_spaces(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
+    SpaceNumbers& space = h.space;
+    h.conv_taps = keys.number("ssm.conv_kernel", 2, kMostTaps);
+    space.state_dim = keys.number("ssm.state_size", kLanes, 1024);
+    space.groups = keys.number("ssm.group_count", 1, 1024);
+    space.heads = keys.number("ssm.time_step_rank", 1, 4096);
+    const int inner = keys.number("ssm.inner_size", 1, kMostNumbers);
+    space.head_dim = inner / space.heads;
+    if (inner % (space.heads * kLanes) != 0 || space.state_dim % kLanes != 0 || space.heads % space.groups != 0) {
+        file.fail("metadata '" + keys.name("ssm.*") + "': " + std::to_string(inner) + " numbers in " +
+                  std::to_string(space.heads) + " heads of " + std::to_string(space.groups) +
+                  " groups with states of " + std::to_string(space.state_dim) +
+                  ", where heads and states must be multiples of " + std::to_string(kLanes) +
+                  ", and groups as large as each other");
+    }
+}
+
 void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     if (family.has(kDeltaNets)) {
         read_delta_nets(file, keys, h);
     }
-    if (!family.has(kShortConvolutions)) {
+    if (!(family.rules & (kShortConvolutions | kStateSpaces))) {
         return;
     }
+    const auto recurrent = family.has(kStateSpaces) ? MixerKind::state_space : MixerKind::short_convolution;
     if (const auto kv_heads = keys.numbers_of_layers("attention.head_count_kv")) {
         for (int i = 0; i < h.num_layers; ++i) {
-            h.layers[i].mixer = (*kv_heads)[i] == 0 ? MixerKind::short_convolution : MixerKind::attention;
+            h.layers[i].mixer = (*kv_heads)[i] == 0 ? recurrent : MixerKind::attention;
         }
     }
-    h.conv_taps = keys.number("shortconv.l_cache", 2, kMostTaps);
+    if (family.has(kStateSpaces)) {
+        read_state_spaces(file, keys, h);
+    } else {
+        h.conv_taps = keys.number("shortconv.l_cache", 2, kMostTaps);
+    }
 }
 
 void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
@@ -221,7 +243,7 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
             const float value = keys.real(key, 0);
             return value == 0 ? otherwise : value;
         };
-        h.logit_scale = 1 / keys.real("logit_scale", 0);
+        h.logit_scale = 1 / keys.real("logit_scale", family.has(kStateSpaces) ? 1 : 0);
         if (!std::isfinite(h.logit_scale)) {
             file.fail("metadata '" + keys.name("logit_scale") + "' is missing or 0");
         }
@@ -324,6 +346,8 @@ size_t Hyperparameters::state_size(int layer) const {
         case MixerKind::short_convolution: return size_t(conv_taps - 1) * width;
         case MixerKind::delta_net:
             return size_t(delta.values()) * delta.head_dim + size_t(conv_taps - 1) * delta.channels();
+        case MixerKind::state_space:
+            return size_t(space.inner()) * space.state_dim + size_t(conv_taps - 1) * space.channels();
         default: return 0;
     }
 }
@@ -333,6 +357,8 @@ size_t Hyperparameters::input_size(int layer) const {
         case MixerKind::short_convolution: return width;
         case MixerKind::delta_net:
             return size_t(delta.channels()) + delta.keys() + delta.values() + padded(delta.value_heads, kLanes);
+        case MixerKind::state_space:
+            return size_t(space.channels()) + space.keys() + space.inner() + padded(space.heads, kLanes);
         default: return 0;
     }
 }
@@ -359,8 +385,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
     }
     read_mixers(file, family, keys, h);
-    h.num_kv_heads =
-        keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, family.has(kShortConvolutions));
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h.is_recurrent());
     if (h.num_heads % h.num_kv_heads != 0) {
         file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
                   " heads of keys and values evenly");

@@ -19,7 +19,7 @@ constexpr const char* kMarkov = "markov_w1.weight";
 constexpr const char* kConfidence = "conf_proj.weight";
 constexpr const char* kHeadTokens = "d2t";
 
-enum class MixerKind { attention, short_convolution, delta_net };
+enum class MixerKind { attention, short_convolution, delta_net, state_space };
 
 struct LayerNumbers {
     MixerKind mixer = MixerKind::attention;
@@ -39,6 +39,16 @@ struct DeltaNumbers {
     int value_head(int key, int i) const { return key + i * key_heads; }
 };
 
+// Of Mamba-2: heads, and groups of them that share what leads into their states and out of them.
+struct SpaceNumbers {
+    int heads = 0, groups = 0, head_dim = 0, state_dim = 0;
+
+    int inner() const { return heads * head_dim; }
+    int keys() const { return groups * state_dim; }
+    int channels() const { return inner() + 2 * keys(); }  // of values, inputs and outputs of states, in this order
+    int group_of(int head) const { return head / (heads / groups); }
+};
+
 struct Hyperparameters {
     int vocab_size = 0;
     int max_context = 0;       // positions the model was trained for
@@ -52,6 +62,7 @@ struct Hyperparameters {
     int num_kv_heads = 0;
     int head_dim = 0;
     DeltaNumbers delta;
+    SpaceNumbers space;
     int num_ahead = 0;  // layers behind the last that predict further tokens, which nothing runs
     int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;

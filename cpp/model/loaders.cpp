@@ -201,6 +201,25 @@ DeltaNet PackedLoader::delta_net() {
     return result;
 }
 
+StateSpace PackedLoader::state_space() {
+    // Files have these as columns.
+    const auto column = [&](Role role) {
+        Vector result;
+        result.values = read_floats(file_, *find(role));
+        return result;
+    };
+    StateSpace result;
+    result.input.push_back(linear(Role::space_input));
+    result.taps = taps(Role::space_taps);
+    result.taps_bias = vector(Role::space_taps_bias);
+    result.decay = column(Role::space_decay);
+    result.step = vector(Role::space_step);
+    result.skip = column(Role::space_skip);
+    result.norm = vector(Role::space_norm);
+    result.output = linear(Role::space_output);
+    return result;
+}
+
 std::vector<Linear> PackedLoader::pack_side_by_side(const std::vector<Part>& parts, size_t& stride) {
     std::vector<Parts> matrices;
     int end = 0;

@@ -31,6 +31,7 @@ public:
     Attention attention();
     ShortConvolution short_convolution();
     DeltaNet delta_net();
+    StateSpace state_space();
     Dense dense();
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
@@ -90,6 +91,7 @@ public:
     // Models that have them are not loaded into devices.
     ShortConvolution short_convolution() { return {}; }
     DeltaNet delta_net() { return {}; }
+    StateSpace state_space() { return {}; }
     Dense dense();
 
 private:

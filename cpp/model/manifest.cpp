@@ -38,7 +38,13 @@ enum class Size {
     channels,
     delta_values,
     delta_heads,
-    delta_head
+    delta_head,
+    space_input,
+    space_channels,
+    space_heads,
+    space_inner,
+    space_groups,
+    space_group
 };
 
 int64_t count(Size size, const Hyperparameters& h) {
@@ -71,6 +77,12 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::delta_values: return h.delta.values();
         case Size::delta_heads: return h.delta.value_heads;
         case Size::delta_head: return h.delta.head_dim;
+        case Size::space_input: return int64_t(h.space.inner()) + h.space.channels() + h.space.heads;
+        case Size::space_channels: return h.space.channels();
+        case Size::space_heads: return h.space.heads;
+        case Size::space_inner: return h.space.inner();
+        case Size::space_groups: return h.space.groups;
+        case Size::space_group: return h.space.inner() / h.space.groups;
         default: return 1;
     }
 }
@@ -90,7 +102,7 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kRe
                 kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                 kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15,
-                kGatedQ = Parts(1) << 32, kFfnNormBehindMixer = Parts(1) << 33;
+                kGatedQ = Parts(1) << 32, kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -177,6 +189,16 @@ constexpr Entry kDeltaNet[] = {
     {Role::delta_norm, "ssm_norm.weight", Size::delta_head, Size::none, 0},
     {Role::delta_output, "ssm_out.weight", Size::delta_values, Size::width, 0},
 };
+constexpr Entry kStateSpace[] = {
+    {Role::space_input, "ssm_in.weight", Size::width, Size::space_input, 0},
+    {Role::space_taps, "ssm_conv1d.weight", Size::taps, Size::space_channels, 0},
+    {Role::space_taps_bias, "ssm_conv1d.bias", Size::space_channels, Size::none, kTapsBias},
+    {Role::space_decay, "ssm_a", Size::one_row, Size::space_heads, 0},
+    {Role::space_step, "ssm_dt.bias", Size::space_heads, Size::none, 0},
+    {Role::space_skip, "ssm_d", Size::one_row, Size::space_heads, 0},
+    {Role::space_norm, "ssm_norm.weight", Size::space_group, Size::space_groups, 0},
+    {Role::space_output, "ssm_out.weight", Size::space_inner, Size::width, 0},
+};
 constexpr Entry kDense[] = {
     {Role::ffn_gate, "ffn_gate.weight", Size::width, Size::ffn, kGate},
     {Role::ffn_gate_bias, "ffn_gate.bias", Size::ffn, Size::none, kGate | kFfnBias},
@@ -207,6 +229,8 @@ bool is_matrix(Role role) {
         case Role::delta_beta:
         case Role::delta_alpha:
         case Role::delta_output:
+        case Role::space_input:
+        case Role::space_output:
         case Role::ffn_gate:
         case Role::ffn_up:
         case Role::ffn_down: return true;
@@ -237,7 +261,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
                            (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
                            (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) |
                            (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
-    const Parts known = required | family.optional;
+    const Parts known = required | family.optional | kTapsBias;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
     std::map<Parts, std::string> seen, missed;
@@ -297,6 +321,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
             case MixerKind::attention: claim_attention(prefix, layer); break;
             case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
             case MixerKind::delta_net: claim_all(kDeltaNet, prefix, layer); break;
+            case MixerKind::state_space: claim_all(kStateSpace, prefix, layer); break;
         }
         claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads

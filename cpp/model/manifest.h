@@ -71,6 +71,14 @@ enum class Role {
     delta_step,
     delta_norm,
     delta_output,
+    space_input,
+    space_taps,
+    space_taps_bias,
+    space_decay,
+    space_step,
+    space_skip,
+    space_norm,
+    space_output,
 };
 
 class Manifest {

@@ -61,6 +61,23 @@ struct DeltaNet {
     }
 };
 
-using Mixer = std::variant<Attention, ShortConvolution, DeltaNet>;
+// Mamba-2. W_input makes gates, values, inputs and outputs of states, and steps of a row; but for gates and steps these
+// are convolved over a few rows. Each head's state takes in its value by as much as the step says.
+struct StateSpace {
+    std::vector<Linear> input;  // one
+    Vector taps, taps_bias;     // [taps][channels], the oldest row's first; [channels], or none
+    Vector decay, step, skip;   // [heads]
+    Vector norm;                // [groups][padded width of a group]
+    Linear output;
+
+    // Calls act(linear) for each matrix.
+    template <class Act>
+    void for_each(const Act& act) const {
+        act(input[0]);
+        act(output);
+    }
+};
+
+using Mixer = std::variant<Attention, ShortConvolution, DeltaNet, StateSpace>;
 
 }  // namespace pystaged

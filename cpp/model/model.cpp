@@ -239,6 +239,7 @@ void Model::load(Loader& loader) {
             case MixerKind::attention: layer.mixer = loader.attention(); break;
             case MixerKind::short_convolution: layer.mixer = loader.short_convolution(); break;
             case MixerKind::delta_net: layer.mixer = loader.delta_net(); break;
+            case MixerKind::state_space: layer.mixer = loader.state_space(); break;
         }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);

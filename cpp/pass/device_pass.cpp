@@ -291,6 +291,10 @@ DevicePass::Value DevicePass::branch(const DeltaNet&, const Value&, const Value&
     throw std::logic_error("models with delta nets are not loaded into devices");
 }
 
+DevicePass::Value DevicePass::branch(const StateSpace&, const Value&, const Value&, int, int) {
+    throw std::logic_error("models with state spaces are not loaded into devices");
+}
+
 ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
                                 bool flash) {
     ggml_context* c = built_->context.get();

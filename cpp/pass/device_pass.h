@@ -55,6 +55,7 @@ private:
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);
     Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
     // Queries, keys and values.
     std::array<ggml_tensor*, 3> qkv(const Attention& attention, ggml_tensor* x);

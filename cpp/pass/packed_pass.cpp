@@ -35,6 +35,8 @@ PackedPass::PackedPass(const Model& model)
             product_stride_ = std::max(product_stride_, attention->qkv_stride);
         } else if (const auto* delta = std::get_if<DeltaNet>(&layer.mixer)) {
             product_stride_ = std::max(product_stride_, delta->stride);
+        } else if (const auto* space = std::get_if<StateSpace>(&layer.mixer)) {
+            product_stride_ = std::max<size_t>(product_stride_, space->input[0].packed.padded_rows());
         } else {
             product_stride_ = std::max<size_t>(product_stride_, padded(3 * h.width, kBlock));
         }
@@ -49,7 +51,7 @@ PackedPass::PackedPass(const Model& model)
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
                           3.0 * padded(h.ffn_width, kBlock);
-    const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values();
+    const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
     const double fused =
         (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
     return sizeof(float) * (kMaxRows * (values + delta + fused) + kFewRows * double(h.logits_stride()));
@@ -73,7 +75,7 @@ void PackedPass::make_room(int num_rows) {
     normed_.resize(rows * h.padded_width());
     branch_.resize(normed_.size());
     products_.resize(rows * product_stride_);
-    mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values()}), kBlock));
+    mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner()}), kBlock));
     hidden_.resize(rows * padded(h.ffn_width, kBlock));
     if (has_gate_) {
         gate_.resize(hidden_.size());
@@ -81,9 +83,9 @@ void PackedPass::make_room(int num_rows) {
     // Of the residual stream, or of heads that are no whole blocks wide.
     const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
-        input.resize(
-            rows * padded(std::max({h.width, h.q_width(), h.delta.values(), fused, h.features_width(), h.markov_rank}),
-                          kBlock));
+        input.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner(), fused,
+                                             h.features_width(), h.markov_rank}),
+                                   kBlock));
     }
     fused_.resize(rows * fused);
     features_.resize(rows * std::max(h.features_width(), padded(h.markov_rank, kBlock)));
@@ -137,7 +139,7 @@ void PackedPass::compute(const Pass& pass) {
         }
     }
     for (Text& text : texts_) {
-        if (h.delta.head_dim == 0) {
+        if (h.delta.head_dim == 0 && h.space.head_dim == 0) {
             break;
         }
         std::vector<int> pending;

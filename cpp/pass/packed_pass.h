@@ -84,6 +84,15 @@ private:
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const DeltaNet& mixer, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const StateSpace& mixer, const Value& x, const Value& input, int layer, int first_row);
+    // Of a text, one head.
+    void run_space(const StateSpace& mixer, const Text& text, int layer, int head, int first_row,
+                   DeltaScratch& scratch);
+    // Makes a tile of the state at the committed end, and of it a copy to go along the tree from.
+    template <class StepOf>
+    void make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch);
+    // Memory for all threads to go along trees, before anything is applied; of a head of so many keys.
+    void reserve_recurrent(int layer, int keys);
     // Of a text, one head of keys and the heads of values that share it.
     void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);

@@ -109,11 +109,7 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
     return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
 }
 
-PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const DeltaNumbers& d = model_.numbers().delta;
-    const Value product = products(mixer.input, input, mixer.stride);
-    // All memory before anything is applied.
+void PackedPass::reserve_recurrent(int index, int keys) {
     int num_copies = 1, num_steps = 0;
     for (const Text& text : texts_) {
         RecurrentState& state = text.state->recurrent(index);
@@ -123,9 +119,35 @@ PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, cons
     }
     delta_scratch_.resize(model_.num_threads());
     for (DeltaScratch& scratch : delta_scratch_) {
-        scratch.tiles.resize(std::max(scratch.tiles.size(), size_t(num_copies) * d.head_dim * kLanes));
+        scratch.tiles.resize(std::max(scratch.tiles.size(), size_t(num_copies) * keys * kLanes));
         scratch.steps.reserve(num_steps);
     }
+}
+
+template <class StepOf>
+void PackedPass::make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch) {
+    const size_t size = size_t(keys) * kLanes;
+    const float* now = state.state() + tile;
+    int applied = 0;
+    for (const RecurrentState::Stop& stop : state.stops()) {
+        float* next = stop.state + tile;
+        if (next != now) {
+            std::copy_n(now, size, next);
+        }
+        for (scratch.steps.clear(); applied < stop.rows; ++applied) {
+            scratch.steps.push_back(step(state.unapplied(applied)));
+        }
+        model_.kernel().delta(scratch.steps.data(), static_cast<int>(scratch.steps.size()), keys, next);
+        now = next;
+    }
+    std::copy_n(now, size, scratch.tiles.data());
+}
+
+PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, const Value& input, int index,
+                                     int first_row) {
+    const DeltaNumbers& d = model_.numbers().delta;
+    const Value product = products(mixer.input, input, mixer.stride);
+    reserve_recurrent(index, d.head_dim);
     const int threads = threads_for(size_t(product.n) * d.values());
     ThreadPool::shared().run(static_cast<int>(texts_.size()) * d.key_heads, threads, [&](int task, int worker) {
         run_delta(mixer, texts_[task / d.key_heads], index, task % d.key_heads, first_row, delta_scratch_[worker]);
@@ -208,20 +230,7 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
                 result.delta = kept + deltas_at + column;
                 return result;
             };
-            const float* now = state.state() + tile;
-            int applied = 0;
-            for (const RecurrentState::Stop& stop : state.stops()) {
-                float* next = stop.state + tile;
-                if (next != now) {
-                    std::copy_n(now, tile_floats, next);
-                }
-                for (steps.clear(); applied < stop.rows; ++applied) {
-                    steps.push_back(step(state.unapplied(applied)));
-                }
-                kernel.delta(steps.data(), static_cast<int>(steps.size()), size, next);
-                now = next;
-            }
-            std::copy_n(now, tile_floats, scratch.tiles.data());
+            make_tile(state, tile, size, step, scratch);
             steps.clear();
             for (const WalkStep& walked : text.walk.steps) {
                 steps.push_back(step(state.pending(walked.row)));
@@ -249,6 +258,121 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
                 if (value_head + 1 == d.value_heads) {
                     std::fill(out + size, mixed_.data() + (row - first_row + 1) * mixed_stride, 0.0f);
                 }
+            }
+        }
+    }
+}
+
+PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, const Value& input, int index,
+                                     int first_row) {
+    const Hyperparameters& h = model_.numbers();
+    const SpaceNumbers& d = h.space;
+    const Kernel& kernel = model_.kernel();
+    const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
+    const Value product = products(mixer.input, input, in_stride);
+    reserve_recurrent(index, d.state_dim);
+    const int num_texts = static_cast<int>(texts_.size()), before = h.conv_taps - 1;
+    const int num_blocks = (d.channels() + kChannels - 1) / kChannels;
+    const int threads = threads_for(size_t(product.n) * d.channels());
+    ThreadPool::shared().run(num_texts * num_blocks, threads, [&](int task, int) {
+        const Text& text = texts_[task / num_blocks];
+        const int first = task % num_blocks * kChannels, count = std::min(kChannels, d.channels() - first);
+        RecurrentState& state = text.state->recurrent(index);
+        ConvolutionInputs all(state, size_t(d.inner()) * d.state_dim, d.channels(), before, first);
+        all.apply(count);
+        const float* inputs[kMostTaps];
+        Convolution convolution{h.conv_taps, count, inputs, mixer.taps.data() + first,
+                                size_t(padded(d.channels(), kBlock))};
+        convolution.bias = mixer.taps_bias.present() ? mixer.taps_bias.data() + first : nullptr;
+        // Of these channels, those that lead into states.
+        const int keys_first = std::max(first, d.inner()), keys_last = std::min(first + count, d.inner() + d.keys());
+        for (const Segment& segment : text.segments) {
+            for (int i = 0; i < segment.num_rows; ++i) {
+                const int row = segment.first_row + i, pending = segment.first_pending + i;
+                float* channels = products_.data() + row * in_stride + d.inner();
+                convolution.out = channels + first;
+                std::copy_n(convolution.out, count, all.pending(pending));
+                all.find(pending, &ancestors_[row * size_t(before)], inputs);
+                kernel.convolve(convolution);
+                if (keys_first < keys_last) {
+                    std::copy(channels + keys_first, channels + keys_last,
+                              state.pending(pending) + d.channels() + keys_first - d.inner());
+                }
+            }
+        }
+    });
+    ThreadPool::shared().run(num_texts * d.heads, threads, [&](int task, int worker) {
+        run_space(mixer, texts_[task / d.heads], index, task % d.heads, first_row, delta_scratch_[worker]);
+    });
+    for (const Text& text : texts_) {
+        text.state->recurrent(index).applied();
+    }
+    const int num_out = product.n - first_row, group = d.inner() / d.groups;
+    if (num_out == 0) {
+        return {};
+    }
+    ThreadPool::shared().run(num_out, threads, [&](int i, int) {
+        float* out = mixed_.data() + i * stride;
+        kernel.open(products_.data() + (first_row + i) * in_stride, true, d.inner(), out);
+        for (int g = 0; g < d.groups; ++g) {
+            kernel.rms_norm(out + g * group, mixer.norm.data() + size_t(g) * padded(group, kBlock), h.norm_epsilon,
+                            group, group, out + g * group);
+        }
+        std::fill(out + d.inner(), out + stride, 0.0f);
+    });
+    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
+}
+
+void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index, int head, int first_row,
+                           DeltaScratch& scratch) {
+    const SpaceNumbers& d = model_.numbers().space;
+    RecurrentState& state = text.state->recurrent(index);
+    const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
+    // What the state keeps of a row: inputs of the convolution, what leads into states, what they take in, decays.
+    const size_t keys_at = d.channels() + size_t(d.group_of(head)) * d.state_dim,
+                 deltas_at = size_t(d.channels()) + d.keys();
+    const size_t decays_at = deltas_at + d.inner(), own = size_t(head) * d.head_dim;
+    const auto channels = [&](int row) { return products_.data() + row * in_stride + d.inner(); };
+    for (const Segment& segment : text.segments) {
+        for (int i = 0; i < segment.num_rows; ++i) {
+            const float* row = channels(segment.first_row + i);
+            float* kept = state.pending(segment.first_pending + i);
+            const double step = softplus(row[d.channels() + head] + mixer.step.data()[head]);
+            kept[decays_at + head] = static_cast<float>(own_exp(mixer.decay.data()[head] * step));
+            for (int p = 0; p < d.head_dim; ++p) {
+                kept[deltas_at + own + p] = row[own + p] * static_cast<float>(step);
+            }
+        }
+    }
+    for (int value = 0; value < d.head_dim; value += kLanes) {
+        const auto step = [&](float* kept) {
+            DeltaStep result;
+            result.decay = kept[decays_at + head];
+            result.key = kept + keys_at;
+            result.delta = kept + deltas_at + own + value;
+            return result;
+        };
+        make_tile(state, (own + value) * d.state_dim, d.state_dim, step, scratch);
+        scratch.steps.clear();
+        for (const WalkStep& walked : text.walk.steps) {
+            scratch.steps.push_back(step(state.pending(walked.row)));
+            DeltaStep& last = scratch.steps.back();
+            last.from = walked.from;
+            last.to = walked.to;
+            const int row = text.rows[walked.row];
+            if (row >= first_row) {
+                last.query = channels(row) + d.inner() + d.keys() + size_t(d.group_of(head)) * d.state_dim;
+                last.out = mixed_.data() + (row - first_row) * stride + own + value;
+            }
+        }
+        model_.kernel().delta(scratch.steps.data(), static_cast<int>(scratch.steps.size()), d.state_dim,
+                              scratch.tiles.data());
+    }
+    for (const Segment& segment : text.segments) {
+        for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
+            float* out = mixed_.data() + (row - first_row) * stride + own;
+            for (int p = 0; p < d.head_dim; ++p) {
+                out[p] += mixer.skip.data()[head] * channels(row)[own + p];
             }
         }
     }

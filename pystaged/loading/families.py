@@ -198,6 +198,7 @@ ARCHITECTURES = (
     "gemma3",
     "lfm2",
     "qwen35",
+    "granitehybrid",
 )
 # Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
 DRAFT_ARCHITECTURES = ("eagle3", "dflash")

@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         None,
         "architecture 'qwen3moe' with 'expert_count'",
     ),
-    "hybrid": (RandomModel("granitehybrid", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "hybrid": (RandomModel("mamba2", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
     "no-decay": (QWEN35, drop("blk.1.ssm_a"), "tensor 'blk.1.ssm_a' is missing"),
     "no-gates": (
         QWEN35,
@@ -266,6 +266,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), metadata={"rope.dimension_sections": [1, 1, 1, 0]}),
         None,
         "'qwen35.rope.dimension_sections' leaves pairs without a position",
+    ),
+    "spaces": (
+        RandomModel("granitehybrid", layers=3, recurrent=(0, 2), spaces=(8, 3, 32)),
+        None,
+        "metadata 'granitehybrid.ssm.*': 128 numbers in 8 heads of 3 groups with states of 32",
     ),
     "no-taps": (LFM2, drop("blk.0.shortconv.conv.weight"), "tensor 'blk.0.shortconv.conv.weight' is missing"),
     "more-taps": (
@@ -496,7 +501,18 @@ for number in range(int(sys.argv[3])):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-biases", "qwen3", "granite", "mistral3-yarn", "phi3-long", "gemma3-linear", "lfm2", "qwen35"]
+    "case",
+    [
+        "llama-biases",
+        "qwen3",
+        "granite",
+        "mistral3-yarn",
+        "phi3-long",
+        "gemma3-linear",
+        "lfm2",
+        "qwen35",
+        "granitehybrid",
+    ],
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     """Damaged files are refused or work; none ends the process."""

@@ -29,6 +29,9 @@ MODELS = {
     "qwen35": RandomModel(
         "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), quantization="Q8_0"
     ),
+    "granitehybrid": RandomModel(
+        "granitehybrid", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)
+    ),
 }
 TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below
 

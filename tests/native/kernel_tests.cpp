@@ -497,17 +497,18 @@ void test_convolution(const Kernel& kernel, int channels) {
     const int taps = 3;
     const size_t stride = padded(channels, kBlock);
     const Array<float> weights(taps * stride), x(taps * channels), gate(channels), y(channels), twin(channels);
-    for (const Array<float>* values : {&weights, &x, &gate}) {
+    const Array<float> bias(channels);
+    for (const Array<float>* values : {&weights, &x, &gate, &bias}) {
         std::generate_n(values->data(), values->size(), [] { return random_float(); });
     }
     const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
-    Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data()};
+    Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
     kernel.convolve(convolution);
     convolution.out = twin.data();
     find_kernel("scalar").convolve(convolution);
     CHECK(y.same(twin));
     for (int i = 0; i < channels; ++i) {
-        double sum = 0;
+        double sum = bias[i];
         for (int tap = 0; tap < taps; ++tap) {
             sum += double(weights[tap * stride + i]) * inputs[tap][i];
         }

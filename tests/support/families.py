@@ -90,6 +90,10 @@ CASES: dict[str, RandomModel] = {
     "qwen35": RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), rotary=8),
     "qwen35-ahead": RandomModel("qwen35", layers=3, recurrent=(0, 2), ahead=1, delta_heads=(3, 3, 32), kv_heads=1),
     "qwen35-many": RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), tie=False, delta_heads=(1, 3, 48), head_dim=32),
+    "granitehybrid": RandomModel(
+        "granitehybrid", layers=3, recurrent=(0, 2), metadata=GRANITE | {"rope.scaling.finetuned": False}
+    ),
+    "granitehybrid-turned": RandomModel("granitehybrid", layers=3, recurrent=(1,), spaces=(4, 1, 16)),
     "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=50, heads=5, kv_heads=1, ffn_width=70),
 }
 # Those that run on other devices, too.

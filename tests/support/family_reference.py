@@ -13,7 +13,7 @@ from gguf import GGUFReader, quants
 Doubles = npt.NDArray[np.float64]
 
 LAYER_NORM = ("gpt2", "starcoder2", "stablelm")
-ADJACENT = ("llama", "mistral3", "granite", "smollm3")
+ADJACENT = ("llama", "mistral3", "granite", "granitehybrid", "smollm3")
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
@@ -51,6 +51,8 @@ class FamilyReference:
             read = self._norm(block + "attn_norm", x)
             if f"{block}shortconv.conv.weight" in self.weights:
                 branch = self._short_convolution(block, read)
+            elif f"{block}ssm_in.weight" in self.weights:
+                branch = self._state_space(block, read)
             elif f"{block}ssm_conv1d.weight" in self.weights:
                 branch = self._delta_net(block, read)
             else:
@@ -114,14 +116,38 @@ class FamilyReference:
         mixed = sum(tap * padded[i : i + len(x)] for i, tap in enumerate(taps))
         return self._linear(block + "shortconv.out_proj", c * mixed)
 
+    def _convolved(self, block: str, x: Doubles) -> Doubles:
+        taps = self.weights[block + "ssm_conv1d.weight"].T
+        padded = np.concatenate([np.zeros((len(taps) - 1, x.shape[1])), x])
+        found: Doubles = self.weights.get(block + "ssm_conv1d.bias", 0) + sum(
+            tap * padded[i : i + len(x)] for i, tap in enumerate(taps)
+        )
+        return found * sigmoid(found)
+
+    def _state_space(self, block: str, x: Doubles) -> Doubles:
+        n, heads, groups = len(x), self._key("ssm.time_step_rank"), self._key("ssm.group_count")
+        inner, size = self._key("ssm.inner_size"), self._key("ssm.state_size")
+        joint = self._linear(block + "ssm_in", x)
+        gate, channels, step = np.split(joint, [inner, 2 * inner + 2 * groups * size], axis=1)
+        values, keys, queries = np.split(self._convolved(block, channels), [inner, inner + groups * size], axis=1)
+        values = values.reshape(n, heads, inner // heads)
+        keys, queries = (np.repeat(part.reshape(n, groups, size), heads // groups, axis=1) for part in (keys, queries))
+        step = np.log1p(np.exp(step + self.weights[block + "ssm_dt.bias"]))
+        decay = np.exp(step * self.weights[block + "ssm_a"][:, 0])
+        state, mixed = np.zeros((heads, inner // heads, size)), np.zeros(values.shape)
+        for i in range(n):
+            state *= decay[i, :, None, None]
+            state += np.einsum("hp,hn->hpn", values[i] * step[i, :, None], keys[i])
+            mixed[i] = np.einsum("hpn,hn->hp", state, queries[i]) + self.weights[block + "ssm_d"] * values[i]
+        opened = mixed.reshape(n, inner) * gate * sigmoid(gate)
+        normed = self._norm(block + "ssm_norm", opened.reshape(n, groups, inner // groups))
+        return self._linear(block + "ssm_out", normed.reshape(n, inner))
+
     def _delta_net(self, block: str, x: Doubles) -> Doubles:
         n, keys, values = len(x), self._key("ssm.group_count"), self._key("ssm.time_step_rank")
         size: int = self._key("ssm.state_size")
         joint = self._linear(block + "attn_qkv", x)
-        taps = self.weights[block + "ssm_conv1d.weight"].T
-        padded = np.concatenate([np.zeros((len(taps) - 1, joint.shape[1])), joint])
-        convolved = sum(tap * padded[i : i + n] for i, tap in enumerate(taps))
-        heads = (convolved * sigmoid(convolved)).reshape(n, 2 * keys + values, size)
+        heads = self._convolved(block, joint).reshape(n, 2 * keys + values, size)
         q, k, v = np.split(heads, [keys, 2 * keys], axis=1)
         epsilon = self._key("attention.layer_norm_rms_epsilon")
         q, k = (part / np.sqrt(np.square(part).sum(axis=-1, keepdims=True) + epsilon) for part in (q, k))

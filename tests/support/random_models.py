@@ -19,8 +19,8 @@ Floats = npt.NDArray[np.float32]
 END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
-RECURRENT = {"lfm2", "qwen35"}
-TAPS, DELTA_TAPS = 3, 4  # of short convolutions, and of those before delta nets
+RECURRENT = {"lfm2", "qwen35", "granitehybrid"}
+TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
 @dataclass
@@ -35,6 +35,8 @@ class RandomModel:
         recurrent: layers that are recurrent, where the family has such.
         ahead: layers behind the last that predict further tokens.
         delta_heads: of a delta net's keys and of its values, and how wide they are.
+        spaces: heads of a state space, groups of them, and numbers of a state; together they are twice as wide as the
+            model.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -59,6 +61,7 @@ class RandomModel:
     recurrent: tuple[int, ...] = ()
     ahead: int = 0
     delta_heads: tuple[int, int, int] = (2, 4, 16)
+    spaces: tuple[int, int, int] = (8, 2, 32)
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -110,12 +113,16 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             keys["rope.dimension_count"] = m.rotary or m.dim
         if m.family == "granite":
             keys["logit_scale"] = 8.0
-        if m.family == "lfm2":
+        if m.family in ("lfm2", "granitehybrid"):
             keys["attention.head_count_kv"] = [0 if i in m.recurrent else m.kv_heads for i in range(m.layers)]
+        if m.family == "lfm2":
             keys["shortconv.l_cache"] = TAPS
+        if m.family == "granitehybrid":
+            keys["ssm.conv_kernel"], keys["ssm.inner_size"] = LONG_TAPS, 2 * m.width
+            keys["ssm.time_step_rank"], keys["ssm.group_count"], keys["ssm.state_size"] = m.spaces
         if m.family == "qwen35":
             key_heads, value_heads, size = m.delta_heads
-            keys["ssm.conv_kernel"], keys["ssm.state_size"] = DELTA_TAPS, size
+            keys["ssm.conv_kernel"], keys["ssm.state_size"] = LONG_TAPS, size
             keys["ssm.group_count"], keys["ssm.time_step_rank"] = key_heads, value_heads
             keys["ssm.inner_size"] = value_heads * size
             pairs = (m.rotary or m.dim) // 2
@@ -131,7 +138,11 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         else:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
-            if values.ndim == 2 and not name.startswith("position") and not re.search(r"norm|conv1d|\.conv\.", name):
+            if (
+                values.ndim == 2
+                and not name.startswith("position")
+                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$", name)
+            ):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -280,11 +291,21 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.attn_gate", value_heads * size, m.width)
             matrix(f"{block}.ssm_beta", value_heads, m.width)
             matrix(f"{block}.ssm_alpha", value_heads, m.width)
-            matrix(f"{block}.ssm_conv1d", channels, DELTA_TAPS)
+            matrix(f"{block}.ssm_conv1d", channels, LONG_TAPS)
             found[f"{block}.ssm_a"] = -np.exp(generator.standard_normal(value_heads) / 2).astype(np.float32)
             found[f"{block}.ssm_dt.bias"] = generator.standard_normal(value_heads).astype(np.float32)
             norm(f"{block}.ssm_norm", size)
             matrix(f"{block}.ssm_out", m.width, value_heads * size)
+        elif layer in m.recurrent and family == "granitehybrid":
+            count, groups, size = m.spaces
+            inner, channels = 2 * m.width, 2 * m.width + 2 * groups * size
+            matrix(f"{block}.ssm_in", inner + channels + count, m.width)
+            matrix(f"{block}.ssm_conv1d", channels, LONG_TAPS, bias=True)
+            found[f"{block}.ssm_a"] = -np.exp(generator.standard_normal((count, 1)) / 2).astype(np.float32)
+            found[f"{block}.ssm_dt.bias"] = generator.standard_normal(count).astype(np.float32)
+            found[f"{block}.ssm_d"] = generator.standard_normal((count, 1)).astype(np.float32)
+            norm(f"{block}.ssm_norm", groups, inner // groups)
+            matrix(f"{block}.ssm_out", m.width, inner)
         elif layer in m.recurrent:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
             matrix(f"{block}.shortconv.conv", m.width, TAPS)
