@@ -69,6 +69,11 @@ void PackedState::begin(int num_committed, int first, int num_rows, const int32_
     parents_.resize(first);
     parents_.insert(parents_.end(), parents, parents + num_rows);
     touch(num_committed + first + num_rows);
+    for (LayerState& layer : layers_) {
+        if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
+            recurrent->touch(first + num_rows);
+        }
+    }
 }
 
 int PackedState::ancestor(int row, int back) const {

@@ -5,13 +5,6 @@
 
 namespace pystaged {
 
-namespace {
-
-// Rows whose inputs keep their memory from pass to pass: those of a usual tree.
-constexpr int kFewRows = 64;
-
-}  // namespace
-
 RecurrentState::RecurrentState(size_t state_size, size_t input_size)
     : state_size_(state_size), input_size_(input_size), inputs_(2 * kMostPending * input_size * sizeof(float)) {
     kept_.reserve(kMostKept + 1);
@@ -69,7 +62,6 @@ void RecurrentState::keep_state(int length, const std::shared_ptr<Values>& state
 
 void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
     // Inputs only move towards the front, so going along the path never overwrites those that are still to move.
-    const int rows = path.empty() ? 0 : first_pending_ + path.back() + 1;
     for (const int32_t row : path) {
         if (first_pending_ + row != num_unapplied_) {
             std::memmove(input(num_unapplied_), pending(row), input_size_ * sizeof(float));
@@ -80,9 +72,14 @@ void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was
     if (was_read) {
         read_to_ = length + static_cast<int>(path.size());
     }
-    if (rows > kFewRows) {
-        const size_t row_bytes = input_size_ * sizeof(float);
-        inputs_.release(std::max(num_unapplied_, kFewRows) * row_bytes, inputs_.size());
+    release_inputs();
+}
+
+void RecurrentState::release_inputs() {
+    const int needed = std::max(num_unapplied_, kFewRows);
+    if (touched_ > needed) {
+        inputs_.release(needed * input_size_ * sizeof(float), inputs_.size());
+        touched_ = needed;
     }
 }
 
@@ -112,6 +109,7 @@ void RecurrentState::cut(int length) {
     }
     first_pending_ = num_unapplied_;
     read_to_ = std::min(read_to_, length);
+    release_inputs();
 }
 
 void RecurrentState::copy(const RecurrentState& from, int length) {
@@ -121,6 +119,7 @@ void RecurrentState::copy(const RecurrentState& from, int length) {
     kept_.reserve(kMostKept + 1);
     read_to_ = from.read_to_;
     cut(length);
+    touch(0);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
 }
 
@@ -129,8 +128,8 @@ void RecurrentState::stretch(int length, int longer) {
 }
 
 size_t RecurrentState::num_bytes(int length) const {
-    const size_t states = (length > 0 ? 1 : 0) + kept_.size();
-    return (states * state_size_ + num_unapplied_ * input_size_) * sizeof(float);
+    const size_t states = (length > 0 ? 1 : 0) + kept_.size(), rows = length > 0 ? touched_ : 0;
+    return (states * state_size_ + rows * input_size_) * sizeof(float);
 }
 
 }  // namespace pystaged

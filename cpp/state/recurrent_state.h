@@ -5,6 +5,7 @@
 // states at the ends of readings and shortly before them are kept.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -19,6 +20,8 @@ public:
     static constexpr int kMostPending = 512;
     // States that are kept besides the one in use.
     static constexpr int kMostKept = 4;
+    // Rows whose inputs keep their memory from pass to pass: those of a usual tree.
+    static constexpr int kFewRows = 64;
     // Rows before the end of a reading behind which a state is kept, too: as the next prompt of a chat may open an
     // answer in other words.
     static constexpr int kBeforeEnd = 16;
@@ -32,6 +35,8 @@ public:
     // In floats: a state, which is of zeros before a text, and the inputs of a row.
     RecurrentState(size_t state_size, size_t input_size);
 
+    // So many pending rows are about to have inputs.
+    void touch(int num_pending) { touched_ = std::max(touched_, first_pending_ + num_pending); }
     // For a pass, in this order. Memory for it; may throw, and changes nothing.
     void reserve();
     // The state behind the rows that were applied, and where it goes with all others, perhaps the same place.
@@ -64,6 +69,8 @@ private:
 
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
     void keep_state(int length, const std::shared_ptr<Values>& state);
+    // Gives the memory of many rows' inputs that are needed no more back to the system.
+    void release_inputs();
 
     size_t state_size_, input_size_;
     int length_ = 0;                         // rows that state_ is behind
@@ -72,6 +79,7 @@ private:
     std::vector<Stop> stops_;
     Memory inputs_;  // [rows][input_size]
     int num_unapplied_ = 0, first_pending_ = 0;
+    int touched_ = 0;         // rows whose inputs may have memory
     int read_to_ = 0;         // where the last reading ended
     std::vector<Kept> kept_;  // of rising length
 };
