@@ -43,7 +43,7 @@ def room(*texts: int) -> int:
 class SimulatedSession:
     """Holds tokens, and takes the memory of as many cells."""
 
-    windowed_cell_bytes = most_windowed = 0
+    windowed_cell_bytes = most_windowed = state_bytes = 0
 
     def __init__(self, cell_bytes: int, n_ctx: int, tokens: Sequence[int] = ()) -> None:
         self.cell_bytes, self.n_ctx = cell_bytes, n_ctx
@@ -112,6 +112,20 @@ class WindowedSession(SimulatedSession):
         assert isinstance(fork, WindowedSession)
         fork._first = self.first if len(fork.tokens) else 0
         return fork
+
+
+class RecurrentSession(SimulatedSession):
+    """Takes memory of a fixed size besides, of which some is there as soon as it holds any token, and goes back to
+    every 16th."""
+
+    state_bytes = 500
+
+    def reachable(self, length: int) -> int:
+        return super().reachable(length) if length == len(self.tokens) else length // 16 * 16
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (min(500, 100 + 25 * (len(self.tokens) // 16)) if len(self.tokens) else 0)
 
 
 class SimulatedDrafter:
@@ -448,7 +462,7 @@ prompts = st.builds(
         st.one_of(st.tuples(prompts, st.integers(1, 60), st.floats(0, 1)), st.integers(0, 10)), min_size=1, max_size=40
     ),
 )
-@pytest.mark.parametrize("session", [SimulatedSession, WindowedSession])
+@pytest.mark.parametrize("session", [SimulatedSession, WindowedSession, RecurrentSession])
 def test_the_bound_holds_at_every_moment(
     session: type[SimulatedSession], memory: int, events: list[tuple[list[int], int, float] | int]
 ) -> None:
@@ -519,6 +533,16 @@ def test_texts_of_models_with_windows_take_less_memory() -> None:
         assert texts.pool.num_bytes == (i + 1) * needed
     assert texts.begin([3]) is None
     assert Simulation(10**6, session=WindowedSession).pool.full_bytes < FULL
+
+
+def test_states_of_recurrent_layers_count() -> None:
+    needed = sum(cell * (SPARE_CELLS + 140) + 500 for cell in (CELL, DRAFT_CELL))
+    texts = Simulation(2 * needed + needed // 2, session=RecurrentSession)
+    for i in range(2):
+        assert texts.begin([i] * 130) is not None
+        assert texts.pool.num_bytes == (i + 1) * needed
+    assert texts.begin([3]) is None  # for which there would be room without them
+    assert Simulation(10**6, session=RecurrentSession).pool.full_bytes == FULL + 2 * 500
 
 
 def test_a_context_is_chosen_that_can_go_back() -> None:

@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kMostNumbers = int64_t(1) << 24;  // far beyond any model, far below any overflow
 constexpr int kMostLayers = 512;                    // ggml visits a graph by recursion, for which a stack must do
 constexpr int kMostBlock = 64;                      // tokens of a draft's block
-constexpr int kMostTaps = 32;
 
 // Metadata under the architecture's own prefix.
 class Keys {

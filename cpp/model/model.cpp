@@ -46,9 +46,9 @@ void check_factors(const GgufFile& file, const Manifest& manifest) {
 }
 
 // Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
-// than its file, for an absurd one it may be hundreds of times as much.
-void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers) {
-    double bytes = PackedPass::bytes(numbers);
+// than its file, for an absurd one it may be hundreds of times as much. So may the states of recurrent layers.
+void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, size_t state_bytes) {
+    double bytes = PackedPass::bytes(numbers) + double(state_bytes);
     for (const TensorView* tensor : manifest.matrices()) {
         const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);
         bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
@@ -135,7 +135,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         file.fail("architecture '" + std::string(family_->name) +
                   "' has recurrent layers, which run on the CPU's own kernels alone; load it with device 'cpu'");
     }
-    check_memory(file, manifest, numbers_);
+    check_memory(file, manifest, numbers_, state_bytes());
     check_factors(file, manifest);
     head_tokens_ = read_head_tokens(file, manifest, numbers_);
     weight_types_ = manifest.types();
@@ -289,7 +289,8 @@ int64_t Model::most_windowed() const {
 size_t Model::state_bytes() const {
     size_t values = 0;
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += (1 + RecurrentState::kMostKept) * numbers_.state_size(layer);
+        values += (1 + RecurrentState::kMostKept) * numbers_.state_size(layer) +
+                  RecurrentState::kFewRows * numbers_.input_size(layer);
     }
     return values * sizeof(float);
 }

@@ -82,7 +82,7 @@ public:
     size_t cell_bytes() const;
     size_t windowed_cell_bytes() const;
     int64_t most_windowed() const;
-    // Bytes that recurrent layers keep of a text at most, however long it is.
+    // Bytes that recurrent layers keep of a text at most, however long it is, but for rows that were just read.
     size_t state_bytes() const;
     // Rows of a text that may be pending: with recurrent layers, which keep their inputs, not any number.
     int most_pending() const;

@@ -56,7 +56,8 @@ def info(
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
-            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens{_behind(loaded)}; "
+            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens{_behind(loaded)}"
+            f"{_states(loaded)}; "
             f"{engine.kv_memory / 1e9:.2g} GB for them, enough for "
             f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
@@ -97,6 +98,11 @@ def _behind(model: _core.Model) -> str:
     """Memory of tokens that are outside all attention windows, in words; "" for a model without windows."""
     kept = model.cell_bytes - model.windowed_cell_bytes
     return f", {kept / 1e3:.1f} MB behind windows" if kept < model.cell_bytes else ""
+
+
+def _states(model: _core.Model) -> str:
+    """Memory of recurrent layers' states, in words; "" for a model without such layers."""
+    return f", {model.state_bytes / 1e6:.1f} MB of states for each text" if model.state_bytes else ""
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:

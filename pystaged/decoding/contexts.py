@@ -57,13 +57,14 @@ class _Cells(NamedTuple):
     cell_bytes: int
     windowed_cell_bytes: int
     most_windowed: int
+    state_bytes: int
     n_ctx: int
     whole: bool
 
     @classmethod
     def of(cls, session: Session, whole: bool) -> _Cells:
         windowed = session.windowed_cell_bytes
-        return cls(session.cell_bytes, windowed, session.most_windowed, session.n_ctx, whole)
+        return cls(session.cell_bytes, windowed, session.most_windowed, session.state_bytes, session.n_ctx, whole)
 
     @property
     def spare(self) -> int:
@@ -73,7 +74,7 @@ class _Cells(NamedTuple):
         """Bytes for a sequence of this many tokens."""
         tokens = self.n_ctx if self.whole else min(tokens, self.n_ctx)
         behind = max(0, tokens - self.most_windowed) * self.windowed_cell_bytes
-        return self.spare + self.cell_bytes * tokens - behind
+        return self.spare + self.state_bytes + self.cell_bytes * tokens - behind
 
     def held(self, session: Session) -> int:
         """Bytes that a session holds."""
@@ -84,7 +85,8 @@ class ContextPool:
     """Lends each context to one sequence at a time and keeps its KV cache for prompts with the same prefix.
 
     The KV caches of all contexts take at most `memory` bytes. A sequence counts with its prompt and max_tokens, a
-    context at rest with its contents; layers with a sliding window hold fewer than all tokens. On devices a context
+    context at rest with its contents; layers with a sliding window hold fewer than all tokens, and recurrent layers
+    states of a fixed size. On devices a context
     counts with all its positions, which are allocated at once. A single sequence may exceed the bound if no other
     context is lent. Contexts at rest are cut to make room, the least recently used first, each from its end.
 

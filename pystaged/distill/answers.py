@@ -83,7 +83,7 @@ class Writer:
         model.tap(taps, all_rows=True)
         self.n_ctx = min(CONTEXT, model.max_context)
         self._model, self._is_end = model, is_end
-        room = int(available_memory() // 2 // max(1, model.cell_bytes * self.n_ctx))
+        room = int(available_memory() // 2 // max(1, model.cell_bytes * self.n_ctx + model.state_bytes))
         self._sessions = [Session(model, self.n_ctx) for _ in range(max(1, min(_SIDE_BY_SIDE, room)))]
 
     def write(

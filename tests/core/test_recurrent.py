@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.memory import resident
 from support.random_models import RandomModel, write
 
 from pystaged import _core
-from pystaged._core import Sampling, Session, Work
+from pystaged._core import ModelError, Sampling, Session, Work
 
 Floats = npt.NDArray[np.float32]
 
@@ -174,7 +176,8 @@ def test_the_kept_states_of_a_long_prompt(path_of: Callable[[str], Path]) -> Non
     kept = sorted({session.reachable(length) for length in range(401)} - {0})
     assert kept == [310, 360, 390, 400]
     assert session.num_bytes <= 401 * model.cell_bytes + model.state_bytes + 401 * 2 * 32 * 4
-    assert model.state_bytes == 2 * 5 * 2 * 32 * 4  # layers, states, taps before a row, channels
+    # layers; states, taps before a row, channels; inputs of few rows; bytes
+    assert model.state_bytes == 2 * (5 * 2 * 32 + 64 * 32) * 4
 
 
 def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
@@ -196,6 +199,44 @@ def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
     for text in (session, in_trees):
         assert text.tokens.tolist() == tokens.tolist()
         assert_goes_on_plainly(text, plain)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
+    """Inputs of rows that were read, where no later pass has as many."""
+    shape = RandomModel(
+        "qwen35", layers=3, recurrent=(0, 1, 2), width=32, heads=2, kv_heads=1, delta_heads=(16, 64, 64), context=2000
+    )
+    model = _core.Model(write(tmp_path / "model.gguf", shape), num_threads=1)
+    tokens = np.random.default_rng(6).integers(0, 4, 500)
+    texts = [Session(model) for _ in range(5)]
+    before = 0
+    for session in texts:
+        session.prefill(tokens)
+        session.evaluate([1] * 200, [-1] * 200, 0)
+        session.rewind(0)
+        session.prefill(tokens[:1])
+        session.evaluate([1], [-1], 0)
+        session.commit([0])
+        before = before or resident()  # the first text brings what passes need
+    assert resident() - before < 4 * (model.state_bytes + (1 << 20))
+    assert all(session.num_bytes <= model.state_bytes + 3 * model.cell_bytes for session in texts)
+
+
+def test_states_out_of_proportion_are_refused(tmp_path: Path) -> None:
+    shape = RandomModel(
+        "qwen35",
+        layers=17,
+        recurrent=tuple(range(16)),
+        width=32,
+        heads=2,
+        kv_heads=1,
+        ffn_width=32,
+        delta_heads=(1, 4, 1024),
+        quantization="Q4_0",
+    )
+    with pytest.raises(ModelError, match=r"would take \d+ MiB of memory for a file of"):
+        _core.Model(write(tmp_path / "model.gguf", shape))
 
 
 def test_a_failed_pass_leaves_the_text_as_it_was(path_of: Callable[[str], Path]) -> None:
