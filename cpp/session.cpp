@@ -139,13 +139,18 @@ const Session::Row& Session::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
+    std::vector<std::shared_ptr<const float>> rows;  // of hidden states, of all pieces
     size_t read = 0;
     do {
         const size_t end = std::min(tokens.size(), read + model_->most_pending());
         const Work work = Work::read(*this, {tokens.begin() + read, tokens.begin() + end});
         run({&work}, interrupted);
         read = end;
+        const HiddenRows piece = hidden();
+        rows.insert(rows.end(), piece.rows.begin(), piece.rows.end());
     } while (read < tokens.size());
+    const Turn turn(*this);
+    hidden_.rows = std::move(rows);
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {

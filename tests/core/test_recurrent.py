@@ -239,6 +239,19 @@ def test_states_out_of_proportion_are_refused(tmp_path: Path) -> None:
         _core.Model(write(tmp_path / "model.gguf", shape))
 
 
+def test_a_long_reading_hands_out_the_hidden_states_of_all_its_rows(path_of: Callable[[str], Path]) -> None:
+    model = _core.Model(path_of("lfm2"))
+    model.tap([1, 3], all_rows=True)
+    tokens = np.random.default_rng(7).integers(0, 4, MOST_PENDING + 100)
+    session, in_pieces = Session(model), Session(model)
+    session.prefill(tokens)
+    states = []
+    for first in range(0, len(tokens), 200):
+        in_pieces.prefill(tokens[first : first + 200])
+        states.append(in_pieces.states)
+    np.testing.assert_array_equal(session.states, np.concatenate(states))
+
+
 def test_a_failed_pass_leaves_the_text_as_it_was(path_of: Callable[[str], Path]) -> None:
     model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
     session = Session(model)
