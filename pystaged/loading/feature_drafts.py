@@ -289,9 +289,10 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
         metadata["norm_before_fc"] = metadata["norm_before_fc"] or "input_norm.weight" in names
     else:
         metadata["has_confidence_head"] = "conf_proj.weight" in names
-    wanted = list(_wanted(numbers, names, shapes, count, target_width))
-    for each in wanted:
+    wanted = []
+    for each in _wanted(numbers, names, shapes, count, target_width):  # an absurd number of layers ends at the first
         shape_of(each.source)
+        wanted.append(each)
     has_norms = numbers.feature_norms or "fc_norm.0.weight" in names
     feature_norms = [f"fc_norm.{i}.weight" for i in range(count)] if has_norms and numbers.kind == EAGLE3 else []
     for usual in feature_norms:
@@ -386,7 +387,8 @@ def _heads(
     """DSpark's Markov head and its confidence head, which may read the Markov head's row of the token before."""
     rank = 0
     if "markov_w1.weight" in names or "markov_w2.weight" in names:
-        rank = (*shapes[names.get("markov_w1.weight", names.get("markov_w2.weight", ""))], 0)[1]
+        first = names.get("markov_w1.weight", names.get("markov_w2.weight", ""))
+        rank = max((1, *shapes[first][1:]))  # one that does not fit is named by its shape
         yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
         yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)
     if "conf_proj.weight" in names or "conf_proj.bias" in names:

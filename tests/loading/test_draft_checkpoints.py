@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from support.convert import change_json, convert, header, write_bfloat16
 from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, Form, write_form
 from support.feature_drafts import Array, BlockTwin, Contents, Eagle3Twin
 
+from pystaged.loading import feature_drafts
 from pystaged.loading.quantize import quantize_checkpoint
 
 
@@ -177,6 +178,8 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("DSpark", without("confidence_head.proj.bias"), "conf_proj.bias' is missing"),
     ("DSpark", without("confidence_head.proj.weight"), "conf_proj.weight' is missing"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros(300, np.float32)), "markov_w1"),
+    ("DSpark", other("markov_head.markov_w1.weight", np.zeros((), np.float32)), "markov_w1.weight' has shape []"),
+    ("DSpark", other("markov_head.markov_w1.weight", np.zeros((300, 0), np.float32)), "markov_w1.weight' has shape"),
     ("DFlash", without("layers.1.self_attn.q_norm.weight"), "q_norm.weight' is missing"),
     ("EAGLE", other("lm_head.weight", NAN), "not finite"),
     ("EAGLE", other("fc.weight", np.zeros(3, np.float32)), "'fc.weight' has shape"),
@@ -204,3 +207,20 @@ def test_what_is_wrong_with_a_draft_is_named(
         convert(folder, tmp_path / "draft.gguf")
     assert str(folder) in str(error.value)
     assert not (tmp_path / "draft.gguf").exists()
+
+
+def test_an_absurd_number_of_layers_ends_at_the_first_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_form(tmp_path / "draft", FORMS["EAGLE"]())
+    change_json("config.json", num_hidden_layers=1 << 24)(folder)
+    found = feature_drafts._wanted
+
+    def counted(*given: Any) -> Iterator[Any]:
+        for number, each in enumerate(found(*given)):
+            assert number < 100
+            yield each
+
+    monkeypatch.setattr(feature_drafts, "_wanted", counted)
+    with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight' is missing"):
+        convert(folder, tmp_path / "draft.gguf")
