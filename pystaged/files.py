@@ -59,6 +59,23 @@ def part_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for the same out of a folder while the block runs.
+
+    Raises:
+        OSError: another process is there.
+    """
+    with (folder / ".lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another process works in {folder}; wait for its end, or choose another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def keep(path: Path, data: bytes) -> None:
     """Write a file of the cache folder atomically, readable for this user only. Errors are ignored, because caches are
     optional."""

@@ -10,7 +10,7 @@ import typer
 
 from pystaged.cli.console import model_name, progress_bars, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, either
-from pystaged.files import destination, part_file
+from pystaged.files import alone, destination, part_file
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
 from pystaged.process import orderly_end
@@ -81,11 +81,14 @@ def distill(
     if out is None:
         DISTILLED.path(path).parent.mkdir(parents=True, exist_ok=True)
     target = destination(out or DISTILLED.path(path))
+    for read in filter(None, (path, prompts)):
+        if target == read.resolve():
+            raise typer.BadParameter(f"--out {out} would replace {read}, which is read; name another file")
     with part_file(target):
         pass  # that a file can be made there is known before the work, not after it
     work = folder or work_folder(path)
     work.mkdir(parents=True, exist_ok=True)
-    with orderly_end(), progress_bars() as progress:
+    with alone(work), orderly_end(), progress_bars() as progress:
         try:
             given = {"tokens": tokens, "epochs": epochs, "rows": rows, "rank": rank, "block": block, "layers": layers}
             with closing(Job(path, work, prompts, device, threads, report)) as job:

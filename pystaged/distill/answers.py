@@ -9,7 +9,8 @@ quantized target, in the passes that write the answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pystaged._core import Model, Sampling, Session, Tokenizer, Work, run
@@ -175,7 +176,7 @@ class Asker:
         given: Sequence[Messages] = (),
         report: Callable[[str], None] = print,
     ) -> None:
-        self._writer, self._tokenizer, self._given = writer, tokenizer, given
+        self._writer, self._tokenizer, self._given, self._report = writer, tokenizer, given, report
         self._questions = Questions()
         chats = bool(tokenizer.metadata.get("tokenizer.chat_template"))
         self._chat = ChatFormat(tokenizer.metadata, tokenizer, report) if chats else None
@@ -192,7 +193,7 @@ class Asker:
             earlier: answers that questions may be about.
         """
         if self._given:
-            found = [self._encoded(messages) for messages in self._own(number)]
+            found = [tokens for messages in self._own(number) if (tokens := self._accepted(messages)) is not None]
         elif self._chat:
             seeds = range(number * TEXTS, number * TEXTS + TEXTS // 2)
             samplings = [Sampling(1.0, seed=seed) for seed in seeds]
@@ -219,6 +220,15 @@ class Asker:
             return [self._given[i] for i in order[:held_out]]
         rest = order[held_out:]
         return [self._given[rest[i % len(rest)]] for i in range((number - 1) * TEXTS, number * TEXTS)]
+
+    def _accepted(self, messages: Messages) -> Tokens | None:
+        """A user's prompt; None, with a line for the user, where it cannot be encoded, which must not end the work of
+        hours."""
+        try:
+            return self._encoded(messages)
+        except ValueError as error:  # of the chat template, or of text that is no Unicode
+            self._report(f"passed over the prompt {messages[-1]['content'][:40]!r}: {error}")
+            return None
 
     def _encoded(self, messages: Messages) -> Tokens:
         if self._chat:
@@ -284,8 +294,7 @@ class Answers:
             "logprobs": torch.from_numpy(np.stack([row for i in kept for row in texts[i].logprobs])).half(),
             "scale": scale,
         }
-        with whole_file(self.path(number)) as part:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, part)
+        save(tensors, self.path(number))
 
     @cached_property
     def scale(self) -> Any:
@@ -310,7 +319,8 @@ class Answers:
         file = self._file(number)
 
         def part(name: str, first: int, last: int) -> Any:
-            return file.get_slice(name)[first:last]
+            with read_errors(self.path(number)):
+                return file.get_slice(name)[first:last]
 
         return Text(
             part("tokens", begin, end),
@@ -338,14 +348,39 @@ class Answers:
         return [line for line in lines if 80 < len(line) < 900]
 
     def _read(self, number: int, name: str) -> Any:
-        return self._file(number).get_tensor(name)
+        file = self._file(number)
+        with read_errors(self.path(number)):
+            return file.get_tensor(name)
 
     def _file(self, number: int) -> Any:
         if number not in self._opened:
             if len(self._opened) == _OPEN:
                 self._opened.clear()
-            self._opened[number] = safe_open(self.path(number), "pt")
+            with read_errors(self.path(number)):
+                self._opened[number] = safe_open(self.path(number), "pt")
         return self._opened[number]
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn safetensors' own errors about a file into ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}; remove it, and it is made anew") from None
+
+
+def save(tensors: Mapping[str, Any], path: Path) -> None:
+    """Write tensors atomically.
+
+    Raises:
+        OSError: they cannot be written, as to a full disk.
+    """
+    with whole_file(path) as part:
+        try:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, part)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _scale(states: Any) -> Any:

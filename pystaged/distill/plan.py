@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from pystaged.distill.train import SPACING
 from pystaged.files import whole_file
 
 EPOCHS, MOST_EPOCHS = 4, 16
+KINDS = ("float32", "bfloat16")  # of products
 LEAST_TOKENS = 20_000
 MOST_BYTES = 20 << 30  # of answers
 _ROWS = 2  # tokens of a text for each of its answer
@@ -58,10 +59,17 @@ class Plan:
             ValueError: it is damaged, or of another version.
         """
         try:
-            return cls(**json.loads(_file(folder).read_text()))
+            found = cls(**json.loads(_file(folder).read_text()))
+            for each in fields(cls):
+                value = getattr(found, each.name)
+                if each.type != type(value).__name__ or (isinstance(value, int) and not 0 <= value < 1 << 40):
+                    raise ValueError(each.name)
+            if found.kind not in KINDS or not min(found.tokens, found.epochs, found.rows, found.rank, found.layers):
+                raise ValueError("no plan")
+            return found
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{_file(folder)} is no plan of this version; remove {folder} to begin anew") from None
 
 

@@ -60,11 +60,11 @@ def read_prompts(path: Path) -> list[Messages]:
         ValueError: a line is no prompt, named by its number, or there are too few.
     """
     try:
-        lines = read_small(path, _MOST_BYTES).decode().splitlines()
+        text = read_small(path, _MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text; save it as such") from None
     found: list[Messages] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):  # strings of JSON may hold other line ends
         if not line.strip():
             continue
         try:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from pystaged.distill.answers import Answers, Text
+from pystaged.distill.answers import Answers, Text, read_errors, save
 from pystaged.distill.draft import Batch, BlockDraft, Target, compared
 from pystaged.distill.optimizer import optimizers
-from pystaged.files import whole_file
 
 SPACING = 8  # tokens of an answer for each anchor
 CE, TV = 0.1, 0.9  # shares of the loss
@@ -117,20 +116,22 @@ class Trainer:
             tensors[f"draft.{name}"] = value.detach()
             for key, state in self._state(value).items():
                 tensors[f"{key}.{name}"] = state
-        with whole_file(path) as part:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, part)
+        save(tensors, path)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: it is of another draft.
+            ValueError: it is damaged, or of another draft.
             OSError: it cannot be read.
         """
-        found = load_file(path, device=self._device)
+        with read_errors(path):
+            found = load_file(path, device=self._device)
         parameters = dict(self.draft.named_parameters())
         keys = {name: value.shape for name, value in found.items() if name.startswith("draft.")}
-        if keys != {f"draft.{name}": value.shape for name, value in parameters.items()} or "step" not in found:
+        if keys != {f"draft.{name}": value.shape for name, value in parameters.items()} or (
+            "step" not in found or found["step"].shape
+        ):
             raise ValueError(f"{path} is a checkpoint of another draft; remove it to begin anew")
         with torch.no_grad():
             for name, value in parameters.items():

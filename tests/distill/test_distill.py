@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from pystaged import cli
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.distill import prompts
 from pystaged.distill.prompts import Questions
+from pystaged.files import alone
 from pystaged.loading.distilled import DISTILLED, find_distilled
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -176,6 +178,63 @@ def test_what_was_stopped_ends_alike(trainer: Callable[..., Trainer], tmp_path: 
         assert torch.equal(value, expected[name]), name
     with pytest.raises(ValueError, match="checkpoint of another draft"):
         trainer(8, layers=1).resume(tmp_path / "checkpoint")
+
+
+def test_damaged_files_are_named(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    whole = trainer(8)
+    whole.save(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="checkpoint is damaged"):
+        whole.resume(path)
+    writing.save({"step": torch.zeros(2)} | {f"draft.{k}": v.detach() for k, v in whole.draft.named_parameters()}, path)
+    with pytest.raises(ValueError, match="checkpoint of another draft"):
+        whole.resume(path)
+    found = Answers(tmp_path)
+    writing.save({"tokens": torch.zeros(2)}, found.path(0))
+    with pytest.raises(ValueError, match=r"00000\.safetensors is damaged.*answers"):
+        found.num_tokens(0)
+    found.path(1).write_bytes(b"8" * 100)
+    with pytest.raises(ValueError, match=r"00001\.safetensors is damaged"):
+        found.num_tokens(1)
+
+
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="checkpoint"):
+            writing.save({"step": torch.zeros(2000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": "1000"}, {"tokens": 0}, {"epochs": -1}, {"kind": "Tensor"}, {"rows": 1 << 50}, {"seed": True}]
+)
+def test_a_plan_that_cannot_be_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    good = plans.Plan("target", "", "float32", 1000, 4)
+    good.save(tmp_path)
+    assert plans.Plan.load(tmp_path) == good
+    (tmp_path / "plan.json").write_text(json.dumps(vars(good) | change))
+    with pytest.raises(ValueError, match=r"plan\.json is no plan of this version"):
+        plans.Plan.load(tmp_path)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_passed_over(target: Path) -> None:
+    model, tokenizer, said = Model(str(target)), Tokenizer(str(target)), list[str]()
+    writer = Writer(model, tokenizer.is_end, layers_of(model, TAPS))
+    texts = [*["the tree"] * 19, "half of a pair \ud800"]
+    asker = Asker(writer, tokenizer, [[{"role": "user", "content": text}] for text in texts], said.append)
+    found = asker.prompts(0, list) + asker.prompts(1, list)
+    writer.close()
+    assert found
+    assert said
+    assert all(line.startswith("passed over the prompt 'half of a pair") for line in said)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
@@ -342,6 +401,25 @@ def test_own_prompts_are_answered(
     ]
     assert "tree" in asked[0][0]
     assert not set(asked[0]) & set(asked[1])
+
+
+def test_what_is_read_is_not_replaced(command: Callable[..., Any], target: Path, tmp_path: Path) -> None:
+    before = target.read_bytes()
+    (tmp_path / "link.gguf").symlink_to(target)
+    done = command("--out", tmp_path / "link.gguf")
+    assert done.exit_code == 2
+    assert "would replace" in done.stderr
+    assert target.read_bytes() == before
+
+
+def test_one_process_works_in_a_folder(command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    with alone(tmp_path / "work"):
+        done = command()
+    assert done.exit_code == 1
+    assert "another process works in" in str(done.exception)
+    with alone(tmp_path / "work"):
+        pass
 
 
 def test_a_model_without_a_chat_template_goes_on_from_the_start(

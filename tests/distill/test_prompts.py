@@ -53,3 +53,12 @@ def test_questions_are_of_many_kinds_and_the_same_again() -> None:
     assert any("an earlier answer" in each for each in questions.draw(50, 3, ["an earlier answer of the model"]))
     assert list(prose("words " * 50, 200))
     assert not list(prose("1234 + " * 50, 200))
+
+
+def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '"one\u2028text\u0085"\r\n'.encode() * 20 + b"{\r\n")
+    with pytest.raises(ValueError, match="line 21"):
+        read_prompts(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert [each[0]["content"] for each in read_prompts(path)] == ["one\u2028text\u0085"] * 20
