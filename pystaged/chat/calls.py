@@ -14,6 +14,7 @@ from pystaged.chat.source import Parser, Source
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool, by name."""
 
+_ESCAPES = '"\\/bfnrtu'
 _LONGEST_HEAD = 256  # characters before the arguments of a call; a longer text is no call
 
 
@@ -77,7 +78,7 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
             yield "call", head[1]
             if head["no_arguments"]:
                 yield "arguments", "{}"
-            elif not (yield from _json_object(source)):
+            elif not (yield from _json_value(source)):
                 return True
             yield "end", ""
             if not head["no_arguments"] and (yield from _skip(source, form, "}")) != "}":
@@ -86,7 +87,11 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
         if not (yield from _another(source)):
             break
     if is_call and form.end:
-        yield from _skip(source, form)
+        words, mark = yield from source.collected((form.end, *form.begins))
+        if mark in form.begins:
+            source.text = mark + source.text
+        if mark != form.end and (words := words.strip(" \n}]")):  # the end was forgotten
+            yield "text", words
     return is_call
 
 
@@ -129,14 +134,15 @@ def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match
             return None
 
 
-def _json_object(source: Source) -> Parser[bool]:
-    """Pass on a JSON object; returns whether it is whole. Line ends and the like within strings are escaped, which
-    models forget."""
+def _json_value(source: Source) -> Parser[bool]:
+    """Pass on a JSON object or string; returns whether it is whole. Line ends and backslashes within strings are
+    escaped, which models forget."""
     depth, in_string, escaped = 0, False, False
     while True:
         found: list[str] = []
         for at, character in enumerate(source.text, 1):
-            found.append(_dumped(character)[1:-1] if in_string and character < " " else character)
+            lost = escaped and character not in _ESCAPES
+            found.append("\\" * lost + (_dumped(character)[1:-1] if in_string and character < " " else character))
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = character == "\\" and not escaped
@@ -146,10 +152,10 @@ def _json_object(source: Source) -> Parser[bool]:
                 depth += 1
             elif character in "}]":
                 depth -= 1
-                if depth == 0:
-                    source.take(at)
-                    yield "arguments", "".join(found)
-                    return True
+            if depth == 0 and not in_string:
+                source.take(at)
+                yield "arguments", "".join(found)
+                return True
         source.text = ""
         if found:
             yield "arguments", "".join(found)
@@ -175,7 +181,7 @@ def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
         return (yield from _json_call(source, form, schemas))
     source.take(head.end())
     yield "call", head[1]
-    if (yield from _json_object(source)):
+    if (yield from _json_value(source)):
         yield "end", ""
     return True
 
@@ -267,7 +273,20 @@ def _dumped(words: str) -> str:
 
 
 _GEMMA_HEAD = _pattern(r" call: ([\w.-]{1,128}) (?=\{)")
-_GEMMA_TOKEN = re.compile(r'\s+|[{}\[\],:]|"(?:[^"\\]|\\.)*"|(?P<word>[^\s{}\[\],:"<]+)(?=(?P<is_key>:)|[\s{}\[\],"<])')
+_GEMMA_TOKEN = re.compile(r'\s+|[{}\[\],:]|(?P<word>[^\s{}\[\],:"<]+)(?=(?P<is_key>:)|[\s{}\[\],"<])')
+
+
+_GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
+
+
+def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
+    """Wait for text that a pattern is found in; returns whether it came. A long word is so read but once."""
+    before = len(source.text)
+    while (yield from source.more()):
+        if pattern.search(source.text, before):
+            return True
+        before = len(source.text)
+    return False
 
 
 def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
@@ -287,9 +306,13 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
                 return True
             yield "arguments", '"'
             continue
+        if source.text.startswith('"'):
+            if not (yield from _json_value(source)):
+                return True
+            continue
         found = _GEMMA_TOKEN.match(source.text)
         if found is None:
-            if not (yield from source.more()):
+            if not (yield from _waits(source, _GEMMA_ENDS)):
                 return True
             continue
         word = source.take(found.end())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.random_models import RandomModel, write
 
 from pystaged._core import Tokenizer
+from pystaged.chat import calls
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
 from pystaged.chat.turn import Dialect, Thinking, TurnReader
@@ -166,6 +167,36 @@ def test_marks_within_strings_are_text(path: str) -> None:
 def test_line_ends_within_strings_are_escaped() -> None:
     text = '<tool_call>{"name": "write", "arguments": {\n"path": "a\n\tb\\n"}}</tool_call>'
     assert split(text, form=HERMES) == [("write", '{\n"path": "a\\n\\tb\\n"}', True)]
+
+
+def test_backslashes_within_strings_are_escaped() -> None:
+    text = r'<tool_call>{"name": "time", "arguments": {"pattern": "\d+\\.\n\"\ "}}</tool_call>'
+    [(_, arguments, is_whole)] = split(text, form=HERMES)
+    assert is_whole
+    assert json.loads(arguments) == {"pattern": '\\d+\\.\n"\\ '}
+
+
+def test_text_after_a_call_whose_end_was_forgotten_is_kept() -> None:
+    text = '<tool_call>\n{"name": "time", "arguments": {}}\n\nI wait for the time.'
+    assert split(text, form=HERMES) == [TIME, ("text", "I wait for the time.")]
+    kept = [TIME, ("text", "I wait for the time.")]
+    assert split(f"{text}\n{text}", form=HERMES) == [*kept, *kept]
+
+
+@pytest.mark.parametrize("value", ['"' + "long and " * 400, "long" * 900])
+def test_long_values_are_not_read_again_with_each_piece(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, num_read = calls._GEMMA_TOKEN, 0
+
+    class Counted:
+        def match(self, text: str) -> Any:
+            nonlocal num_read
+            num_read += len(text)
+            return pattern.match(text)
+
+    monkeypatch.setattr(calls, "_GEMMA_TOKEN", Counted())
+    found = read(list(f"<|tool_call>call:time{{place:{value}"), form=GEMMA4)
+    assert found[0][0] == "time"
+    assert 0 < num_read < 2 * len(value)
 
 
 def test_arguments_as_text_have_the_types_of_their_schema() -> None:
@@ -367,9 +398,9 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
         text = written(seed, several=seed % 2 == 0)
         if not text:  # it went on for too long
             continue
-        calls = split(text, form=form, schemas=schemas)
-        assert len(calls) == 1 or (seed % 2 == 0 and form.between is not None)
-        for name, arguments, is_whole in calls:
+        found = split(text, form=form, schemas=schemas)
+        assert len(found) == 1 or (seed % 2 == 0 and form.between is not None)
+        for name, arguments, is_whole in found:
             assert is_whole
             seen.add(name)
             found = json.loads(arguments)
