@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pystaged.chat.calls import Schemas, is_text
+from pystaged.chat.calls import Schemas, is_text, listed
 from pystaged.chat.turn import Dialect
+from pystaged.definitions import GrammarError
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_LONGEST = 8_000_000  # characters of all rules; a request has fewer, but each member repeats the definitions it needs
 _FREE = "/(?s:.*)/"
 # Values in Gemma's form for which there is no schema of a simple type.
 _GEMMA = """value: object | array | text | NUMBER | "true" | "false" | "null"
@@ -29,6 +31,9 @@ def call_grammar(dialect: Dialect, schemas: Schemas, *, several: bool) -> str:
     Args:
         schemas: of the tools' arguments, by name; None for tools without.
         several: whether more than one is allowed, where the form can write more.
+
+    Raises:
+        GrammarError: it is too long.
     """
     form, grammar = dialect.form, _Grammar(dialect)
     more = f" ({grammar.words(form.between)} call)*" if several and form.between is not None else ""
@@ -46,6 +51,7 @@ class _Grammar:
 
     def __init__(self, dialect: Dialect) -> None:
         self.rules: list[str] = []
+        self._length = 0
         self.dialect = dialect
         self._marks = re.compile("|".join(map(re.escape, dialect.controls)) or "(?!)")
 
@@ -59,6 +65,9 @@ class _Grammar:
 
     def rule(self, name: str, body: str, attribute: str = "") -> str:
         self.rules.append(f"{name}{attribute}: {body}\n")
+        self._length += len(self.rules[-1])
+        if self._length > _LONGEST:
+            raise GrammarError(f"the tools' schemas come to a grammar of more than {_LONGEST // 10**6} MB")
         return name
 
     def json(self, name: str, schema: Any) -> str:
@@ -72,8 +81,7 @@ class _Grammar:
 
     def texts(self, schema: Any, end: str) -> str:
         """The strings that a schema lists, each with an end; "" if it lists none."""
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        return " | ".join(self.words(value + end) for value in values)
+        return " | ".join(self.words(value + end) for value in listed(schema))
 
 
 def _json(grammar: _Grammar, name: str, schema: Any) -> str:
@@ -130,11 +138,14 @@ def _members(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any, bool]]:
     """Name, schema and necessity of an object's members; the schemas with the definitions that they may refer to."""
     properties, required = schema.get("properties"), schema.get("required")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    needed = required if isinstance(required, list) else []
+    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     found = properties if isinstance(properties, Mapping) else {}
-    return [
-        (key, (dict(each) if isinstance(each, Mapping) else {}) | shared, key in needed) for key, each in found.items()
-    ]
+    members = []
+    for key, each in found.items():
+        own = dict(each) if isinstance(each, Mapping) else {}
+        refers = bool(shared) and '"$ref"' in json.dumps(own)  # else many members would repeat long definitions
+        members.append((key, own | shared if refers else own, key in needed))
+    return members
 
 
 def _quoted(text: str) -> str:

@@ -241,10 +241,14 @@ def is_text(schema: Any) -> bool:
     """Whether a schema allows strings alone, which the form without JSON writes as they are."""
     if not isinstance(schema, Mapping):
         return False
+    values = listed(schema)
+    return all(isinstance(value, str) for value in values) if values else schema.get("type") == "string"
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, none if any are allowed."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
-        return all(isinstance(value, str) for value in values)
-    return schema.get("type") == "string"
+    return values if isinstance(values, list) else []
 
 
 def _value(words: str) -> str:

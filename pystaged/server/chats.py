@@ -13,6 +13,7 @@ from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.turn import Block, Dialect
 from pystaged.config import GenerationConfig
+from pystaged.definitions import GrammarError
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import ended
@@ -67,7 +68,10 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Turns:
     of_calls = None
     if request.tool_choice not in (None, "none", "auto"):
         several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        of_calls = call_grammar(dialect, manner.schemas or {}, several=several)
+        try:
+            of_calls = call_grammar(dialect, manner.schemas or {}, several=several)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param="tools") from None
     config = _config(state, request, of_calls)
     config = replace(config, stop=(*config.stop, *engine.chat_format.stop))
     limit = settings.reasoning_budget

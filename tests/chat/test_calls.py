@@ -19,6 +19,7 @@ from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
 from pystaged.chat.turn import Dialect, Thinking, TurnReader
 from pystaged.config import Grammar
+from pystaged.definitions import GrammarError
 from pystaged.grammars import Grammars
 from pystaged.result import GenerationResult
 from pystaged.stats import GenerationStats
@@ -414,6 +415,28 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
                 assert form.style == "gemma" or set(found.get("tags", [])) <= {"a"}
     assert "time" in seen
     grammars.close()
+
+
+@pytest.mark.parametrize("form", [HERMES, XML, GEMMA4])
+@pytest.mark.parametrize("values", [None, 5, "ab", {"a": 1}, []])
+def test_a_list_of_values_that_is_none_is_ignored(form: CallForm, values: Any) -> None:
+    dialect = Dialect(form, None, {})
+    texts = [
+        call_grammar(dialect, {"f": {"properties": {"a": {"type": "string"} | more}}}, several=True)
+        for more in ({}, {"enum": values})
+    ]
+    assert form is HERMES or texts[0] == texts[1]
+
+
+def test_definitions_are_repeated_only_where_they_are_needed() -> None:
+    shared = {"$defs": {"long": {"type": "integer", "description": "long " * 1000}}}
+    plain = {"properties": {f"a{i}": {"type": "integer"} for i in range(2000)}} | shared
+    assert len(call_grammar(Dialect(XML, None, {}), {"f": plain}, several=True)) < 1_000_000
+    one = {"properties": {"a": {"$ref": "#/$defs/long"}, "b": {"type": "integer"}}} | shared
+    assert call_grammar(Dialect(XML, None, {}), {"f": one}, several=True).count("long " * 1000) == 1
+    many = {"properties": {f"a{i}": {"$ref": "#/$defs/long"} for i in range(2000)}} | shared
+    with pytest.raises(GrammarError, match="more than 8 MB"):
+        call_grammar(Dialect(XML, None, {}), {"f": many}, several=True)
 
 
 def test_calls_of_a_result_are_whole_and_valid() -> None:
