@@ -7,7 +7,7 @@ ModelOpt, Speculators, DeepSpec and z-lab's DFlash.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pystaged.loading.families import DRAFT_ARCHITECTURES
 from pystaged.loading.shapes import Shape, Wanted
 
 EAGLE3, DFLASH = DRAFT_ARCHITECTURES  # DSpark is DFlash with more tensors
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the checkpoints of some drafts
 # Names of architectures, and Speculators' of algorithms.
 _KNOWN = {
     "LlamaForCausalLMEagle3": EAGLE3,
@@ -267,8 +268,7 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
     Raises:
         ValueError: a tensor is missing or unknown, or features do not fit together.
     """
-    if (folder / "mask_embedding.pt").is_file():
-        raise ValueError(f"{folder}: a draft's own mask embedding (mask_embedding.pt) is not supported")
+    check_files(str(folder), [MASK_EMBEDDING] if (folder / MASK_EMBEDDING).is_file() else [])
     names = _usual_names(folder, shapes)
 
     def shape_of(usual: str) -> tuple[int, ...]:
@@ -314,6 +314,12 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
         target_width,
         metadata,
     )
+
+
+def check_files(place: str, files: Iterable[str]) -> None:
+    """Raise ValueError for a file that a draft's tensors are not complete without."""
+    if MASK_EMBEDDING in files:
+        raise ValueError(f"{place}: a draft's own mask embedding ({MASK_EMBEDDING}) is not supported")
 
 
 def _usual_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

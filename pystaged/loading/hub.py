@@ -90,6 +90,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
+    from pystaged.loading import feature_drafts  # noqa: PLC0415  imports gguf and safetensors, as the next does
     from pystaged.loading.convert import CONFIG, INDEX, SAMPLING, WEIGHTS, check, shard_names  # noqa: PLC0415
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
@@ -99,6 +100,8 @@ def _convert(repository: _Repository, kind: str) -> Path:
         return out
     config = repository.fetch(CONFIG)
     is_draft = check(read_json(config), Path(f"{name}/{CONFIG}"), kind)
+    if is_draft:
+        feature_drafts.check_files(name, repository.files)
     weights = [WEIGHTS]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))

@@ -142,6 +142,15 @@ def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form
     assert cache.find(f"{TINY}:q4_0") == path
 
 
+def test_a_draft_with_a_mask_embedding_is_refused_before_its_weights_come(online: Hub, tmp_path: Path) -> None:
+    folder = write_form(tmp_path / "draft", FORMS["DSpark"]())
+    (folder / "mask_embedding.pt").write_bytes(b"a pickle")
+    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": "qwen3"}})
+    with pytest.raises(ValueError, match="mask embedding"):
+        hub.pull(f"{TINY}:q4_0")
+    assert not any("safetensors" in each for each in downloads(online))
+
+
 @pytest.mark.usefixtures("tiny")
 def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
