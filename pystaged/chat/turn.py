@@ -106,7 +106,6 @@ class TurnReader:
         self.blocks: list[Block] = []
         self._source = Source()
         self._parser = _turn(self._source, thinking, is_open, form, schemas)
-        self._is_over = False
 
     def push(self, text: str) -> list[tuple[Block, str]]:
         """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
@@ -117,6 +116,10 @@ class TurnReader:
         """End the answer; returns the rest, as push does."""
         self._source.ended = True
         return list(self._read())
+
+    def may_grow(self, block: Block) -> bool:
+        """Whether a block may get more text."""
+        return block is self.blocks[-1] and not self._source.ended
 
     def of_kind(self, kind: Literal["reasoning", "text", "call"]) -> list[Block]:
         """The blocks of a kind."""

@@ -254,6 +254,9 @@ def _tools(request: ResponseRequest) -> tuple[list[dict[str, Any]] | None, Any]:
     if isinstance(choice, ResponseToolChoice):
         if choice.type == "allowed_tools":
             names = {tool.name for tool in choice.tools}
+            if unknown := names - {tool.name for tool in tools}:
+                message = f"tool_choice allows {min(unknown)!r}, which is not one of the tools"
+                raise ApiError(400, message, param="tool_choice")
             tools, choice = [tool for tool in tools if tool.name in names], choice.mode
         elif choice.type in ("function", "custom"):
             return list(map(_function, tools)), {"type": "function", "function": {"name": choice.name or ""}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class TurnAnswer(Answer):
         super().__init__(state, request, sequences, seed)
         self.readers = [manner.reader() for _ in sequences]
         self._open: list[Block | None] = [None for _ in sequences]
+        self._counted: dict[int, tuple[int, int]] = {}  # characters and tokens of blocks of reasoning, by their id
 
     def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
         """The parts for the beginning of a block of sequence i."""
@@ -84,9 +86,17 @@ class TurnAnswer(Answer):
         return parts
 
     def reasoning_tokens(self) -> int:
-        """The number of tokens of the reasoning so far."""
-        texts = [block.text for reader in self.readers for block in reader.of_kind("reasoning")]
-        return sum(len(self.tokenizer.encode(text, add_special=False, parse_special=False)) for text in texts)
+        """The number of tokens of the reasoning so far; while that goes on, of at least eight ninths of it, so that
+        figures with each token do not count it anew each time."""
+        total = 0
+        for reader in self.readers:
+            for block in reader.of_kind("reasoning"):
+                length, tokens = self._counted.get(id(block), (0, 0))
+                if len(block.text) > (length * 9 // 8 if reader.may_grow(block) else length):
+                    tokens = len(self.tokenizer.encode(block.text, add_special=False, parse_special=False))
+                    self._counted[id(block)] = len(block.text), tokens
+                total += tokens
+        return total
 
     def _usage(self) -> answer_types.Usage:
         found, tokens = super()._usage(), self.reasoning_tokens()
@@ -110,7 +120,10 @@ def read_arguments(words: str) -> dict[str, Any]:
     try:
         found = from_json(words or "{}", allow_partial="trailing-strings")
     except ValueError:
-        return {}
+        try:
+            found = json.loads(words)  # allows halves of surrogate pairs
+        except (ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import openai
@@ -16,7 +16,9 @@ from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.chat.calls import FORMS
+from pystaged.chat.turn import Thinking, TurnReader
 from pystaged.engine import Engine
+from pystaged.server.chats import ChatAnswer
 
 QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
 # Ends inside of reasoning, as Qwen3.5's template does.
@@ -209,6 +211,37 @@ def test_a_custom_tool_takes_text(client: openai.OpenAI, streams: bool) -> None:
         deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
         assert len(deltas) > 3
         assert "".join(deltas) == words
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_half_of_a_surrogate_pair_loses_no_more_than_itself(client: openai.OpenAI, streams: bool) -> None:
+    text = r'<tool_call>{"name": "patch", "arguments": {"input": "a \ud83d b"}}</tool_call>'
+    (call,) = response(client, text, streams=streams, tools=[PATCH]).output
+    assert call.input == "a ? b"
+
+
+def test_reasoning_is_not_counted_anew_with_each_token() -> None:
+    counted = []
+
+    class Words:
+        def encode(self, text: str, **_: Any) -> list[str]:
+            counted.append(len(text))
+            return text.split()
+
+    answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), is_open=True)
+    answer.readers, answer.tokenizer, answer._counted = [reader], cast("Any", Words()), {}
+    for number in range(1, 1001):
+        reader.push("word ")
+        assert number * 7 / 8 - 2 < answer.reasoning_tokens() <= number
+    reader.finish()
+    assert answer.reasoning_tokens() == 1000
+    assert sum(counted) < 15 * 5000
+
+
+def test_tools_that_are_allowed_exist(client: openai.OpenAI) -> None:
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    with pytest.raises(openai.BadRequestError, match="tool_choice allows 'time', which is not one of the tools"):
+        client.responses.create(model=NAME, input="Hello", tools=[RESPONSE_TOOL], tool_choice=allowed)
 
 
 @pytest.mark.parametrize("streams", [False, True])
