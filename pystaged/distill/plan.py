@@ -20,6 +20,7 @@ EPOCHS, MOST_EPOCHS = 4, 16
 KINDS = ("float32", "bfloat16")  # of products
 LEAST_TOKENS = 20_000
 MOST_BYTES = 20 << 30  # of answers
+_PART = 1 << 20  # bytes
 _ROWS = 2  # tokens of a text for each of its answer
 _READING = 1.25  # time of writing, to that of the answers' tokens alone
 _USE = 0.4  # of a product's rate that training reaches
@@ -125,9 +126,13 @@ def product_speed(device: str) -> tuple[float, str]:
 
 
 def identity(path: Path) -> str:
-    """Identifies a file by its size and the beginning of its content."""
+    """Identifies a file by its size and parts of its content; a model's first part may be its vocabulary alone."""
+    size, digest = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
-        return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"
+        for place in (0, size // 2, max(0, size - _PART)):
+            file.seek(place)
+            digest.update(file.read(_PART))
+    return f"{size}-{digest.hexdigest()[:16]}"
 
 
 def _file(folder: Path) -> Path:

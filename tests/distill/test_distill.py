@@ -296,6 +296,17 @@ def test_distributions_are_compared() -> None:
     assert same.tolist() == [True]
 
 
+@pytest.mark.parametrize("place", [0, 5 << 20, (10 << 20) - 1])
+def test_another_model_of_the_same_size_is_another(place: int, tmp_path: Path) -> None:
+    content = bytearray(10 << 20)
+    (tmp_path / "model").write_bytes(content)
+    before = plans.identity(tmp_path / "model")
+    assert plans.identity(tmp_path / "model") == before
+    content[place] = 1
+    (tmp_path / "model").write_bytes(content)
+    assert plans.identity(tmp_path / "model") != before
+
+
 def test_the_plan_fills_the_time_and_no_more_than_half_of_the_disk() -> None:
     shape = Shape(576, 9, 3, 64, 1536, (10, 20, 30), 49152, 16384, 17)
     speed = plans.Speed(500.0, 2e11, "float32")
