@@ -1,4 +1,4 @@
-"""`pystaged distill`: train a draft on what its target writes."""
+"""`pystaged distill`: train a draft on its target's answers."""
 
 from __future__ import annotations
 
@@ -25,45 +25,54 @@ def distill(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Your own prompts: a text on each line, or JSON lines with texts or messages. Without it the model "
-            "asks itself, and about texts on this machine.",
+            help="Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By default "
+            "questions that the model generates, and questions about texts on this machine.",
             show_default=False,
         ),
     ] = None,
-    hours: Annotated[float, typer.Option(min=0.01, help="Time for all, from which the next two follow.")] = 8.0,
-    tokens: Annotated[int | None, typer.Option(min=1000, help="Tokens of answers.", show_default=False)] = None,
+    hours: Annotated[
+        float, typer.Option(min=0.01, help="Hours for everything; they determine --tokens and --epochs.")
+    ] = 8.0,
+    tokens: Annotated[
+        int | None, typer.Option(min=1000, help="Tokens of answers to write.", show_default=False)
+    ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="How often each is learnt from.", show_default=False)
+        int | None, typer.Option(min=1, help="Passes over the answers in training.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="GGUF file to write; where --draft auto finds it if not given.", show_default=False),
+        typer.Option(
+            help="GGUF file to write; by default in the cache, where --draft auto finds it.", show_default=False
+        ),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="For answers and checkpoints; in the cache if not given.", show_default=False),
+        typer.Option(help="Folder of answers and checkpoint; by default in the cache.", show_default=False),
     ] = None,
-    quantization: Annotated[str, typer.Option("--type", help=f"Of the draft: {', '.join(_TYPES)}.")] = "q8_0",
+    quantization: Annotated[
+        str, typer.Option("--type", help=f"Quantization of the draft: {', '.join(_TYPES)}.")
+    ] = "q8_0",
     block: Annotated[
-        int | None, typer.Option(min=2, max=16, help="Tokens that it guesses in one pass.", show_default="8")
+        int | None, typer.Option(min=2, max=16, help="Tokens that the draft guesses in one pass.", show_default="8")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=8, help="Of the draft.", show_default="2")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=8, help="Layers of the draft.", show_default="2")] = None,
     rows: Annotated[
-        int | None, typer.Option(min=256, help="Tokens that it can propose: the commonest.", show_default="16384")
+        int | None,
+        typer.Option(min=256, help="Size of the draft's vocabulary: the most common tokens.", show_default="16384"),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=32, max=512, help="Of its Markov head, a multiple of 32.", show_default="64")
+        int | None, typer.Option(min=32, max=512, help="Rank of the Markov head, a multiple of 32.", show_default="64")
     ] = None,
     device: Annotated[
         str, typer.Option(help="Where torch trains: auto (a GPU if it has one), cpu, cuda or mps.")
     ] = "auto",
     threads: Threads = 0,
 ) -> None:
-    """Train a draft for a model: the model answers prompts, and a small network learns to guess what it says, several
-    tokens at once. Needs the extra `train`.
+    """Train a draft for a model: the model answers prompts, and a small network learns to guess several tokens of the
+    answers at once. Needs the extra `train`.
 
-    By default it takes a night, which is enough for models of up to two billion parameters. Ctrl-C stops it, and the
-    same command goes on. Prompts like your own make it better for you.
+    By default it takes eight hours, which is enough for models of up to two billion parameters. Ctrl-C stops it, and
+    the same command resumes. A draft guesses best on prompts like those that it was trained on.
 
     Example: pystaged distill qwen3-1.7b.gguf --prompts prompts.jsonl
     """
@@ -73,7 +82,7 @@ def distill(
         raise typer.BadParameter(f"--rank is a multiple of 32, not {rank}")
     name = either(model, named)
     if not name:
-        raise typer.BadParameter("name the model that the draft is for")
+        raise typer.BadParameter("name the model to train a draft for")
     _check_torch()
     from pystaged.distill.job import Job  # noqa: PLC0415  needs torch
 
@@ -96,12 +105,12 @@ def distill(
                 job.write(progress)
             job.learn(progress)
         except KeyboardInterrupt:
-            report(f"stopped; the same command goes on from what is in {work}")
+            report(f"stopped; the same command resumes from {work}")
             raise typer.Exit(130) from None
         job.export(target, quantization.upper())
     if target == destination(DISTILLED.path(path)):
-        report(f"--draft auto takes it for {path.name} from now on")
-    report(f"answers and checkpoint may go: {work}")
+        report(f"--draft auto uses it for {path.name} from now on")
+    report(f"answers and checkpoint are no longer needed; to free their space, remove {work}")
 
 
 def _check_torch() -> None:

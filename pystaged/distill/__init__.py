@@ -1,1 +1,1 @@
-"""`pystaged distill`: trains a block draft on what its target writes."""
+"""`pystaged distill`: trains a block draft on its target's answers."""

@@ -1,9 +1,9 @@
-"""What a target answers, in files: tokens, the features that a draft reads, and the target's own distributions.
+"""A target's answers, in files: tokens, the features that a draft reads, and the target's distributions.
 
-A folder holds files of 64 texts each; the first one is held out of training. A text is a prompt and its answer. Of each
-token it has the target's hidden states behind some layers, in 8 bits; of each place that an answer's token comes from,
-and of its end, the likeliest next tokens and their log-probabilities. All are what the engine computes with the
-quantized target, in the passes that write the answers.
+A folder holds files of up to 64 texts each; the first file is held out of training. A text is a prompt and its answer.
+For each token a file has the features: the target's hidden states after some layers, in 8 bits. For each token of an
+answer, and for its end, it has the distribution: the likeliest tokens and their log-probabilities. The engine computes
+all of them with the quantized target, in the passes that write the answers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _USUAL = 0.125  # where a channel's median goes, so that what is 3,584 times as 
 class Answer:
     """A text that a target wrote: the prompt and the answer's tokens, without the end token.
 
-    states: float32[tokens of both, taps * width]. tokens, logprobs: [answer + 1, LIKELIEST], of what follows the
-    prompt and each token of the answer.
+    states: hidden states, float32[prompt + answer, taps * width] in parts. likeliest, logprobs: [LIKELIEST] for each
+    token of the answer and for what follows it.
     """
 
     prompt: Tokens
@@ -76,8 +76,9 @@ class Writer:
     """Writes many texts in each pass of a target.
 
     Args:
-        model: taps `taps` of all rows from now on, so it has no sessions yet.
+        model: the target, without sessions so far.
         is_end: whether a token ends a text.
+        taps: layers, from 1 on, after which the hidden states of all rows are kept.
     """
 
     def __init__(self, model: Model, is_end: Callable[[int], bool], taps: Sequence[int]) -> None:
@@ -94,11 +95,10 @@ class Writer:
         most: int,
         written: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
-        """Answers to prompts, in their order; of samplings that ask for log-probabilities with states and
-        distributions.
+        """Answers to prompts, in their order; with states and distributions where a sampling asks for log-probabilities.
 
         Args:
-            most: tokens of an answer.
+            most: maximum tokens of an answer.
             written: called after each pass with the number of tokens that it added.
         """
         texts = [Answer(prompt) for prompt in prompts]
@@ -117,7 +117,7 @@ class Writer:
         return texts
 
     def speed(self, prompt: Tokens) -> float:
-        """Tokens per second of as many texts as are written at once, measured in some passes."""
+        """Tokens per second, measured with as many texts in a pass as write() has at most."""
         sampling = Sampling(1.0, logprobs=LIKELIEST)
         for session in self._sessions:
             session.rewind(0)
@@ -161,9 +161,9 @@ class Asker:
     """Makes the prompts of each file.
 
     Args:
-        given: the user's own prompts; else half of the questions are the model's own (Xu et al. 2024, arXiv
-            2406.08464), and half about texts, sums and small tasks. A model without a chat template goes on from the
-            start of a text.
+        given: the user's prompts. Without them half are questions that the model generates (Xu et al. 2024, arXiv
+            2406.08464), and half are drawn from Questions. A model without a chat template writes texts from their
+            first token on.
 
     Raises:
         ValueError: a model without a chat template and without a token to begin with.
@@ -183,7 +183,7 @@ class Asker:
         self._start = tokenizer.bos if tokenizer.bos >= 0 else tokenizer.eos
         if not self._chat and not given and self._start < 0:
             raise ValueError(
-                "the model has neither a chat template nor a token to begin with; name texts with --prompts"
+                "the model has neither a chat template nor a token that begins a text; give prompts with --prompts"
             )
 
     def prompts(self, number: int, earlier: Callable[[], Sequence[str]]) -> list[Tokens]:
@@ -238,9 +238,12 @@ class Asker:
 
 @dataclass(frozen=True)
 class Text:
-    """One text of a file: tokens int64[n], the prompt's length, features float8[n, taps * width] in units of Answers'
-    scale; likeliest int64[n - prompt + 1, LIKELIEST] and their logprobs float32, after the prompt and later tokens;
-    whether the answer is greedy."""
+    """One text of a file.
+
+    tokens: int64[n]. prompt: its length. features: float8[n, taps * width], hidden states in units of 8 times
+    Answers.scale. likeliest: int64[n - prompt + 1, LIKELIEST], for each token of the answer and for what follows it.
+    logprobs: float32, of these. greedy: whether the answer was sampled greedily.
+    """
 
     tokens: Any
     prompt: int
@@ -266,10 +269,10 @@ class Answers:
         return self._folder / f"{number:05d}.safetensors"
 
     def write(self, number: int, writer: Writer, asker: Asker, written: Callable[[int], None]) -> None:
-        """Ask, answer and write one file.
+        """Write one file of prompts and their answers.
 
         Raises:
-            ValueError: no answer has a token or two.
+            ValueError: all answers have fewer than LEAST_ANSWER tokens.
         """
         prompts = asker.prompts(number, lambda: self._earlier(number - 1, asker))
         seed = (1 << 32) + number * TEXTS
@@ -280,7 +283,7 @@ class Answers:
         texts = writer.write(prompts, samplings, MOST_ANSWER, written)
         kept = [i for i, text in enumerate(texts) if len(text.answer) >= LEAST_ANSWER]
         if not kept:
-            raise ValueError("the target's answers are empty, so there is nothing to learn from")
+            raise ValueError(f"all answers of the target have fewer than {LEAST_ANSWER} tokens; give other prompts")
         states = torch.from_numpy(np.concatenate([part for i in kept for part in texts[i].states]))
         scale = self.scale if number else _scale(states)
         features = (states * (_USUAL / scale)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
@@ -306,7 +309,7 @@ class Answers:
         return int(self._read(number, "answers").sum())
 
     def texts(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Which texts files have: file and number in it."""
+        """The texts of files, as pairs of the file's number and the text's index in it."""
         return [(number, i) for number in numbers for i in range(len(self._read(number, "answers")))]
 
     def text(self, which: tuple[int, int]) -> Text:
@@ -332,7 +335,7 @@ class Answers:
         )
 
     def likely(self, numbers: Iterable[int], vocab_size: int) -> Any:
-        """How often each token is to be expected, float64[vocab_size], in all places of files."""
+        """Expected count of each token in the answers of files, float64[vocab_size]."""
         total = torch.zeros(vocab_size, dtype=torch.float64)
         for number in numbers:
             likeliest, logprobs = self._read(number, "likeliest"), self._read(number, "logprobs")

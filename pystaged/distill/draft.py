@@ -1,9 +1,9 @@
 """A block draft in torch: DSpark (DeepSeek-AI 2026, arXiv 2607.05147), which is DFlash (arXiv 2602.06036) with a Markov
 head, made small.
 
-Keys and values of committed tokens come from the target's hidden states, fused by one matrix. A block of places, the
-last token and masks behind it, attends to them and to itself, and place i guesses the token after it. The Markov head
-adds to a place's logits what the token before the guess says.
+Keys and values of committed tokens come from the target's hidden states, fused by one matrix. A block consists of the
+last token and mask tokens after it. Its places attend to the committed tokens and to each other, and each guesses the
+token at the next position. The Markov head adds logits that depend on the token before the guess.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TAPS = (1 / 3, 2 / 3, 1.0)  # of the target's layers
 class Shape:
     """A draft's shape; it is as wide as its target, whose embedding it borrows.
 
-    taps: the target's layers, from 1 on, behind which its features are. rows: tokens that it can propose. rank: of the
-    Markov head. block: places guessed in one pass. mask: the token of places to be guessed.
+    taps: the target's layers, from 1 on, whose outputs are the features. rows: tokens in the draft's vocabulary. rank:
+    of the Markov head. block: tokens guessed in one pass. mask: id of the mask token.
     """
 
     width: int
@@ -89,7 +89,7 @@ class Target:
         return self._rows(name, tokens) / self.logit_scale
 
     def directions(self, rank: int) -> Any:
-        """The embedding in the directions in which tokens differ most, float32[vocabulary, rank], of mean square 1."""
+        """The embedding's first principal components, each of variance 1, float32[vocabulary, rank]."""
         size = len(self._tensor("token_embd.weight").data)
         chunks = torch.arange(size).split(_CHUNK)
         total, mean = 0.0, 0.0
@@ -113,12 +113,12 @@ class Target:
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
-            raise ValueError(f"{self._path} has no {name}; a model in several files is to be merged into one first")
+            raise ValueError(f"{self._path} has no {name}; if the model is in several files, merge them into one")
         return self._tensors[name]
 
 
 def layers_of(model: Model, shares: Sequence[float]) -> list[int]:
-    """The layers of a model, from 1 on, behind which features are taken, for their shares of all layers."""
+    """The layers of a model, from 1 on, at these shares of its depth."""
     return sorted({max(1, round(share * model.num_layers)) for share in shares})
 
 
@@ -133,9 +133,11 @@ def shape_for(model: Model, tokenizer: Tokenizer, target: Target, rows: int, **c
         ValueError: the target's width is no multiple of 32, or below the Markov head's rank.
     """
     if chosen.get("rank", 0) > model.width:
-        raise ValueError(f"a Markov head of rank {chosen['rank']} is wider than the target, {model.width}")
+        raise ValueError(f"--rank is {chosen['rank']}, but must be at most the target's width, {model.width}")
     if model.width % 32:
-        raise ValueError(f"the target is {model.width} wide; drafts are quantized in blocks of 32")
+        raise ValueError(
+            f"the target's width is {model.width}, but distilling needs a multiple of 32, to quantize the draft"
+        )
     unused = [token for token in range(tokenizer.num_tokens) if tokenizer.is_control(token)]
     unused = [token for token in unused if token != tokenizer.bos and not tokenizer.is_end(token)]
     return Shape(
@@ -158,9 +160,9 @@ class Batch:
     """Blocks of several texts.
 
     features [b, n, taps * width] in units of the channels' medians; positions int64[b, n]; anchors int64[b, a], the
-    index of each block's last token; embeddings [b, a, width] of these tokens; before int64[b, a, block], the token
-    before each guess; likeliest int64[b, a, block, k] and logprobs, what the target says in each place; weights
-    [b, a, block], 0 where there is no place.
+    index of the last token, which begins the block; embeddings [b, a, width] of these tokens; before int64[b, a, block], the token
+    before each guess; likeliest int64[b, a, block, k] and logprobs, the target's distribution in each place; weights
+    [b, a, block], of the loss, 0 where there is no place.
     """
 
     features: Any
@@ -233,7 +235,7 @@ class BlockDraft(nn.Module):  # type: ignore[misc]
         return norm(F.linear(features, self.fc), self.enc_norm)
 
     def forward(self, batch: Batch) -> Any:
-        """Of each place of each block what the head reads, [b, a, block, width]."""
+        """The head's input in each place of each block, [b, a, block, width]."""
         shape = self.shape
         b, a = batch.anchors.shape
         context = self.context(batch.features)
@@ -292,8 +294,8 @@ def commonest(counts: Any, size: int) -> Any:
 
 
 def compared(draft: BlockDraft, logits: Any, likeliest: Any, logprobs: Any) -> tuple[Any, Any, Any]:
-    """Of each place: the cross entropy with the target's likeliest tokens, what is common of both distributions among
-    these, and whether the first choices are equal.
+    """Compare the distributions of draft and target, in each place, over the target's likeliest tokens: cross-entropy,
+    overlap (the sum of min(p, q)), and whether the likeliest tokens of both are equal.
 
     Args:
         logits: [..., rows]; likeliest, logprobs: [..., k].

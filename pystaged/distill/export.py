@@ -22,9 +22,9 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
     """Write a draft.
 
     Args:
-        scale: the median size of each channel of the features, float32[taps * width].
+        scale: the features' scale, as Answers.scale, float32[taps * width]; it is folded into `fc`.
         target: the target's file, whose vocabulary is copied; model: the target.
-        quantization: one of TYPES, of the matrices.
+        quantization: type of the matrices, one of TYPES.
 
     Raises:
         OSError: the file cannot be written.
@@ -68,7 +68,7 @@ def _add(writer: GGUFWriter, name: str, value: Any, quantization: str) -> None:
     if value.ndim == 1:
         writer.add_tensor(name, np.ascontiguousarray(value))
         return
-    # What is read but once for each token, and holds the scales of the features' channels, is kept finer.
+    # fc is read once for each token and holds the features' scales, so it keeps more bits.
     kind = "Q8_0" if name == "fc.weight" and quantization == "Q4_0" else quantization
     if kind.startswith("Q") and value.shape[1] % 32:
         kind = "F16"

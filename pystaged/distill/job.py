@@ -1,4 +1,4 @@
-"""A distillation from a target's file to a draft's, which goes on where it was stopped."""
+"""A distillation, from the target's file to the draft's; it resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Job:
     """A distillation: plan, write and learn, then export, in this order.
 
     Args:
-        path: the target's file. folder: for plan, answers and checkpoint; exists.
-        prompts: a file of them, None for questions of the target's own.
+        path: the target's file. folder: an existing folder for plan, answers and checkpoint.
+        prompts: a file of prompts; None for generated questions (see Asker).
         device: where torch trains, "auto" for a GPU if it has one.
         threads: 0 for one per physical core.
         report: called with lines for the user.
 
     Raises:
-        OSError: a file that cannot be read. ValueError: no such device; prompts or a target that cannot be used.
+        OSError: a file cannot be read. ValueError: there is no such device, or prompts or target cannot be used.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Job:
         self._writer.close()
 
     def plan(self, hours: float, given: Mapping[str, int | None]) -> None:
-        """Make the plan, or find the one that the folder was begun with, and say how long it takes.
+        """Make the plan, or load the one that the folder was begun with, and report how long it takes.
 
         Args:
-            hours: for all, where the plan is new.
-            given: fields of Plan, None for those that are not.
+            hours: for writing and training together, used for a new plan.
+            given: fields of Plan; None for those that the user did not set.
 
         Raises:
             ValueError: the folder was begun with other fields.
-            OSError: no room on the disk.
+            OSError: the disk is too full.
         """
         operations, kind = plans.product_speed(self._device)
         speed = plans.Speed(self._writer.speed(self._tokenizer.encode("a")), operations, kind)
@@ -92,7 +92,7 @@ class Job:
                     f"{self._folder} was begun with other {' and '.join(other)}; "
                     "begin in another folder with --folder, or remove this one"
                 )
-            self._report(f"goes on with what is in {self._folder}")
+            self._report(f"resuming from {self._folder}")
         plan = found or new
         sizes = {"rank": plan.rank, "block": plan.block, "layers": plan.layers}
         self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, **sizes)
@@ -107,7 +107,7 @@ class Job:
         self._report(
             f"a draft of {self._shape.num_weights / 1e6:.1f} million weights: "
             f"to write {plan.tokens:,} tokens of answers takes about {_time(writing)}, "
-            f"to learn {plan.epochs} times from each about {_time(learning)} on {self._device}; "
+            f"to train on them for {plan.epochs} epochs about {_time(learning)} on {self._device}; "
             f"about {room / 1e9:.1f} GB in {self._folder}"
         )
         there = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
@@ -165,7 +165,7 @@ class Job:
                 progress("learning", step, steps)
 
     def export(self, path: Path, quantization: str) -> None:
-        """Write the draft, and tell what it brings on held-out prompts."""
+        """Write the draft, and report its gain on held-out prompts."""
         texts = self._answers.texts([0])
         self._report(f"held out: {_figures(self._trainer.report(len(texts)))}")
         export(self._trainer.draft, self._answers.scale, path, self._path, self._model, quantization)
@@ -183,7 +183,7 @@ def _figures(figures: Report) -> str:
     shares = " ".join(f"{100 * share:.0f}" for share in figures.same)
     return (
         f"the first place is right in {100 * figures.same[0]:.1f} %, places 1 to {len(figures.same)} in {shares} %, "
-        f"{100 * figures.common[0]:.1f} % of the first distribution is common"
+        f"the first place's distribution overlaps the target's by {100 * figures.common[0]:.1f} %"
     )
 
 

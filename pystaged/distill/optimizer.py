@@ -31,8 +31,7 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def orthogonalized(update: Any) -> Any:
-    """The nearest matrix whose singular values are around 1, times what a tall one needs; by Newton's and Schulz's
-    iteration."""
+    """The update with singular values near 1, by Newton-Schulz iteration, times sqrt(max(1, rows / columns))."""
     tall = update.shape[0] > update.shape[1]
     x = update.T if tall else update
     x = x / (x.norm() + 1e-7)

@@ -1,4 +1,5 @@
-"""How much to write and to learn in the time there is; kept in the folder of a distillation, which goes on by it."""
+"""How many tokens of answers to write and how many epochs to train in the given time. The plan is saved in a
+distillation's folder, so that it can resume."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from pystaged.distill.train import SPACING
 from pystaged.files import whole_file
 
 EPOCHS, MOST_EPOCHS = 4, 16
-KINDS = ("float32", "bfloat16")  # of products
+KINDS = ("float32", "bfloat16")  # of matrix products
 LEAST_TOKENS = 20_000
 MOST_BYTES = 20 << 30  # of answers
 _PART = 1 << 20  # bytes
-_ROWS = 2  # tokens of a text for each of its answer
-_READING = 1.25  # time of writing, to that of the answers' tokens alone
-_USE = 0.4  # of a product's rate that training reaches
+_ROWS = 2  # tokens of prompt and answer for each token of the answer, about
+_READING = 1.25  # time of reading prompts and writing answers, relative to writing alone
+_USE = 0.4  # share of the matrix products' measured speed that training reaches
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Plan:
     """What a distillation does.
 
     Attributes:
-        target: identifies the target's file; prompts: and that of the prompts, "" for none.
-        tokens: of answers; epochs: how often each is learnt from; 0 as long as that is open.
-        kind: of products, "float32" or "bfloat16".
+        target, prompts: identity() of the target's file and of the file of prompts, "" for none.
+        kind: type of matrix products, "float32" or "bfloat16".
+        tokens: of answers, in all. epochs: passes over them. 0 if not determined yet.
+        rows, rank, block, layers: see Shape.
     """
 
     target: str
@@ -76,21 +78,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured: tokens that the target writes in a second, and floating-point operations of products of a kind."""
+    """Measured speeds.
+
+    tokens: that the target writes per second. operations: floating-point operations per second in matrix products of
+    the type `kind`.
+    """
 
     tokens: float
     operations: float
     kind: str
 
     def seconds(self, tokens: int, epochs: int, shape: Shape) -> tuple[float, float]:
-        """Time of writing so many tokens of answers, and of learning from them; estimated."""
+        """Estimated seconds to write so many tokens of answers, and to train on them."""
         weights = shape.num_weights - shape.vocab_size * shape.rank
         learning = 6 * weights * shape.block / SPACING / (_USE * self.operations)
         return _READING * tokens / self.tokens, epochs * tokens * learning
 
 
 def amounts(speed: Speed, shape: Shape, seconds: float, free_bytes: int) -> tuple[int, int]:
-    """Tokens and epochs that fill the time: EPOCHS, or more where there is no room for more tokens."""
+    """Tokens and epochs that fill the time: EPOCHS, or more if the disk has no space for more tokens."""
     writing, learning = speed.seconds(1, 1, shape)
     most = int(min(MOST_BYTES, free_bytes // 2) / answer_bytes(1, shape))
     tokens = max(LEAST_TOKENS, min(most, int(seconds / (writing + EPOCHS * learning))))
@@ -99,17 +105,17 @@ def amounts(speed: Speed, shape: Shape, seconds: float, free_bytes: int) -> tupl
 
 
 def answer_bytes(tokens: int, shape: Shape) -> int:
-    """What so many tokens of answers take on disk, about."""
+    """Approximate bytes on disk of so many tokens of answers."""
     return tokens * (_ROWS * (len(shape.taps) * shape.width + 8) + 6 * LIKELIEST)
 
 
 def checkpoint_bytes(shape: Shape) -> int:
-    """What a checkpoint takes: weights and their two averages."""
+    """Bytes of a checkpoint: weights and two moving averages of each."""
     return 12 * shape.num_weights
 
 
 def product_speed(device: str) -> tuple[float, str]:
-    """Operations per second of products, and their kind: "bfloat16" where that is clearly faster than "float32"."""
+    """Operations per second of matrix products, and their type: "bfloat16" if clearly faster than "float32"."""
     x, weight = torch.randn(512, 512, device=device), torch.randn(2048, 512, device=device)
 
     def rate(kind: object) -> float:

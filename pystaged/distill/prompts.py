@@ -1,4 +1,4 @@
-"""Prompts that a target answers: a user's own, or questions that need no download."""
+"""Prompts for a target: a user's own, or questions made without downloads."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def _messages(value: Any) -> Messages:
 
 
 class Questions:
-    """Questions about texts, sums and small tasks. The texts are what Python and the installed packages are documented
-    with."""
+    """Arithmetic, small tasks, and questions about texts: paragraphs of the documentation of Python and of installed
+    packages."""
 
     def draw(self, count: int, seed: int, earlier: Sequence[str] = ()) -> list[str]:
         """Questions, the same for the same seed.
 
         Args:
-            earlier: answers, half of the texts where there are any.
+            earlier: answers, if any, which then are half of the texts.
         """
         choose = random.Random(seed)
         return [self._question(choose, earlier) for _ in range(count)]

@@ -22,21 +22,24 @@ from pystaged.distill.draft import Batch, BlockDraft, Target, compared
 from pystaged.distill.optimizer import optimizers
 
 SPACING = 8  # tokens of an answer for each anchor
-CE, TV = 0.1, 0.9  # shares of the loss
+CE, TV = 0.1, 0.9  # weights of cross-entropy and total variation distance in the loss
 CLIP = 1.0
 WARM_UP = 50  # steps
 LEAST_RATE = 0.03  # of the highest, at the end
 TEXTS_OF_STEP, TEXTS_AT_ONCE = 8, 4
 HELD_OUT = 32  # texts of a report
-FAR = 4096  # positions that keys and queries are moved apart by at most, for contexts longer than a text
+FAR = 4096  # largest gap in a text's positions, so that the draft learns contexts longer than a text
 
 Device = str
 
 
 @dataclass(frozen=True)
 class Report:
-    """Held-out figures: at each place of a block the share of first choices that are the target's, and what is common
-    of the distributions."""
+    """Held-out figures for each place of a block.
+
+    same: share in which the likeliest tokens of draft and target are equal. common: mean overlap of their
+    distributions, the sum of min(p, q).
+    """
 
     same: list[float]
     common: list[float]
@@ -46,9 +49,9 @@ class Trainer:
     """Trains a draft.
 
     Args:
-        texts: what is learnt from, held_out: what is not, as Answers.texts has them.
+        texts, held_out: to train on and to evaluate with, as from Answers.texts.
         steps: in all.
-        kind: of products: "float32" or "bfloat16".
+        kind: type of matrix products, "float32" or "bfloat16".
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Trainer:
         return found
 
     def _factor(self) -> float:
-        """Of the learning rate: a rise, then a cosine."""
+        """Factor of the learning rate: linear warm-up, times a cosine."""
         falling = 0.5 + 0.5 * math.cos(math.pi * self.step / self.steps)
         return min(1.0, (self.step + 1) / WARM_UP) * max(LEAST_RATE, falling)
 
@@ -169,7 +172,7 @@ class Trainer:
             firsts = np.arange(text.prompt - 1, len(text.tokens), SPACING)
             chosen = firsts + random.integers(SPACING, size=len(firsts))
             anchors.append(chosen[chosen < len(text.tokens)].tolist() or [text.prompt - 1])
-        # Half of the texts are torn apart somewhere, as if much more had been said between.
+        # Half of the texts have a gap in their positions, as if they were longer.
         lengths = np.array([len(text.tokens) for text in texts])
         far = random.integers(FAR, size=len(texts)) * random.integers(2, size=len(texts))
         return self._blocks(texts, anchors, random.integers(lengths), far)
