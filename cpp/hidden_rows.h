@@ -1,4 +1,4 @@
-// Hidden states of rows: what one model's pass keeps of its residual stream and another's may read, a draft's say.
+// Hidden states of rows: what one model's pass keeps of its residual stream, for another model, such as a draft.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace pystaged {
 struct HiddenRows {
     size_t width = 0;                                // numbers of a row
     std::vector<std::shared_ptr<const float>> rows;  // [width] each; rows of one pass share its memory
-    bool of_draft = false;                           // of a draft that reads its target's
+    bool of_draft = false;                           // computed by a draft that reads hidden states
 
     // The same in memory of their own, which no others keep.
     HiddenRows copied() const {

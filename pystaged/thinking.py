@@ -16,7 +16,7 @@ class Reasoning:
     """How an answer reasons.
 
     begin, end: the marks around reasoning. closing: the tokens that are written when the budget is spent; they contain
-    the end mark. is_open: whether the prompt ends inside of reasoning. budget: most tokens of it, None for no limit.
+    the end mark. is_open: whether the prompt ends inside of reasoning. budget: maximum tokens of it, None for no limit.
     """
 
     begin: bytes

@@ -1,4 +1,4 @@
-// The recurrence of gated delta nets. A part of generic.h.
+// The recurrence of gated delta nets, and of Mamba-2, whose deltas are given; see DeltaStep. A part of generic.h.
 #pragma once
 
 #include "vector.h"

@@ -1,4 +1,5 @@
-// The order in which what rows leave behind is made along a tree, a copy of it for each row at which branches part.
+// The order in which a recurrent layer computes the rows of a tree. Each row updates a copy of the state; where
+// branches part, another copy is made.
 #pragma once
 
 #include <functional>
@@ -8,7 +9,7 @@ namespace pystaged {
 
 struct WalkStep {
     int row;       // pending
-    int from, to;  // the copy that its parent left, and its own; copy 0 is that of the committed rows
+    int from, to;  // its parent's copy, and its own; copy 0 holds the state of the committed rows
 };
 
 struct Walk {
@@ -16,7 +17,7 @@ struct Walk {
     int num_copies = 1;
 };
 
-// Through all `rows`, which rise, and those that they follow: depth first, small branches first, so that copies are
+// Visits all `rows`, which rise, and their ancestors: depth first, small branches first, so that copies are
 // few. parent(row) is the pending row before, or -1.
 Walk make_walk(const std::vector<int>& rows, const std::function<int(int)>& parent);
 

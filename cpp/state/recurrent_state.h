@@ -1,8 +1,8 @@
-// What a recurrent layer carries from row to row: a state, which each row changes, and the rows' inputs that change it.
+// What a recurrent layer carries from row to row: a state, and the inputs by which rows change it.
 //
-// A state cannot be taken back by a row, so it stays behind: of the rows behind it only their inputs are kept, until a
-// pass applies those of committed rows, in order, and then goes along the tree from there. For texts that go back,
-// states at the ends of readings and shortly before them are kept.
+// A row cannot be undone in a state, so a pass stores the inputs of its pending rows, not their states. The next pass
+// first applies the inputs of the rows that were committed meanwhile, in order, and then computes its tree from there.
+// For texts that are rewound, states at the ends of readings and kBeforeEnd rows before them are kept.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,11 @@ public:
     static constexpr int kMostKept = 4;
     // Rows whose inputs keep their memory from pass to pass: those of a usual tree.
     static constexpr int kFewRows = 64;
-    // Rows before the end of a reading behind which a state is kept, too: as the next prompt of a chat may open an
-    // answer in other words.
+    // A state is kept so many rows before the end of a reading, too: the next prompt of a chat may differ from this one
+    // in the last tokens, which begin an answer.
     static constexpr int kBeforeEnd = 16;
 
-    // The state behind so many of the rows that are not applied yet, and where it goes.
+    // The state after the first `rows` of the rows that are not applied yet, and where to write it.
     struct Stop {
         int rows;
         float* state;
@@ -35,20 +35,20 @@ public:
     // In floats: a state, which is of zeros before a text, and the inputs of a row.
     RecurrentState(size_t state_size, size_t input_size);
 
-    // So many pending rows are about to have inputs.
+    // The inputs of the first `num_pending` pending rows are about to be written.
     void touch(int num_pending) { touched_ = std::max(touched_, first_pending_ + num_pending); }
-    // For a pass, in this order. Memory for it; may throw, and changes nothing.
+    // For a pass, in this order. Reserves its memory; if it throws, nothing has changed.
     void reserve();
-    // The state behind the rows that were applied, and where it goes with all others, perhaps the same place.
+    // The state after the applied rows, and where to write the one after all committed rows; may be the same place.
     const float* state() const { return state_->data(); }
     float* next_state() { return next_->data(); }
     int num_unapplied() const { return num_unapplied_; }
-    // States to be made, in order, the last behind all rows; none where all are applied.
+    // States to compute, in order, the last after all committed rows; none if all are applied.
     const std::vector<Stop>& stops() const { return stops_; }
     // Inputs of the committed rows that are not applied yet, then of pending rows.
     float* unapplied(int row) { return input(row); }
     float* pending(int row) { return input(first_pending_ + row); }
-    // The states are made.
+    // The states in stops() are computed.
     void applied();
 
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
@@ -73,7 +73,7 @@ private:
     void release_inputs();
 
     size_t state_size_, input_size_;
-    int length_ = 0;                         // rows that state_ is behind
+    int length_ = 0;                         // rows that state_ includes
     std::shared_ptr<Values> state_;          // none for zeros; others may share it, who must not see it change
     std::shared_ptr<Values> next_, before_;  // of a pass
     std::vector<Stop> stops_;

@@ -1,4 +1,4 @@
-"""The grammar of an answer that must consist of calls, in llguidance's form of Lark."""
+"""The grammar of an answer that must be tool calls, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def call_grammar(dialect: Dialect, schemas: Schemas, *, several: bool) -> str:
     """The grammar of one call, or more, of given tools.
 
     Args:
-        schemas: of the tools' arguments, by name; None for tools without.
-        several: whether more than one is allowed, where the form can write more.
+        schemas: of the tools' arguments, by name; None for a tool without arguments.
+        several: whether more than one call is allowed, if the format has more.
 
     Raises:
         GrammarError: it is too long.
@@ -67,7 +67,9 @@ class _Grammar:
         self.rules.append(f"{name}{attribute}: {body}\n")
         self._length += len(self.rules[-1])
         if self._length > _LONGEST:
-            raise GrammarError(f"the tools' schemas come to a grammar of more than {_LONGEST // 10**6} MB")
+            raise GrammarError(
+                f"the tools' schemas make a grammar of more than {_LONGEST // 10**6} MB; send fewer or smaller tools"
+            )
         return name
 
     def json(self, name: str, schema: Any) -> str:

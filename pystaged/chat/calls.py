@@ -1,4 +1,4 @@
-"""The forms in which models call tools, each with a parser that reads calls while they are written."""
+"""The formats in which models write tool calls, each with a parser that reads a call while it is written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _REVERSED = _pattern(r' \{ "(?:arguments|parameters)"')
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form of calls.
+    """A format of tool calls.
 
-    template: texts that a chat template of this form contains, all of them.
-    begins: marks, one of which begins a call, and end: the mark that ends it, "" for none.
+    template: texts that identify a chat template of this format; it contains all of them.
+    begins: marks, one of which begins a call. end: the mark that ends it, "" for none.
     at_start: whether an answer that begins with a call in JSON needs no mark.
-    parse: reads a call after its mark; returns False if there is none, with nothing read.
+    parse: reads a call after its mark; returns False, having read nothing, if there is none.
     opening, head, tail, between, closing: how a grammar spells calls: the text before and after all, before and after
     a call's arguments, with {name} and {quoted} for the tool's name, and between two calls; None for one call only.
     style: how the grammar spells arguments. quote: the mark around strings in the "gemma" style.
@@ -135,8 +135,8 @@ def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match
 
 
 def _json_value(source: Source) -> Parser[bool]:
-    """Pass on a JSON object or string; returns whether it is whole. Line ends and backslashes within strings are
-    escaped, which models forget."""
+    """Pass on a JSON object or string; returns whether it is complete. Control characters and stray backslashes in
+    strings, which models forget to escape, are escaped."""
     depth, in_string, escaped = 0, False, False
     while True:
         found: list[str] = []
@@ -238,7 +238,7 @@ def _starts(source: Source, mark: str) -> Parser[bool]:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a schema allows strings alone, which the form without JSON writes as they are."""
+    """Whether a schema allows strings only; Qwen3-Coder and Gemma write them without JSON's quotes."""
     if not isinstance(schema, Mapping):
         return False
     values = listed(schema)
@@ -383,9 +383,9 @@ FORMS = (
         between=None,
     ),
 )
-"""The forms, the most special first."""
+"""The formats, the most specific first."""
 
 
 def form_of(template: str) -> CallForm:
-    """The form that a chat template writes; Hermes' for one without tools."""
+    """The format that a chat template writes; Hermes' if it has no tools."""
     return next((form for form in FORMS if all(words in template for words in form.template)), HERMES)

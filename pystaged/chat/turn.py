@@ -27,7 +27,7 @@ class Thinking(NamedTuple):
 
     @property
     def closing(self) -> str:
-        """What ends reasoning that goes on for too long."""
+        """The text that ends reasoning at its limit."""
         return f"\n{self.end}\n\n" if self.end == "</think>" else self.end
 
 
@@ -40,10 +40,10 @@ _THINKING = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a model writes besides text.
+    """How a model writes tool calls and reasoning.
 
-    form: of calls. thinking: marks of reasoning, None for models without. controls: ids of the marks that are control
-    tokens, which are part of an answer only if asked for.
+    form: of calls. thinking: marks of reasoning, None if the model has none. controls: the marks that are control
+    tokens, with their ids; an answer's text contains them only if asked for.
     """
 
     form: CallForm
@@ -73,8 +73,8 @@ class Dialect:
 class Block:
     """A part of an answer.
 
-    index: among the answer's blocks. text: of a call its arguments, JSON unless the model wrote something else. name:
-    of the called tool. is_whole: whether a call's arguments came to their end.
+    index: among the answer's blocks. text: of a call, its arguments, normally JSON. name: of the called tool. is_whole:
+    whether a call's arguments are complete.
     """
 
     kind: Literal["reasoning", "text", "call"]

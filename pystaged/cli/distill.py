@@ -25,8 +25,8 @@ def distill(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By default "
-            "questions that the model generates, and questions about texts on this machine.",
+            help="Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By "
+            "default questions that the model generates, and questions about texts on this machine.",
             show_default=False,
         ),
     ] = None,

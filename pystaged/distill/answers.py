@@ -95,7 +95,7 @@ class Writer:
         most: int,
         written: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
-        """Answers to prompts, in their order; with states and distributions where a sampling asks for log-probabilities.
+        """Answers to prompts, in their order; with states and distributions if a sampling asks for log-probabilities.
 
         Args:
             most: maximum tokens of an answer.

@@ -113,7 +113,7 @@ class Target:
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
-            raise ValueError(f"{self._path} has no {name}; if the model is in several files, merge them into one")
+            raise ValueError(f"{self._path} has no {name}; if the model is in several files, merge them")
         return self._tensors[name]
 
 
@@ -160,8 +160,8 @@ class Batch:
     """Blocks of several texts.
 
     features [b, n, taps * width] in units of the channels' medians; positions int64[b, n]; anchors int64[b, a], the
-    index of the last token, which begins the block; embeddings [b, a, width] of these tokens; before int64[b, a, block], the token
-    before each guess; likeliest int64[b, a, block, k] and logprobs, the target's distribution in each place; weights
+    index of the last token, which begins the block; embeddings [b, a, width] of these tokens; before
+    int64[b, a, block], the token before each guess; likeliest int64[b, a, block, k] and logprobs, the target's distribution in each place; weights
     [b, a, block], of the loss, 0 where there is no place.
     """
 

@@ -20,28 +20,28 @@ from pystaged.drafting.mixing import HEAD
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 
 _CANDIDATES = 16  # per node
-_LEAST_READ = 32  # unread rows from which on they are read in passes of their own
-_MOST_UNREAD = 512  # rows; a drafter that has not drafted for so long drafts no more in this sequence
-_WORTH_READING = 64  # tokens that the target always reads again for a draft that lacks them
+_LEAST_READ = 32  # queued rows that are read without waiting for a tree
+_MOST_UNREAD = 512  # queued rows; with more the draft stops drafting in this sequence
+_WORTH_READING = 64  # tokens; so many the target always reads again for a draft that lacks their hidden states
 _MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft
 _GREEDY = SamplingConfig().native
 
 
 class FeatureProposer(Proposer):
-    """Reads a row for each token of the sequence but the root: the target's hidden states of the token.
+    """Reads one row, the target's hidden states, for each token of the sequence except the root.
 
-    Rows wait unread until a tree is drafted, or until there are many. Their context never holds anything that a draft
-    made up itself.
+    Rows are queued, and read when a tree is drafted or when many are queued. Only committed tokens stay in the draft's
+    KV cache; what it computed for guesses is discarded.
 
     Args:
-        session: the draft's own context.
+        session: the draft's context.
         model: the draft.
-        target: the target's session, which holds the hidden states of the tokens that it read or verified last.
-        cost: processor seconds of a pass of the draft; None counts 0.
+        target: the target's session; it holds the hidden states of the tokens that it read or verified last.
+        cost: processor seconds of a pass of the draft; None for 0.
     """
 
     stage = Stage.DRAFT
-    ahead = 0  # a row has the token at so many positions after its hidden states
+    ahead = 0  # positions from a row's hidden states to the row's token
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         self.session = session
@@ -51,7 +51,7 @@ class FeatureProposer(Proposer):
         self._length = 0  # rows read
         self._tokens: list[int] = []  # of the rows behind them that are not read yet
         self._hidden: HiddenRows | None = None  # theirs
-        self._is_lost = False  # whether hidden states are missing, so that it cannot go on
+        self._is_lost = False  # whether hidden states are missing, so that it cannot draft in this sequence
         self._root = 0
 
     def sessions(self) -> list[Session]:
@@ -67,7 +67,7 @@ class FeatureProposer(Proposer):
         held = np.concatenate([self.session.tokens, np.array(self._tokens, np.int32)])
         found = common_prefix(held, prompt[self.ahead :])
         kept = min(common_prefix(self._target.tokens, prompt), len(prompt) - 1)
-        # To read much more for a draft costs more than it may bring: then it is lost for this sequence.
+        # If the target would have to read many tokens again, the draft is not used in this sequence.
         return found if kept - found <= max(_WORTH_READING, len(prompt) - kept) else len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
@@ -119,7 +119,7 @@ class FeatureProposer(Proposer):
             count -= done.result
 
     def _pass(self, request: Read | Propose) -> Requests[Done | None]:
-        """Make a pass; None where the draft's weights overflow, which ends its part in the sequence."""
+        """Make a pass; None if the draft's values overflow; then it drafts no more in this sequence."""
         begin = self.meter()
         try:
             done = yield from self.meter.draft(request)
@@ -154,7 +154,7 @@ class FeatureProposer(Proposer):
         self._tokens, self._hidden = self._tokens + tokens, both
 
     def _go_to(self, position: int) -> None:
-        """Go on from the first rows, `position` in number; without them it is lost."""
+        """Keep the first `position` rows; if some are missing, the draft is lost."""
         self._forget()
         self._align()
         unread = position - self._length
@@ -166,7 +166,7 @@ class FeatureProposer(Proposer):
         self._is_lost = self._length + len(self._tokens) != position
 
     def _align(self) -> None:
-        """Drop unread rows that do not follow what the session holds, since that was rewound or a call interrupted."""
+        """Drop queued rows that do not follow the session's rows, because it was rewound or a call was interrupted."""
         held, unread = len(self.session.tokens), len(self._hidden) if self._hidden else 0
         if held != self._length or unread != len(self._tokens):
             self._drop()
@@ -177,11 +177,11 @@ class FeatureProposer(Proposer):
         self._is_lost = lost
 
     def _forget(self) -> None:
-        """Forget what was evaluated for the root."""
+        """Discard what was evaluated after the root."""
         self.session.discard()
 
     def _proposal(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Proposal:
-        """Of rows of the draft's head, with their log-probabilities; -1 for none."""
+        """The proposal of rows of the draft's head, -1 for none, and their log-probabilities."""
         known = tokens >= 0
         tokens, logprobs = tokens[known], logprobs[known]
         if len(self._head_tokens):
@@ -190,8 +190,8 @@ class FeatureProposer(Proposer):
 
 
 class EagleProposer(FeatureProposer):
-    """EAGLE-3: a row has the hidden states of one token and the token after it. Rows of guesses read the draft's own
-    state of their parent instead, a pass for each level of the tree."""
+    """EAGLE-3: a row combines the hidden states of one token with the next token. A guess's row has the draft's hidden
+    state of its parent instead of the target's, so each level of the tree takes a pass."""
 
     ahead = 1
 
@@ -273,8 +273,8 @@ class EagleProposer(FeatureProposer):
 
 
 class BlockProposer(FeatureProposer):
-    """DFlash and DSpark: hidden states are context, and one pass over a block, the root and mask tokens, proposes for
-    every depth of a tree. With a Markov head a proposal also depends on the token before."""
+    """DFlash and DSpark: the target's hidden states become the draft's KV cache. One pass over a block, the root and
+    mask tokens, gives proposals for all depths of a tree; with a Markov head they also depend on the parent's token."""
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)

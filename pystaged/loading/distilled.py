@@ -23,12 +23,12 @@ DISTILLED = _Drafts("drafts", "", "gguf")
 
 
 def draft_name(target: str) -> str:
-    """How the draft of a target is called."""
+    """The name of a target's draft."""
     return _NAME + target
 
 
 def work_folder(model: Path) -> Path:
-    """Where answers and checkpoints for a model are kept."""
+    """The folder of a model's answers and checkpoint."""
     return cache_folder() / "distill" / DISTILLED.path(model).stem
 
 

@@ -24,7 +24,7 @@ class KnownDraft(NamedTuple):
     Args:
         width: its own; the targets', where `layers` is given.
         layers: the targets' number of layers, for a draft that reads hidden states.
-        called: what a target's name must contain, in small letters and digits.
+        called: what a target's name must contain, as lower-case letters and digits only.
     """
 
     architecture: str

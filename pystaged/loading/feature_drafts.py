@@ -1,6 +1,6 @@
-"""Checkpoints of drafts that read the target's hidden states (EAGLE-3, DFlash, DSpark): their numbers and tensors.
+"""Checkpoints of drafts that read the target's hidden states (EAGLE-3, DFlash, DSpark): their settings and tensors.
 
-Projects write them differently; what is read here are the forms of SafeAILab's EAGLE, SpecForge, AngelSlim, NVIDIA's
+Supported are checkpoints in the formats of SafeAILab's EAGLE, SpecForge, AngelSlim, NVIDIA's
 ModelOpt, Speculators, DeepSpec and z-lab's DFlash.
 """
 
@@ -114,12 +114,12 @@ def _listed(value: object) -> list[object]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a config.json says of a draft.
+    """A draft's settings in config.json.
 
     Args:
-        shape: of its layers; all that Llama's and the draft's layers have in common.
-        taps: of target layers, whose input it reads; None where config.json says nothing.
-        num_tokens, num_rows: of the target's vocabulary and the draft's.
+        shape: what the draft's layers have in common with Llama's.
+        taps: ids of the target's layers, from 0, whose inputs the draft reads; None if config.json names none.
+        num_tokens, num_rows: sizes of the target's vocabulary and of the draft's.
         feature_norms: each feature has a norm of its own.
         metadata: further GGUF keys.
         own_embedding, own_head: False if the checkpoint's are copies of the target's.
@@ -217,7 +217,7 @@ def _listed_layers(config: Mapping[str, Any], path: Path) -> list[object]:
 
 
 def _from_anchor(config: Mapping[str, Any], flag: Callable[[str], bool]) -> bool:
-    """Whether place i of a block predicts the token behind it; DSpark's do, unless Speculators' do not say."""
+    """Whether place i of a block predicts token i + 1. If no key says so, it does in DSpark's, but not Speculators'."""
     for key in ("sample_from_anchor", "shift_label"):
         if key in config:
             return flag(key)
@@ -247,8 +247,8 @@ class Plan:
 
     Args:
         tensors: each made from one of the checkpoint's.
-        feature_norms: the checkpoint's norms of single features, which the file stacks.
-        ids: the checkpoint's differences of token ids; None where the vocabularies are the same.
+        feature_norms: names of the checkpoint's norms, one for each feature; the file has them in one tensor.
+        ids: name of the checkpoint's tensor of target ids minus draft ids (d2t); None if the vocabularies are the same.
         metadata: GGUF keys of this kind of draft.
     """
 
@@ -317,13 +317,13 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def check_files(place: str, files: Iterable[str]) -> None:
-    """Raise ValueError for a file that a draft's tensors are not complete without."""
+    """Raise ValueError if there is a file with further tensors of the draft, which are not supported."""
     if MASK_EMBEDDING in files:
         raise ValueError(f"{place}: a draft's own mask embedding ({MASK_EMBEDDING}) is not supported")
 
 
 def _usual_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The checkpoint's names of tensors, by the names that most have."""
+    """The checkpoint's names of tensors, by the usual names."""
     names: dict[str, str] = {}
     for name in shapes:
         usual = name

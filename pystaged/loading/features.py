@@ -1,8 +1,9 @@
 """Load a draft that reads its target's hidden states: EAGLE-3, DFlash or DSpark.
 
-Files of such drafts do not agree on which layers their numbers mean, on the pairs that rotary positions turn, nor on
-which of their own states EAGLE-3 reads. What a file says, or else the common form, is tried on the target's own text
-beside the other ones, and the form that guesses best is kept. This decides only how many guesses are right.
+Files of such drafts differ in how they number the target's layers, which dimensions RoPE rotates in pairs, and which of
+the draft's hidden states EAGLE-3 feeds back. The form that the file states, or else the usual one, and the other forms
+are tried on text that the target generates; the form with the most right guesses is saved. A wrong form costs speed and
+does not change the target's text.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _PROMPTS = (
     "The city of Rome was founded",
     "To solve the equation 3x + 5 = 20, first",
 )
-_TOKENS = 50  # of the target's own after each
-_PATIENCE = 20.0  # seconds of writing them; fewer must do where that takes longer
-_ANCHORS = 3  # every so many of them, one is the root of a block
-_BETTER = 0.05  # share of right guesses by which another form must be better than the usual one
+_TOKENS = 50  # that the target generates after each
+_PATIENCE = 20.0  # seconds; generation stops then, with fewer tokens
+_ANCHORS = 3  # tokens from one block's root to the next one's
+_BETTER = 0.05  # right guesses per step by which another form must beat the usual one
 _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its time
 _MOST_BYTES = 1 << 12
 _VERSION = 1  # of what is tried
@@ -42,8 +43,10 @@ _GREEDY = SamplingConfig().native
 class Form:
     """How to read a draft's file.
 
-    deeper: layers are numbered from 0 by what leaves them, not by what enters them. other_pairs, other_feedback: see
-    Model. first, second: shares of right guesses for the next token, and for the one after a right guess.
+    deeper: layer i means the output of layer i, from 0, not its input. other_pairs: RoPE rotates the other pairs of
+    dimensions (halves or neighbours). other_feedback: EAGLE-3 feeds back its hidden states after the norm instead of
+    before it, or vice versa. first: share of right guesses for the next token. second: share of right guesses for the
+    token after a right guess.
     """
 
     deeper: bool = False
@@ -56,7 +59,7 @@ class Form:
 def load_features(
     path: Path, target: Model, target_path: Path, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> Model:
-    """Load such a draft in its best form; from then on its target keeps the hidden states that it reads.
+    """Load such a draft in its best form; from then on the target keeps the hidden states that the draft reads.
 
     Args:
         tokenizer: the target's.
@@ -68,7 +71,7 @@ def load_features(
     """
     if target.devices:
         raise ValueError(
-            f"{path} is a draft that reads hidden states, which needs this package's kernels; choose the device cpu"
+            f"the draft {path} reads hidden states, which targets have on the CPU only; choose the device cpu"
         )
     draft = _load(path, target, Form())
     place = cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json"
@@ -87,17 +90,17 @@ def load_features(
 
 
 def describe(form: Form) -> str:
-    """What is known of a form, in words."""
+    """A form's shares of right guesses, and how it differs from the usual form, in words."""
     changed = [
         words
         for is_so, words in (
-            (form.deeper, "layers one deeper than its file says"),
-            (form.other_pairs, "rotary pairs laid out otherwise"),
-            (form.other_feedback, "its own states read otherwise"),
+            (form.deeper, "reads the outputs of its layers, not the inputs"),
+            (form.other_pairs, "RoPE rotates other pairs than its file says"),
+            (form.other_feedback, "feeds back other hidden states than its file says"),
         )
         if is_so
     ]
-    found = f"right for {form.first:.0%} of next tokens, and then for {form.second:.0%} of those after"
+    found = f"right for {form.first:.0%} of next tokens, and after right ones for {form.second:.0%}"
     return f"{found} ({', '.join(changed)})" if changed else found
 
 
@@ -166,7 +169,7 @@ def _own_texts(target: Model, tokenizer: Tokenizer) -> list[tuple[NDArray[np.int
 
 
 def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray[np.int32], int]]) -> Form:
-    """The form that guesses best, found one question after the other."""
+    """The form with the most right guesses; each of its fields is decided in turn."""
 
     def tried(draft: Model, form: Form) -> Form:
         target.tap(_layers(draft, form), all_rows=True)
@@ -184,13 +187,13 @@ def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray
 
 
 def _worth(form: Form) -> float:
-    """Tokens that two guesses bring, less what chance may add to a form that is not the usual one."""
+    """Expected right guesses of two, less a margin for each deviation from the usual form."""
     return form.first * (1 + form.second) - _BETTER * (form.deeper + form.other_pairs + form.other_feedback)
 
 
 def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) -> tuple[int, int, int]:
-    """Right guesses for the next token in a text behind its prompt, right ones for the token after those, and all
-    first guesses."""
+    """Over the tokens after a text's prompt: right guesses for the next token, right guesses for the token after a
+    right one, and all guesses for the next token."""
     source, session = Session(target, len(tokens)), Session(draft, len(tokens) + max(2, draft.block_size))
     count = _right_blocks if draft.block_size else _right_rows
     try:
@@ -204,7 +207,7 @@ def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) 
 def _right_rows(
     session: Session, draft: Model, tokens: NDArray[np.int32], hidden: HiddenRows, prompt: int
 ) -> tuple[int, int, int]:
-    """Of EAGLE-3: all rows of the text at once, then a row behind each right guess."""
+    """_right for EAGLE-3: all rows of the text in one pass, then a row after each right guess."""
     end = len(tokens) - 2  # rows whose guess the text can judge; two ahead of the hidden states
     rows = np.arange(prompt - 1, end)
     if len(rows) == 0:
@@ -223,7 +226,7 @@ def _right_rows(
 def _right_blocks(
     session: Session, draft: Model, tokens: NDArray[np.int32], hidden: HiddenRows, prompt: int
 ) -> tuple[int, int, int]:
-    """Of DFlash and DSpark: a block behind some of the text's tokens."""
+    """_right for DFlash and DSpark: a block after every third token of the text."""
     first = second = tried = read = 0
     size, at = draft.block_size, 0 if draft.is_anchored else 1
 
@@ -246,5 +249,5 @@ def _right_blocks(
 
 
 def _named(draft: Model, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The tokens of rows of a draft's head."""
+    """Token ids of rows of a draft's head."""
     return draft.head_tokens[rows] if len(draft.head_tokens) else rows
