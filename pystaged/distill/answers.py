@@ -283,7 +283,7 @@ class Answers:
         texts = writer.write(prompts, samplings, MOST_ANSWER, written)
         kept = [i for i, text in enumerate(texts) if len(text.answer) >= LEAST_ANSWER]
         if not kept:
-            raise ValueError(f"all answers of the target have fewer than {LEAST_ANSWER} tokens; give other prompts")
+            raise ValueError("all answers of the target are too short to learn from; give other prompts")
         states = torch.from_numpy(np.concatenate([part for i in kept for part in texts[i].states]))
         scale = self.scale if number else _scale(states)
         features = (states * (_USUAL / scale)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)

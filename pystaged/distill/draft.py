@@ -161,8 +161,8 @@ class Batch:
 
     features [b, n, taps * width] in units of the channels' medians; positions int64[b, n]; anchors int64[b, a], the
     index of the last token, which begins the block; embeddings [b, a, width] of these tokens; before
-    int64[b, a, block], the token before each guess; likeliest int64[b, a, block, k] and logprobs, the target's distribution in each place; weights
-    [b, a, block], of the loss, 0 where there is no place.
+    int64[b, a, block], the token before each guess; likeliest int64[b, a, block, k] and logprobs, the target's
+    distribution in each place; weights [b, a, block], of the loss, 0 where there is no place.
     """
 
     features: Any
