@@ -174,8 +174,8 @@ class LoadFields(TypedDict, total=False):
         "Draft from recycled candidates, the likely tokens of earlier texts, too; the cache folder keeps at most "
         "10 MB of them.")]
     kv_memory: Annotated[int | None, Option(None, ge=1, help=
-        "Bytes for the KV caches and recurrent states of all texts, on the command line also as 2G; by default a quarter "
-        "of the free memory. One text alone always fits.")]
+        "Bytes for the KV caches and recurrent states of all texts, on the command line also as 2G; by default a "
+        "quarter of the free memory. One text alone always fits.")]
 
 # fmt: on
 
