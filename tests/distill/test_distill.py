@@ -360,7 +360,7 @@ def test_the_command_goes_on_and_its_draft_is_found(
         stopped = command("--tokens", 1000, "--epochs", 2)
     assert stopped.exit_code == 130, stopped.stderr
     assert "to write 1,000 tokens of answers takes about" in stopped.stderr
-    assert "the same command goes on" in stopped.stderr
+    assert "the same command resumes" in stopped.stderr
     assert not DISTILLED.path(target).exists()
     files = sorted((tmp_path / "work").glob("0*"))
     written = [file.stat().st_mtime_ns for file in files]
@@ -473,5 +473,5 @@ def test_without_torch_it_says_what_to_install(command: Callable[..., Any], monk
 def test_help_names_what_it_does() -> None:
     done = CliRunner().invoke(cli.app, ["distill", "--help"])
     assert done.exit_code == 0
-    for words in ("--prompts", "--hours", "--epochs", "the same command goes on"):
+    for words in ("--prompts", "--hours", "--epochs", "the same command resumes"):
         assert words in " ".join(done.stdout.split())
