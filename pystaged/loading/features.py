@@ -73,18 +73,20 @@ def load_features(
         raise ValueError(
             f"the draft {path} reads hidden states, which targets have on the CPU only; choose the device cpu"
         )
-    draft = _load(path, target, Form())
-    place = cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json"
+    place = _place(path, target, target_path)
     form = _kept(place)
-    if form is None or (form.deeper and draft.target_layers[-1] == target.num_layers):
+    draft = _load(path, target, form or Form())
+    if form and form.deeper and draft.target_layers[-1] == target.num_layers:  # there is no deeper layer
+        form, draft = None, _load(path, target, Form())
+    if form is None:
         report(f"trying the draft {path.name} on {len(_PROMPTS) * _TOKENS} tokens of the target's own text")
         form = _best(path, target, draft, _own_texts(target, tokenizer))
         keep(place, json.dumps(asdict(form)).encode())
         report(f"the draft {path.name} is {describe(form)}")
+        if form.other_pairs or form.other_feedback:
+            draft = _load(path, target, form)
     if form.first < _WEAK:
         report(f"the draft {path.name} is seldom right ({form.first:.0%}); was it made for this model?")
-    if form.other_pairs or form.other_feedback:
-        draft = _load(path, target, form)
     target.tap(_layers(draft, form), all_rows=True)
     return draft
 
@@ -106,7 +108,7 @@ def describe(form: Form) -> str:
 
 def known_form(path: Path, target: Model, target_path: Path) -> Form | None:
     """The form that was found for a draft and a target; None where they have not been tried."""
-    return _kept(cache_folder() / "drafts" / f"{_key(path, target_path, target)}.json")
+    return _kept(_place(path, target, target_path))
 
 
 def _load(path: Path, target: Model, form: Form) -> Model:
@@ -125,12 +127,14 @@ def _layers(draft: Model, form: Form) -> list[int]:
     return [layer + form.deeper for layer in draft.target_layers]
 
 
-def _key(path: Path, target_path: Path, target: Model) -> str:
+def _place(path: Path, target: Model, target_path: Path) -> Path:
+    """The file of the form that was found."""
     parts = [_VERSION, target.name, target.weight_bytes]
     for each in (path, target_path):
         info = each.stat()
         parts += [each.absolute(), info.st_size, info.st_mtime_ns]
-    return hashlib.sha256("|".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    key = hashlib.sha256("|".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    return cache_folder() / "drafts" / f"{key}.json"
 
 
 def _kept(place: Path) -> Form | None:
