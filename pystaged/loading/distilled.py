@@ -8,6 +8,7 @@ from pathlib import Path
 from pystaged._core import Tokenizer, metadata
 from pystaged.files import cache_folder
 from pystaged.loading.kept import KeptFiles
+from pystaged.loading.metadata import first_with
 
 VOCABULARY, DEPTH = "pystaged.vocabulary", "pystaged.target_depth"  # GGUF keys: of the target
 _WIDTH = "dflash.target_hidden_size"
@@ -48,11 +49,5 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
         DEPTH: found.get(f"{family}.block_count"),
     }
     own = DISTILLED.path(model)
-    for path in sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own):
-        try:
-            about = metadata(path)
-            if all(about.get(key) == value for key, value in wanted.items()):
-                return path
-        except OSError as error:
-            report(f"passed over: {error}")
-    return None
+    paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
+    return first_with(paths, wanted, report)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pystaged._core import DraftHead, Model, Tokenizer, metadata
 from pystaged.loading import names
-from pystaged.loading.metadata import HEAD
+from pystaged.loading.metadata import HEAD, first_with
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
@@ -45,17 +45,8 @@ def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: No
     found = tokenizer.metadata
     family = found.get("general.architecture", "")
     wanted = {
-        "vocabulary": tokenizer.fingerprint,
-        "embedding_length": found.get(f"{family}.embedding_length"),
-        "target_layers": found.get(f"{family}.block_count"),
+        f"{HEAD}.vocabulary": tokenizer.fingerprint,
+        f"{HEAD}.embedding_length": found.get(f"{family}.embedding_length"),
+        f"{HEAD}.target_layers": found.get(f"{family}.block_count"),
     }
-    for path in names.heads():
-        if not path.exists():
-            continue
-        try:
-            head = metadata(path)
-            if all(head.get(f"{HEAD}.{key}") == value for key, value in wanted.items()):
-                return path
-        except OSError as error:
-            report(f"passed over: {error}")
-    return None
+    return first_with((path for path in names.heads() if path.exists()), wanted, report)

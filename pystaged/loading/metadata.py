@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,24 @@ def read_metadata(path: Path) -> dict[str, str]:
         return metadata(path)
     except ModelError:
         return {}
+
+
+def first_with(paths: Iterable[Path], wanted: Mapping[str, str | None], report: Callable[[str], None]) -> Path | None:
+    """The first of some GGUF files whose metadata have the wanted values; None where there is none.
+
+    Args:
+        report: called with a line about a file that cannot be read.
+    """
+    from pystaged._core import metadata  # noqa: PLC0415
+
+    for path in paths:
+        try:
+            found = metadata(path)
+            if all(found.get(key) == value for key, value in wanted.items()):
+                return path
+        except OSError as error:
+            report(f"passed over: {error}")
+    return None
 
 
 def mask_token(metadata: Mapping[str, str], num_tokens: int) -> int | None:
