@@ -201,6 +201,7 @@ class Runner:
         model = llama_cpp.llama_model_load_from_file(setup["path"].encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = lengths[-1] + _BASELINE_PIECE
+        params.n_seq_max, params.kv_unified = 2, True
         params.n_batch = params.n_ubatch = _BASELINE_PIECE
         # llama.cpp uses n_threads for one row and n_threads_batch for several.
         params.n_threads = params.n_threads_batch = setup["threads"]
@@ -217,10 +218,12 @@ class Runner:
             for repeat in range(setup["repeats"] + 1):
                 times.append({})
                 for n in setup["rows"][length]:
+                    # In a copy of the sequence, which shares its past: recurrent states cannot be cut back.
+                    llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
                     start = time.perf_counter()
-                    decode(context, tokens[-n:], length)
+                    decode(context, tokens[-n:], length, sequence=1)
                     times[repeat][n] = time.perf_counter() - start
-                    llama_cpp.llama_memory_seq_rm(memory, 0, length, -1)
+                    llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
             found |= _medians(length, times)
         return found
 
@@ -228,7 +231,7 @@ class Runner:
         pass
 
 
-def decode(context: Any, tokens: Any, position: int, judged: int | None = None) -> None:
+def decode(context: Any, tokens: Any, position: int, judged: int | None = None, sequence: int = 0) -> None:
     """One llama_decode of a chain of tokens at `position`, with logits for the last `judged`, by default for all."""
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
@@ -236,7 +239,7 @@ def decode(context: Any, tokens: Any, position: int, judged: int | None = None) 
         batch.token[i] = int(token)
         batch.pos[i] = position + i
         batch.n_seq_id[i] = 1
-        batch.seq_id[i][0] = 0
+        batch.seq_id[i][0] = sequence
         batch.logits[i] = judged is None or i >= len(tokens) - judged
     status = llama_cpp.llama_decode(context, batch)
     llama_cpp.llama_batch_free(batch)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rich.console import Console
+from support.families import CASES
+from support.random_models import write
 from typer.testing import CliRunner
 
 from pystaged._core import Session
@@ -60,13 +62,23 @@ def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert each.floor_ms == pytest.approx(max(read_ms, each.n * found.row_ms))
 
 
+def test_llama_cpp_repeats_passes_of_a_model_with_recurrent_layers(tmp_path: Path) -> None:
+    setup = {
+        "path": str(write(tmp_path / "hybrid.gguf", CASES["qwen35"])),
+        "rows": {20: [1, 8]},
+        "repeats": 2,
+        "threads": 1,
+    }
+    assert Runner(setup | {"extra_buffers": False}).run({}).keys() == {(20, 1), (20, 8)}
+
+
 def test_llama_cpp_reads_on_from_context_to_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int, int | None]] = []
     decode = passes.decode
 
-    def recording(context: Any, tokens: NDArray[np.int32], position: int, judged: int | None = None) -> None:
-        calls.append((position, len(tokens), judged))
-        decode(context, tokens, position, judged)
+    def recording(context: Any, tokens: NDArray[np.int32], position: int, **options: int) -> None:
+        calls.append((position, len(tokens), options.get("judged")))
+        decode(context, tokens, position, **options)
 
     monkeypatch.setattr(passes, "decode", recording)
     rows = {20: [1, 8], 1200: [32]}
