@@ -207,6 +207,9 @@ class Model:
         kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
         packed: file of packed weights (see save_packed), mapped instead of packing if they are this model's; or where
             one will be.
+        lender: the target of a draft that reads its target's hidden states, whose embedding and head the draft
+            borrows where it has none; with it a model's file is loaded as that model's MTP layer.
+        other_pairs, other_feedback: see Form in pystaged.loading.features.
 
     Raises:
         DeviceError: no such device, or too little memory on it.

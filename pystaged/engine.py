@@ -176,6 +176,8 @@ class Engine:
     def draft_name(self) -> str | None:
         """Name of the draft, of whichever kind; None with n-grams alone."""
         bundle = self.runtime.bundle
+        if bundle.features and bundle.draft_path == bundle.path:
+            return "its own MTP layer"
         drafting = bundle.draft or bundle.features or bundle.head
         return (drafting.name or "a model") if drafting else None
 

@@ -11,9 +11,10 @@ enum class Pairs { none, adjacent, halves };
 // What the feed-forward network does between its matrices: GELU alone, or an activation of the gate times the rest.
 enum class Gate { none, silu, gelu };
 
-// How a draft reads hidden states of its target: a row beside each token (EAGLE-3), or as context, the keys and values
-// of the committed tokens (DFlash, DSpark), behind which it evaluates a block of tokens at once.
-enum class Reads { nothing, beside_tokens, as_context };
+// How a draft reads hidden states of its target: a row beside each token (EAGLE-3), a row joined with each token into
+// one (MTP, the layer in some models' files that predicts further tokens), or as context, the keys and values of the
+// committed tokens (DFlash, DSpark), behind which it evaluates a block of tokens at once.
+enum class Reads { nothing, beside_tokens, joined_with_tokens, as_context };
 
 // Tensors that not every architecture has.
 enum Part : unsigned {

@@ -263,6 +263,12 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
     }
 }
 
+bool has_layer(const GgufFile& file, int layer) {
+    const std::string prefix = "blk." + std::to_string(layer) + ".";
+    const auto names = file.tensor_names();
+    return std::any_of(names.begin(), names.end(), [&](const auto& name) { return name.rfind(prefix, 0) == 0; });
+}
+
 // Of a head that may lack tokens.
 int head_rows(const GgufFile& file) {
     const int64_t rows = file.tensor(kHeadName).ne[1];
@@ -278,10 +284,17 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     if (family.reads == Reads::nothing) {
         return;
     }
+    const bool is_ahead = family.reads == Reads::joined_with_tokens;
     const std::string key = keys.name("target_layers");
     auto layers = file.integers(key);
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
-    if (states_none && target->num_layers > 6) {
+    if (is_ahead) {
+        if (h.first_layer != target->num_layers) {
+            file.fail("layer " + std::to_string(h.first_layer) + " predicts further tokens for a model of as many " +
+                      "layers, but the target has " + std::to_string(target->num_layers));
+        }
+        layers = {target->num_layers};
+    } else if (states_none && target->num_layers > 6) {
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
     }
     if (!layers || layers->empty()) {
@@ -294,7 +307,7 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         }
         h.target_layers.push_back(static_cast<int>(layer));
     }
-    h.target_width = keys.number("target_hidden_size", 1, kMostNumbers, target->width);
+    h.target_width = keys.number("target_hidden_size", 1, kMostNumbers, is_ahead ? h.width : target->width);
     if (h.target_width != target->width) {
         file.fail("the draft was made for a target that is " + std::to_string(h.target_width) +
                   " wide, but this one is " + std::to_string(target->width) + " wide");
@@ -314,6 +327,11 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     }
     // It goes on as far as its target does.
     h.max_context = std::max(h.max_context, target->max_context);
+    if (is_ahead) {
+        h.hidden_width = h.width;
+        h.feeds_back_normed = true;
+        return;
+    }
     if (family.reads == Reads::beside_tokens) {
         h.hidden_width = h.width;
         h.norm_before_residual = file.flag(keys.name("norm_before_residual"), false);
@@ -374,9 +392,25 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.max_context = keys.number("context_length", 1, kMostNumbers);
     h.original_context = keys.number("rope.scaling.original_context_length", 1, kMostNumbers, h.max_context);
     h.num_layers = keys.number("block_count", 1, kMostLayers);
-    if (family.has(kDeltaNets)) {
-        h.num_ahead = keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
-        h.num_layers -= h.num_ahead;
+    h.num_ahead = keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
+    h.num_layers -= h.num_ahead;
+    if (family.reads == Reads::joined_with_tokens) {
+        if (family.has(kLayerNorm)) {
+            file.fail("layers that predict further tokens are not supported in architecture '" +
+                      std::string(family.name) + "'; name another draft");
+        }
+        if (h.num_ahead != 1) {
+            file.fail("the file has " + std::to_string(h.num_ahead) +
+                      " layers that predict further tokens (metadata '" + keys.name("nextn_predict_layers") +
+                      "'); a draft is made of one, which is called again for each token");
+        }
+        h.first_layer = h.num_layers;
+        h.num_layers = h.num_ahead;
+        h.num_ahead = 0;
+    } else if (h.num_ahead > 0 && !has_layer(file, 0)) {
+        file.fail(
+            "the file has only the layer of a model that predicts further tokens; load the model, and name this "
+            "file as its draft");
     }
     h.layers.resize(h.num_layers);
     h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0);
@@ -414,7 +448,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
         file.fail("metadata '" + keys.name(epsilon) + "' is not between 0 and 1");
     }
-    const bool borrows = lender && !file.has_tensor(kEmbedding);
+    const bool borrows = lender && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
     if (borrows && lender->width != h.width) {
         file.fail("the model is " + std::to_string(h.width) + " wide, but the one whose embedding it borrows " +
                   std::to_string(lender->width));
@@ -423,18 +457,11 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (vocab_size < 1 || vocab_size > kMostNumbers) {
         file.fail("tensor 'token_embd.weight' has " + std::to_string(vocab_size) + " rows");
     }
-    if (file.has_tensor(kFusion)) {
-        const int64_t hidden_width = file.tensor(kFusion).ne[0] - h.width;
-        if (hidden_width < 1 || hidden_width > kMostNumbers || hidden_width % kBlock != 0 || h.width % kBlock != 0) {
-            file.fail("tensor '" + std::string(kFusion) + "' must read the model's width and that of hidden states, " +
-                      "both multiples of " + std::to_string(kBlock));
-        }
-        h.hidden_width = static_cast<int>(hidden_width);
-    }
     h.vocab_size = static_cast<int>(vocab_size);
     h.head_size = h.vocab_size;
     if (family.reads != Reads::nothing) {
-        h.head_size = file.has_tensor(kHeadName) ? head_rows(file) : lender ? lender->head_size : h.vocab_size;
+        const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
+        h.head_size = has_head ? head_rows(file) : lender->head_size;
     }
     read_rope(file, family, keys, h);
     read_windows(file, family, keys, h);

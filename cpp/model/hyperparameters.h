@@ -13,7 +13,6 @@ namespace pystaged {
 constexpr int kMostTaps = 32;  // of a convolution
 
 constexpr const char* kEmbedding = "token_embd.weight";
-constexpr const char* kFusion = "nextn.eh_proj.weight";
 constexpr const char* kHeadName = "output.weight";
 constexpr const char* kMarkov = "markov_w1.weight";
 constexpr const char* kConfidence = "conf_proj.weight";
@@ -54,16 +53,17 @@ struct Hyperparameters {
     int max_context = 0;       // positions the model was trained for
     int original_context = 0;  // before its rotary positions were stretched
     int width = 0;
-    int hidden_width = 0;  // of another model's hidden states that it reads beside tokens, or 0
+    int hidden_width = 0;  // of its own hidden states that a draft reads beside tokens, or joined with them; else 0
     int head_size = 0;     // tokens that it has logits of; for a draft perhaps fewer than vocab_size
     int ffn_width = 0;
     int num_layers = 0;
+    int first_layer = 0;  // how the file numbers the first of them
     int num_heads = 0;
     int num_kv_heads = 0;
     int head_dim = 0;
     DeltaNumbers delta;
     SpaceNumbers space;
-    int num_ahead = 0;  // layers behind the last that predict further tokens, which nothing runs
+    int num_ahead = 0;  // layers behind the last that predict further tokens, which are a draft of their own
     int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
@@ -98,8 +98,8 @@ struct Hyperparameters {
     int features_width() const { return int(target_layers.size()) * target_width; }
 };
 
-// `lender` is the model whose embedding a file without one borrows, or null. Throws ModelError for what is missing, out
-// of range, or inconsistent.
+// `lender` is the target of a draft that reads hidden states, or null. Throws ModelError for what is missing, out of
+// range, or inconsistent.
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender);
 
 }  // namespace pystaged

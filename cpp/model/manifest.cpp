@@ -23,8 +23,6 @@ enum class Size {
     heads,
     kv_heads,
     pairs,
-    hidden,
-    fused,
     features,
     target_width,
     target_layers,
@@ -61,8 +59,6 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::heads: return h.num_heads;
         case Size::kv_heads: return h.num_kv_heads;
         case Size::pairs: return h.rope.dims / 2;
-        case Size::hidden: return h.hidden_width;
-        case Size::fused: return int64_t(h.width) + h.hidden_width;
         case Size::features: return h.features_width();
         case Size::target_width: return h.target_width;
         case Size::target_layers: return int64_t(h.target_layers.size());
@@ -98,7 +94,7 @@ struct Entry {
 };
 
 // Beyond those of families: what their other fields say.
-constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kReadsHidden = 1u << 27,
+constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAheadNorm = 1u << 27,
                 kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                 kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15,
@@ -108,9 +104,6 @@ constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms 
 
 constexpr Entry kOfModel[] = {
     {Role::token_embedding, kEmbedding, Size::width, Size::vocabulary, kOwnEmbedding},
-    {Role::fusion, kFusion, Size::fused, Size::width, kReadsHidden},
-    {Role::fusion_token_norm, "nextn.enorm.weight", Size::width, Size::none, kReadsHidden},
-    {Role::fusion_hidden_norm, "nextn.hnorm.weight", Size::hidden, Size::none, kReadsHidden},
     {Role::position_embedding, "position_embd.weight", Size::width, Size::context, kPositions},
     {Role::output_norm, "output_norm.weight", Size::width, Size::none, kPlainNorm},
     {Role::output_norm, "token_embd_norm.weight", Size::width, Size::none, kNamedNorm},
@@ -130,6 +123,14 @@ constexpr Entry kOfModel[] = {
     {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
     {Role::rope_factors_long, "rope_factors_long.weight", Size::pairs, Size::none, kLongFactors},
     {Role::rope_factors_short, "rope_factors_short.weight", Size::pairs, Size::none, kLongFactors},
+};
+
+// Of a layer that predicts further tokens, besides its mixer and network: the embedding and the head are the model's.
+constexpr Entry kAhead[] = {
+    {Role::fusion, "nextn.eh_proj.weight", Size::twice_width, Size::width, 0},
+    {Role::fusion_token_norm, "nextn.enorm.weight", Size::width, Size::none, 0},
+    {Role::fusion_hidden_norm, "nextn.hnorm.weight", Size::width, Size::none, 0},
+    {Role::output_norm, "nextn.shared_head_norm.weight", Size::width, Size::none, kAheadNorm},
 };
 
 // Of a layer: norms; attention, its queries, keys and values in one matrix or in three; other mixers; dense networks.
@@ -240,7 +241,7 @@ bool is_matrix(Role role) {
 
 // What a draft has that reads its target's hidden states.
 unsigned features_of(const GgufFile& file, const Family& family, const Hyperparameters& h) {
-    if (family.reads == Reads::nothing) {
+    if (family.reads == Reads::nothing || family.reads == Reads::joined_with_tokens) {
         return 0;
     }
     const bool beside = family.reads == Reads::beside_tokens;
@@ -255,13 +256,12 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
     const bool fused_gate = family.required & kFusedGate;
     const Parts required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
-                           (h.hidden_width > 0 && family.reads == Reads::nothing ? kReadsHidden : 0) |
                            (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
                            (family.gate != Gate::none && !fused_gate ? kGate : 0) |
                            (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
                            (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) |
                            (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
-    const Parts known = required | family.optional | kTapsBias;
+    const Parts known = required | family.optional | kTapsBias | kAheadNorm;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
     std::map<Parts, std::string> seen, missed;
@@ -313,9 +313,15 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         claim_all(kAttention, prefix, layer);
     };
 
-    claim_all(kOfModel, "", 0);
+    const bool is_ahead = family.reads == Reads::joined_with_tokens;
+    const auto prefix_of = [&](int layer) { return "blk." + std::to_string(h.first_layer + layer) + "."; };
+    if (is_ahead) {
+        claim_all(kAhead, prefix_of(0), 0);
+    } else {
+        claim_all(kOfModel, "", 0);
+    }
     for (int layer = 0; layer < h.num_layers; ++layer) {
-        const std::string prefix = "blk." + std::to_string(layer) + ".";
+        const std::string prefix = prefix_of(layer);
         claim_all(kNorms, prefix, layer);
         switch (h.layers[layer].mixer) {
             case MixerKind::attention: claim_attention(prefix, layer); break;
@@ -326,16 +332,21 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
-    const auto predicts_ahead = [&](const std::string& name) {
-        for (int layer = h.num_layers; layer < h.num_layers + h.num_ahead; ++layer) {
-            if (name.rfind("blk." + std::to_string(layer) + ".", 0) == 0) {
-                return true;
-            }
+    // Of a model and the layer behind it that predicts further tokens, what belongs to the other one.
+    const auto is_of_other = [&](const std::string& name) {
+        const auto is_of = [&](int layer) { return name.rfind(prefix_of(layer), 0) == 0; };
+        if (is_ahead) {
+            return !is_of(0) || name == prefix_of(0) + "nextn.embed_tokens.weight" ||
+                   name == prefix_of(0) + "nextn.shared_head_head.weight";  // copies of the model's
         }
-        return false;
+        bool found = false;
+        for (int layer = h.num_layers; layer < h.num_layers + h.num_ahead; ++layer) {
+            found = found || is_of(layer);
+        }
+        return found;
     };
     for (const std::string& name : file.tensor_names()) {
-        if (!claimed.count(name) && !predicts_ahead(name)) {
+        if (!claimed.count(name) && !is_of_other(name)) {
             file.fail("tensor '" + name + "' is none of architecture '" + family.name +
                       "' as it is known here; without it the model would not be the one that was trained");
         }

@@ -117,17 +117,20 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     file_bytes_ = file.bytes();
     name_ = file.text("general.name", "");
     family_ = &find_family(file);
-    if (form.other_pairs) {
+    if (lender_) {
         draft_family_ = *family_;
-        draft_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
+        if (form.other_pairs) {
+            draft_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
+        }
+        if (family_->reads == Reads::nothing) {
+            draft_family_.reads = Reads::joined_with_tokens;
+            draft_family_.rules &= ~(kDeltaNets | kShortConvolutions | kStateSpaces);  // it attends
+        }
         family_ = &draft_family_;
     }
     numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
     if (form.other_feedback) {
         numbers_.feeds_back_normed = !numbers_.feeds_back_normed;
-    }
-    if ((numbers_.hidden_width > 0 || family_->reads != Reads::nothing) && !devices.empty()) {
-        file.fail("a model that reads another's hidden states runs on the CPU's own kernels alone");
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
@@ -165,7 +168,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     for (const TensorView* tensor : manifest.multiplied()) {
         num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1];
     }
-    if (family_->reads == Reads::beside_tokens) {
+    if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
 }
@@ -216,12 +219,11 @@ void Model::load(Loader& loader) {
     rope_factors_long_ = loader.vector(Role::rope_factors_long);
     rope_factors_short_ = loader.vector(Role::rope_factors_short);
     output_norm_ = loader.norm(Role::output_norm, Role::output_norm_bias);
-    if (numbers_.hidden_width > 0 && family_->reads == Reads::nothing) {
+    if (family_->reads == Reads::joined_with_tokens) {
         fusion_.token_norm.weight = loader.vector(Role::fusion_token_norm);
         fusion_.hidden_norm.weight = loader.vector(Role::fusion_hidden_norm);
         fusion_.projection = loader.linear(Role::fusion);
-    }
-    if (family_->reads != Reads::nothing) {
+    } else if (family_->reads != Reads::nothing) {
         features_.norm.weight = loader.vector(Role::features_norm);
         features_.each_norm = loader.vector(Role::features_norms);
         features_.projection = loader.linear(Role::features);

@@ -42,9 +42,9 @@ public:
     // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
     // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
-    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. A file
-    // without an embedding borrows that of `lender`, and its head where it has none either; a draft that reads hidden
-    // states reads those of `lender`.
+    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. With
+    // `lender`, the file's draft of that target, which reads the target's hidden states, and borrows its embedding and
+    // its head where it has none of its own; of a model's file that is the layer that predicts further tokens.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
           std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});
@@ -96,23 +96,21 @@ public:
     const Linear& token_embedding() const {
         return token_embedding_.present() ? token_embedding_ : lender_->token_embedding();
     }
-    const Linear& head() const { return head_.present() ? head_ : borrows_head() ? lender_->head() : token_embedding_; }
+    const Linear& head() const { return head_.present() ? head_ : lender_ ? lender_->head() : token_embedding_; }
     // The token of each row of the head; empty where that is the row's number.
     const std::vector<int32_t>& head_tokens() const { return head_tokens_; }
-    const Vector& head_bias() const { return borrows_head() ? lender_->head_bias() : head_bias_; }
-    const Fusion& fusion() const { return fusion_; }        // present where a row reads hidden states beside its token
-    const Features& features() const { return features_; }  // present where family().reads anything
+    const Vector& head_bias() const { return lender_ && !head_.present() ? lender_->head_bias() : head_bias_; }
+    const Fusion& fusion() const { return fusion_; }        // of a draft that joins hidden states with tokens
+    const Features& features() const { return features_; }  // of other drafts that read hidden states
     const Markov& markov() const { return markov_; }
     const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
     const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
     const std::vector<Layer>& layers() const { return layers_; }
-    const Norm& output_norm() const { return output_norm_; }
+    const Norm& output_norm() const { return output_norm_.present() ? output_norm_ : lender_->output_norm(); }
+    const Model& target() const { return *lender_; }  // of a draft that reads hidden states
 
 private:
     size_t layer_cell_bytes() const;
-    bool borrows_head() const {
-        return lender_ && !head_.present() && (!token_embedding_.present() || family_->reads != Reads::nothing);
-    }
     template <class Loader>
     void load(Loader& loader);
     void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
@@ -120,7 +118,7 @@ private:
     const Kernel& kernel_;
     int num_threads_;
     KvType kv_type_;
-    Family draft_family_;  // of a draft in another form
+    Family draft_family_;  // of a draft that reads hidden states
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;

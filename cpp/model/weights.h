@@ -31,7 +31,7 @@ struct Linear {
     bool present() const { return device || packed.rows() > 0; }
 };
 
-// How a model reads another's hidden states beside tokens: x = W [norm(embedding); norm(hidden states)].
+// How a draft joins hidden states with tokens: x = W [norm(embedding); norm(hidden states)].
 struct Fusion {
     Norm token_norm, hidden_norm;
     Linear projection;

@@ -189,10 +189,11 @@ PackedPass::Value PackedPass::embed(int num_rows) {
         }
     }
     const Value x{rows, num_rows, stride};
-    if (model_.family().reads == Reads::beside_tokens) {
-        return beside(x);
+    switch (model_.family().reads) {
+        case Reads::beside_tokens: return beside(x);
+        case Reads::joined_with_tokens: return join(x);
+        default: return x;
     }
-    return h.hidden_width > 0 ? fuse(x) : x;
 }
 
 // EAGLE-3: the residual stream is what is read, [norm(embedding); norm(what is read)] the first layer's input.
@@ -285,14 +286,20 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
     }
 }
 
-PackedPass::Value PackedPass::fuse(const Value& x) {
+// MTP: the target's hidden states are read as its head reads them; the draft's own already are.
+PackedPass::Value PackedPass::join(const Value& x) {
     const Hyperparameters& h = model_.numbers();
     const Fusion& fusion = model_.fusion();
     const Value both{fused_.data(), x.n, size_t(h.width) + h.hidden_width};
     for (int i = 0; i < x.n; ++i) {
         float* row = fused_.data() + i * both.stride;
         apply(fusion.token_norm, x.rows + i * x.stride, h.width, row);
-        apply(fusion.hidden_norm, pass_->inputs[i], h.hidden_width, row + h.width);
+        const float* states = pass_->inputs[i];
+        if (pass_->of_target[i]) {
+            apply(model_.target().output_norm(), states, h.hidden_width, row + h.width);
+            states = row + h.width;
+        }
+        apply(fusion.hidden_norm, states, h.hidden_width, row + h.width);
     }
     float* out = next_rows();
     multiply(model_.kernel(),

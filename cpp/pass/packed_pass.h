@@ -101,9 +101,9 @@ private:
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 
-    // The rows of an embedding, beside which hidden ones are read: as one row, or as the residual stream of a draft,
-    // whose first layer reads both.
-    Value fuse(const Value& x);
+    // What a draft reads of the rows of an embedding and of hidden ones: both joined into one row, or the hidden ones
+    // as the residual stream, whose first layer reads both.
+    Value join(const Value& x);
     Value beside(const Value& x);
     // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].
     void read_features(const std::vector<int>& rows, float* out, size_t stride);

@@ -14,7 +14,7 @@ from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.distilled import find_distilled
-from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts
+from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts, own_layer
 from pystaged.loading.features import describe, known_form
 from pystaged.loading.heads import find_head
 
@@ -37,6 +37,7 @@ def info(
         draft = (
             names.resolve_draft(named, "auto")
             or find_distilled(path, engine.tokenizer, report)
+            or own_layer(path, engine.tokenizer)
             or find_draft(engine.tokenizer, report)
             or find_head(engine.tokenizer)
         )
@@ -74,6 +75,8 @@ def info(
 
 def _draft(draft: Path, target_path: Path, target: Model) -> str:
     """A draft's file, and how often it was right when it was tried."""
+    if draft == target_path:
+        return "its own layer that predicts further tokens (MTP)"
     form = known_form(draft, target, target_path)
     return f"{draft}, {describe(form)}" if form else str(draft)
 

@@ -1,5 +1,5 @@
-"""Drafts that read the target's hidden states of every token: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), DFlash
-(arXiv 2602.06036) and DSpark (arXiv 2607.05147)."""
+"""Drafts that read the target's hidden states of every token: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP layers
+(DeepSeek-V3, arXiv 2412.19437), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CANDIDATES = 16  # per node
 _LEAST_READ = 32  # queued rows that are read without waiting for a tree
 _MOST_UNREAD = 512  # queued rows; with more the draft stops drafting in this sequence
 _WORTH_READING = 64  # tokens; so many the target always reads again for a draft that lacks their hidden states
-_MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft
+_MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft or MTP layer
 _GREEDY = SamplingConfig().native
 
 
@@ -190,8 +190,8 @@ class FeatureProposer(Proposer):
 
 
 class EagleProposer(FeatureProposer):
-    """EAGLE-3: a row combines the hidden states of one token with the next token. A guess's row has the draft's hidden
-    state of its parent instead of the target's, so each level of the tree takes a pass."""
+    """EAGLE-3 and MTP: a row combines the hidden states of one token with the next token. A guess's row has the draft's
+    hidden state of its parent instead of the target's, so each level of the tree takes a pass."""
 
     ahead = 1
 

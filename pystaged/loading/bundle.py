@@ -16,7 +16,7 @@ from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.distilled import find_distilled
-from pystaged.loading.drafts import cached_draft, substitutes
+from pystaged.loading.drafts import cached_draft, own_layer, substitutes
 from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
 from pystaged.loading.metadata import is_head, mask_token, reads_target
@@ -70,14 +70,15 @@ class Bundle:
         is_chosen = found is not None or draft != "auto"
         if not is_chosen:
             if device == "cpu":
-                found = find_distilled(self.path, self.tokenizer, report)
+                found = find_distilled(self.path, self.tokenizer, report) or own_layer(self.path, self.tokenizer)
             found = found or cached_draft(self.tokenizer, report, on_cpu=device == "cpu")
         head_path = found if is_chosen and found and is_head(found) else None
         self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
         features_path = None
         try:
-            features_path = self.draft_path if self.draft_path and reads_target(self.draft_path) else None
+            if self.draft_path and reads_target(self.draft_path, self.tokenizer.metadata):
+                features_path = self.draft_path
         except ModelError as error:
             if is_chosen:
                 raise

@@ -110,7 +110,7 @@ class Costs:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._store = CostStore()
-        self._known: dict[tuple[Path, str], tuple[str, PassCost]] = {}  # with their keys in the store
+        self._known: dict[tuple[Path, str, bool], tuple[str, PassCost]] = {}  # with their keys in the store
 
     def of(
         self, path: Path, device: str, model: Model, target: Model | None = None, *, again: bool = False
@@ -122,8 +122,9 @@ class Costs:
             again: measure even if the cost is known.
         """
         # The file may have vanished or changed since its model was loaded.
-        if (path, device) in self._known and not again:
-            return self._known[path, device][1]
+        place = path, device, target is None  # a file may have a model and its draft
+        if place in self._known and not again:
+            return self._known[place][1]
         info = path.stat()
         # "processor" keeps out files of earlier releases, which hold wall time.
         machine = ("processor", platform.node(), platform.machine(), os.cpu_count(), device)
@@ -135,7 +136,7 @@ class Costs:
             self._report(f"measuring passes of {path.name} on {device}")
             cost = measure_passes(model, target)
             self._store.save(key, cost)
-        self._known[path, device] = key, cost
+        self._known[place] = key, cost
         return cost
 
     def save(self) -> None:

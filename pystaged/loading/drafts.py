@@ -12,7 +12,7 @@ import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.loading import cache
-from pystaged.loading.metadata import mask_token, reads_target
+from pystaged.loading.metadata import mask_token, predicts_ahead, reads_target
 
 _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 
@@ -137,6 +137,15 @@ def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
             else int(width) > draft.width
         )
     ]
+
+
+def own_layer(model: Path, tokenizer: Tokenizer) -> Path | None:
+    """A model's file if it has a layer that predicts further tokens (MTP), which drafts for it; else None.
+
+    Args:
+        tokenizer: the model's, with its file's metadata.
+    """
+    return model if predicts_ahead(tokenizer.metadata, tokenizer.metadata) else None
 
 
 def cached_draft(

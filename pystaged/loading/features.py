@@ -1,9 +1,9 @@
-"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash or DSpark.
+"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash, DSpark, or the target's MTP layer.
 
-Files of such drafts differ in how they number the target's layers, which dimensions RoPE rotates in pairs, and which of
-the draft's hidden states EAGLE-3 feeds back. The form that the file states, or else the usual one, and the other forms
-are tried on text that the target generates; the form with the most right guesses is saved. A wrong form costs speed and
-does not change the target's text.
+But for MTP layers, files of such drafts differ in how they number the target's layers, which dimensions RoPE rotates
+in pairs, and which of the draft's hidden states EAGLE-3 feeds back. The form that the file states, or else the usual
+one, and the other forms are tried on text that the target generates; the form with the most right guesses is saved. A
+wrong form costs speed and does not change the target's text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.config import SamplingConfig
 from pystaged.files import cache_folder, keep, read_small
+from pystaged.loading.metadata import FEATURES
 
 _PROMPTS = (
     "Question: Why is the sky blue?\n\nAnswer:",
@@ -76,6 +77,9 @@ def load_features(
     place = _place(path, target, target_path)
     form = _kept(place)
     draft = _load(path, target, form or Form())
+    if draft.architecture not in FEATURES:
+        target.tap(draft.target_layers, all_rows=True)
+        return draft
     if form and form.deeper and draft.target_layers[-1] == target.num_layers:  # there is no deeper layer
         form, draft = None, _load(path, target, Form())
     if form is None:

@@ -64,12 +64,36 @@ def mask_token(metadata: Mapping[str, str], num_tokens: int) -> int | None:
     return int(text)
 
 
-def reads_target(path: Path) -> bool:
-    """Whether a GGUF file holds a draft that reads its target's hidden states. Raises ModelError for a file that is not
-    GGUF."""
+def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
+    """Whether a GGUF file holds a draft that reads its target's hidden states.
+
+    Args:
+        target: the target's metadata, so that its MTP layer is recognized, too.
+
+    Raises:
+        ModelError: the file is not GGUF.
+    """
     from pystaged._core import metadata  # noqa: PLC0415
 
-    return metadata(path).get("general.architecture") in FEATURES
+    found = metadata(path)
+    return found.get("general.architecture") in FEATURES or (target is not None and predicts_ahead(found, target))
+
+
+def predicts_ahead(found: Mapping[str, str], target: Mapping[str, str]) -> bool:
+    """Whether a file has the layer of a target that predicts further tokens (MTP), by the metadata of both files, which
+    may be the same: one for a model of the target's family, width and depth."""
+    family = target.get("general.architecture", "")
+
+    def number(metadata: Mapping[str, str], key: str) -> int:
+        text = metadata.get(f"{family}.{key}", "")
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+    def shape(metadata: Mapping[str, str]) -> tuple[int, int]:
+        layers = number(metadata, "block_count") - number(metadata, "nextn_predict_layers")
+        return layers, number(metadata, "embedding_length")
+
+    same = found.get("general.architecture") == family and shape(found) == shape(target)
+    return same and number(found, "nextn_predict_layers") > 0
 
 
 def is_head(path: Path) -> bool:

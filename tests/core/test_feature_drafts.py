@@ -1,7 +1,8 @@
-"""Drafts that read their target's hidden states, EAGLE-3 and DFlash or DSpark, against their twins in doubles."""
+"""Drafts that read their target's hidden states, EAGLE-3, MTP layers, DFlash and DSpark, against twins in doubles."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.family_reference import FamilyReference
 from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
-from support.random_models import RandomModel, write
+from support.random_models import Floats, RandomModel, write
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
 
@@ -37,6 +38,8 @@ BLOCKS: dict[str, Block] = {
     "markov without anchor": Block(markov_rank=16, taps=[1, 2, 3], block=6),
     "confidence alone": dspark(confidence_with_markov=False, own_embedding=True),
 }
+HYBRID = RandomModel("qwen35", layers=3, recurrent=(0, 2), ahead=1, rotary=8, tie=False, context=1024)
+AHEAD = RandomModel("qwen3", layers=3, ahead=1, head_dim=32, context=1024)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,51 @@ def test_an_eagle_draft_is_its_twin(target_path: Path, tmp_path: Path, options: 
         np.testing.assert_array_equal(draft.head_tokens, twin.d2t)
 
 
+def write_without(path: Path, model: RandomModel, *parts: str) -> Path:
+    """Write a model without the tensors that have one of these parts in their names."""
+
+    def drop(tensors: dict[str, Floats]) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            del tensors[name]
+
+    return write(path, model, drop)
+
+
+@pytest.mark.parametrize(
+    ("model", "absent"),
+    [(HYBRID, []), (AHEAD, ["shared_head_norm"]), (HYBRID, ["blk.0.", "blk.1.", "blk.2."])],
+    ids=["hybrid", "norm of the target", "file of the layer alone"],
+)
+def test_an_mtp_layer_is_its_twin(tmp_path: Path, model: RandomModel, absent: list[str]) -> None:
+    target_path = write(tmp_path / "target.gguf", model)
+    path = write_without(tmp_path / "draft.gguf", model, *absent) if absent else target_path
+    target, draft = load(target_path, path)
+    assert (draft.target_layers, draft.num_layers, draft.vocab_size) == ([3], 1, 300)
+    hidden, session, twin = read(target, 40), Session(draft), FamilyReference(path)
+    run([Work.read(session, TOKENS[1:33], hidden[:32])])
+    run([Work.propose(session, TOKENS[33:37], PATH, 4, 1, GREEDY, hidden=hidden[32:36])])
+    states = twin.judged(hidden.numpy()[:36].astype(np.float64))
+    logits, own = twin.ahead(states, TOKENS[1:37].tolist())
+    for row in range(4):
+        close(session.logits(row), logits[32 + row])
+    close(session.hidden_of([0, 1, 2, 3]).numpy(), own[32:])
+
+    def after(*tokens: int) -> npt.NDArray[np.float64]:
+        """Logits after guesses; each reads what the layer hands on of the row before."""
+        found, read = states, TOKENS[1:37].tolist()
+        for token in tokens:
+            found, read = np.concatenate([found, twin.ahead(found, read)[1][-1:]]), [*read, token]
+        return twin.ahead(found, read)[0][-1]
+
+    last = session.hidden_of([3])
+    session.commit([0, 1, 2, 3])
+    run([Work.propose(session, [7, 8], [-1, -1], 2, 1, GREEDY, hidden=last + last)])
+    first = session.hidden_of([0, 1])
+    run([Work.propose(session, [9, 10], [0, 1], 2, 1, GREEDY, hidden=first)])
+    for row, path_to in enumerate(([7], [8], [7, 9], [8, 10])):
+        close(session.logits(row), after(*path_to))
+
+
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Block) -> None:
     path = write_dflash(tmp_path / "draft.gguf", block)
@@ -123,10 +171,12 @@ def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Blo
         session.discard()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "block"])
 def test_a_row_has_the_same_bits_alone_and_with_other_texts(target_path: Path, tmp_path: Path, kind: str) -> None:
     if kind == "eagle":
         path = write_eagle3(tmp_path / "draft.gguf", Eagle3(quantization="Q8_0", taps=[1, 2, 3]))
+    elif kind == "mtp":
+        path = target_path = write(tmp_path / "target.gguf", replace(HYBRID, quantization="Q8_0"))
     else:
         path = write_dflash(tmp_path / "draft.gguf", dspark(quantization="Q8_0", markov_rank=32))
     target, draft = load(target_path, path)
@@ -222,3 +272,31 @@ def test_a_file_that_does_not_fit_its_target_is_refused(
         write_dflash(path, draft, changed)
     with pytest.raises(ModelError, match=message):
         Model(path, lender=Model(target_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "absent", "message"),
+    [
+        (replace(AHEAD, ahead=0), "none", "0 layers that predict further tokens"),
+        (replace(AHEAD, ahead=2), "none", "2 layers that predict further tokens"),
+        (replace(AHEAD, layers=2), "none", "layer 2 predicts further tokens"),
+        (replace(AHEAD, width=32), "none", "32 wide"),
+        (replace(AHEAD, vocab_size=280), "none", "300 tokens, but a vocabulary of 280"),
+        (replace(AHEAD, family="starcoder2"), "none", "architecture 'starcoder2'"),
+        (AHEAD, "eh_proj", "eh_proj"),
+        (AHEAD, "blk.3.attn_k.", "attn_k"),
+        (replace(AHEAD, vectors={"blk.3.extra.weight": np.ones(3, np.float32)}), "none", "extra"),
+    ],
+)
+def test_an_mtp_layer_that_does_not_fit_its_target_is_refused(
+    tmp_path: Path, model: RandomModel, absent: str, message: str
+) -> None:
+    path = write_without(tmp_path / "draft.gguf", model, absent)
+    with pytest.raises(ModelError, match=message):
+        Model(path, lender=Model(write(tmp_path / "target.gguf", AHEAD)))
+
+
+def test_a_file_of_an_mtp_layer_alone_is_no_model(tmp_path: Path) -> None:
+    path = write_without(tmp_path / "layer.gguf", AHEAD, "blk.0.", "blk.1.", "blk.2.")
+    with pytest.raises(ModelError, match="name this file as its draft"):
+        Model(path)

@@ -29,16 +29,21 @@ from pystaged.loading.costs import Costs
 
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
-DRAFTS: dict[str, RandomDraft] = {
+DRAFTS: dict[str, RandomDraft | RandomModel] = {
     "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
     "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
     "dflash": Block(block=6),
     "dspark": dspark(draft_vocab=200, own_head=True, block=5),
+    # A target with an MTP layer of its own.
+    "mtp": RandomModel("qwen3", layers=3, ahead=1, head_dim=32, context=1024),
+    "mtp of a hybrid": RandomModel("qwen35", layers=3, recurrent=(0, 2), ahead=1, context=1024),
 }
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 
 
-def write_draft(path: Path, draft: RandomDraft, changed: Mapping[str, Any] | None = None) -> Path:
+def write_draft(path: Path, draft: RandomDraft | RandomModel, changed: Mapping[str, Any] | None = None) -> Path:
+    if isinstance(draft, RandomModel):
+        return write(path, draft, lambda tensors: tensors.update(changed or {}))
     if isinstance(draft, Eagle3):
         return write_eagle3(path, draft, changed)
     assert isinstance(draft, Block)
@@ -64,8 +69,9 @@ class Pair:
 @pytest.fixture(scope="module", params=DRAFTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
-    target_path = write(folder / "target.gguf", TARGET)
     draft_path = write_draft(folder / "draft.gguf", DRAFTS[request.param])
+    has_own = isinstance(DRAFTS[request.param], RandomModel)
+    target_path = draft_path if has_own else write(folder / "target.gguf", TARGET)
     target = Model(target_path)
     draft = Model(draft_path, lender=target)
     target.tap(draft.target_layers, all_rows=True)
@@ -132,7 +138,8 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
     assert finish(decoder.start(np.array(text, np.int32))) == len(text) - 1
     assert drafter.lag() == float("inf")
     text = text[: len(CONTEXT) + 60]
-    assert finish(decoder.start(np.array(text, np.int32))) >= len(text) - 2
+    least = 0 if pair.target.state_bytes else len(text) - 2  # recurrent layers go back to few places
+    assert finish(decoder.start(np.array(text, np.int32))) >= least
     same(finish(drafter.draft(sampling, 20)), first_tree(pair, text, sampling, decoder))
 
 
@@ -148,7 +155,7 @@ def test_the_next_prompt_goes_on_from_what_both_hold(pair: Pair) -> None:
         (CONTEXT.tolist()[:2], 0),
     ):
         reused = finish(decoder.start(np.array(prompt, np.int32)))
-        assert least <= reused <= len(prompt) - 1
+        assert (0 if pair.target.state_bytes else least) <= reused <= len(prompt) - 1
         same(finish(decoder.drafters[0].draft(sampling, 20)), first_tree(pair, prompt, sampling, decoder))
         expected = continuation(Decoder(Session(pair.target, 256)), np.array(prompt, np.int32), sampling, 20)
         assert continuation(decoder, np.array(prompt, np.int32), sampling, 20) == expected
@@ -175,10 +182,11 @@ def test_a_long_text_is_not_read_again_for_a_draft_that_lacks_it(pair: Pair) -> 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) -> None:
-    target = write(tmp_path / "target.gguf", TARGET)
-    norm = np.full(64, 3e38, np.float32)
-    path = write_draft(tmp_path / "draft.gguf", DRAFTS[kind], {"output_norm.weight": norm})
-    with Engine(target) as engine:
+    has_own = isinstance(DRAFTS[kind], RandomModel)
+    norm = "blk.3.nextn.shared_head_norm.weight" if has_own else "output_norm.weight"
+    path = write_draft(tmp_path / "draft.gguf", DRAFTS[kind], {norm: np.full(64, 3e38, np.float32)})
+    target = path if has_own else write(tmp_path / "target.gguf", TARGET)
+    with Engine(target, draft=None) as engine:
         expected = engine.generate(CONTEXT.tolist(), max_tokens=20, speculate=False).tokens
     model = Model(target)
     draft = Model(path, lender=model)
@@ -209,7 +217,8 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
     prompts = [[int(token) for token in CONTEXT[: 20 + 9 * i]] for i in range(4)]
     prompts.append(prompts[0][:1])
     with Engine(pair.target_path, draft=pair.draft_path, n_ctx=256) as engine:
-        assert engine.draft_name == "a random draft"
+        has_own = pair.draft_path == pair.target_path
+        assert engine.draft_name == ("its own MTP layer" if has_own else "a random draft")
         for options in cases:
             expected = [engine.generate(prompt, speculate=False, **options).tokens for prompt in prompts]
             assert [engine.generate(prompt, **options).tokens for prompt in prompts] == expected
@@ -226,13 +235,13 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
 NEARLY_GREEDY: dict[str, Any] = {"temperature": 0.2, "seed": 2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mtp"])
 def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each kind means the right place: the next one for an anchored block, its own for another one, and two behind the
     hidden states for EAGLE-3."""
     target, path = write_right(tmp_path, kind)
-    costs = {target: PassCost({1: 1.0, 32: 1.2}), path: PassCost({1: 0.01, 32: 0.01})}
-    monkeypatch.setattr(Costs, "of", lambda _, path, *__, **___: costs[path])
+    of_target, of_draft = PassCost({1: 1.0, 32: 1.2}), PassCost({1: 0.01, 32: 0.01})
+    monkeypatch.setattr(Costs, "of", lambda *given, **_: of_draft if len(given) > 4 else of_target)
     with Engine(target, draft=path, recycle=False) as engine:
         result = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY)
         plain = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY, speculate=False)
@@ -240,13 +249,15 @@ def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.M
     assert result.stats.stages["draft"].emitted > (10 if kind == "eagle" else 30)
 
 
-def test_a_draft_for_another_target_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_draft_for_another_target_is_refused(tmp_path: Path) -> None:
+    target = write(tmp_path / "target.gguf", TARGET)
+    draft = write_draft(tmp_path / "draft.gguf", DRAFTS["eagle"])
     other = write(tmp_path / "wide.gguf", RandomModel("llama", width=96, layers=3, heads=6, kv_heads=3))
     with pytest.raises(ModelError, match="borrows 96"):
-        Engine(other, draft=pair.draft_path)
+        Engine(other, draft=draft)
     with pytest.raises(ValueError, match="pass this file as its draft"):
-        Engine(pair.draft_path)
+        Engine(draft)
     with pytest.raises(ValueError, match="device"):
-        Engine(pair.target_path, draft=pair.draft_path, draft_device="ggml-cpu")
+        Engine(target, draft=draft, draft_device="ggml-cpu")
     with pytest.raises(ValueError, match="choose the device cpu"):
-        Engine(pair.target_path, draft=pair.draft_path, device="ggml-cpu")
+        Engine(target, draft=draft, device="ggml-cpu")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import pystaged
 from pystaged import Engine, cli
-from pystaged._core import Model, metadata
+from pystaged._core import Model, ModelError, metadata
 from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.drafts import KnownDraft, known_drafts
@@ -122,6 +122,39 @@ def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, m
     assert (made.features, made.draft_path) == (None, None)
     assert any(line.startswith(f"passed over: {path}") for line in said)
     assert Bundle(target, None, 1, said.append).features is None
+
+
+def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write(tmp_path / "target.gguf", RandomModel("llama", ahead=1))
+    download(DRAFT)
+    made = Bundle(target, "auto", 1, lambda _: None)
+    assert (made.draft_path, made.draft) == (target, None)
+    assert made.features is not None
+    assert made.features.num_layers == 1
+    shown = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
+    assert "its own layer that predicts further tokens (MTP)" in shown
+    monkeypatch.setattr(bundle, "find_distilled", lambda *_: write_dflash(tmp_path / "distilled.gguf", dspark()))
+    assert Bundle(target, "auto", 1, lambda _: None).draft_path == tmp_path / "distilled.gguf"
+    # A file without the layer takes another one's of the same model. Another model's file is a draft model like any.
+    plain = Bundle(write(tmp_path / "plain.gguf", RandomModel("llama")), target, 1, lambda _: None)
+    assert plain.features is not None
+    other = write(tmp_path / "other.gguf", RandomModel("llama", layers=1, ahead=1))
+    assert Bundle(target, other, 1, lambda _: None).draft is not None
+
+
+def test_auto_does_without_a_layer_of_its_own_that_is_damaged(tmp_path: Path) -> None:
+    def damage(tensors: dict[str, Any]) -> None:
+        del tensors["blk.2.nextn.eh_proj.weight"]
+
+    target = write(tmp_path / "target.gguf", RandomModel("llama", ahead=1), damage)
+    said: list[str] = []
+    made = Bundle(target, "auto", 1, said.append)
+    assert (made.draft_path, made.features) == (None, None)
+    assert any("eh_proj" in line for line in said)
+    with pytest.raises(ModelError, match="eh_proj"):
+        Bundle(target, target, 1, said.append)
 
 
 def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:

@@ -45,27 +45,51 @@ class FamilyReference:
         x = self.weights["token_embd.weight"][list(tokens)] * self._embedding_scale()
         if self.family == "gpt2":
             x = x + self.weights["position_embd.weight"][: len(x)]
-        scale = self._key("residual_scale", 1.0)
         for layer in range(self.layers):
-            block = f"blk.{layer}."
-            read = self._norm(block + "attn_norm", x)
-            if f"{block}shortconv.conv.weight" in self.weights:
-                branch = self._short_convolution(block, read)
-            elif f"{block}ssm_in.weight" in self.weights:
-                branch = self._state_space(block, read)
-            elif f"{block}ssm_conv1d.weight" in self.weights:
-                branch = self._delta_net(block, read)
-            else:
-                branch = self._attention(layer, read, context)
-            if self.family == "qwen35":
-                x = x + branch
-                read = self._norm(block + "post_attention_norm", x)
-            else:
-                x = x + scale * self._norm(block + "post_attention_norm", branch)
-            if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
-                read = self._norm(block + "ffn_norm", x)
-            x = x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
-        x = self._norm("token_embd_norm" if self.family == "lfm2" else "output_norm", x)
+            x = self._layer(layer, x, context)
+        return self._logits(self.judged(x))
+
+    def judged(self, x: Doubles) -> Doubles:
+        """What the head reads of hidden states behind the last layer, [n, width] both."""
+        return self._norm("token_embd_norm" if self.family == "lfm2" else "output_norm", x)
+
+    def ahead(self, states: Doubles, tokens: Sequence[int]) -> tuple[Doubles, Doubles]:
+        """A chain of rows of the MTP layer: logits after each, [n, vocabulary], and what the head reads of each.
+
+        Args:
+            states: what the head reads of the token before each row's, [n, width].
+            tokens: of the rows.
+        """
+        block = f"blk.{self.layers}.nextn."
+        embedded = self.weights["token_embd.weight"][list(tokens)]
+        joined = np.concatenate([self._norm(block + "enorm", embedded), self._norm(block + "hnorm", states)], axis=1)
+        x = self._layer(self.layers, self._linear(block + "eh_proj", joined), 512)
+        own = f"{block}shared_head_norm"
+        x = self._norm(own, x) if f"{own}.weight" in self.weights else self.judged(x)
+        return self._logits(x), x
+
+    def _layer(self, layer: int, x: Doubles, context: int) -> Doubles:
+        scale = self._key("residual_scale", 1.0)
+        block = f"blk.{layer}."
+        read = self._norm(block + "attn_norm", x)
+        if f"{block}shortconv.conv.weight" in self.weights:
+            branch = self._short_convolution(block, read)
+        elif f"{block}ssm_in.weight" in self.weights:
+            branch = self._state_space(block, read)
+        elif f"{block}ssm_conv1d.weight" in self.weights:
+            branch = self._delta_net(block, read)
+        else:
+            branch = self._attention(layer, read, context)
+        if self.family == "qwen35":
+            x = x + branch
+            read = self._norm(block + "post_attention_norm", x)
+        else:
+            x = x + scale * self._norm(block + "post_attention_norm", branch)
+        if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
+            read = self._norm(block + "ffn_norm", x)
+        return x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
+
+    def _logits(self, x: Doubles) -> Doubles:
         head = "output" if "output.weight" in self.weights else "token_embd"
         logits = x @ self.weights[f"{head}.weight"].T + self.weights.get("output.bias", 0)
         logits = logits / self._key("logit_scale", 1.0)

@@ -33,7 +33,7 @@ class RandomModel:
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
         recurrent: layers that are recurrent, where the family has such.
-        ahead: layers behind the last that predict further tokens.
+        ahead: layers behind the last that predict further tokens (MTP).
         delta_heads: of a delta net's keys and of its values, and how wide they are.
         spaces: heads of a state space, groups of them, and numbers of a state; together they are twice as wide as the
             model.
@@ -129,8 +129,8 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             keys["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
             if m.recurrent != tuple(i for i in range(m.layers) if i % 4 != 3):
                 keys["attention.recurrent_layers"] = [i in m.recurrent for i in range(m.layers + m.ahead)]
-            if m.ahead:
-                keys["nextn_predict_layers"] = m.ahead
+        if m.ahead:
+            keys["nextn_predict_layers"] = m.ahead
         for key, value in (keys | m.metadata).items():
             add_key(writer, f"{m.family}.{key}", value)
         if m.vocabulary:
@@ -284,6 +284,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.nextn.eh_proj", m.width, 2 * m.width)
             norm(f"{block}.nextn.enorm", m.width)
             norm(f"{block}.nextn.hnorm", m.width)
+            norm(f"{block}.nextn.shared_head_norm", m.width)
         if layer in m.recurrent and family == "qwen35":
             key_heads, value_heads, size = m.delta_heads
             channels = (2 * key_heads + value_heads) * size

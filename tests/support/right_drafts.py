@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ TARGET = RandomModel("llama", layers=3, head_dim=32, tie=False, context=1024)
 
 
 def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
-    """Write a target and a draft of one of KINDS; returns their paths.
+    """Write a target and a draft of one of KINDS, or "mtp" for a target with an MTP layer; returns their paths.
 
-    A block's guesses are right in every place. Those of EAGLE-3 nearly always are in the first place only, because its
-    rows know the token before the one that they stand for.
+    Guesses of a block and of an MTP layer are right in every place. Those of EAGLE-3 nearly always are in the first
+    place only, because its rows know the token before the one that they stand for.
     """
     weights: dict[str, Floats] = {}
 
@@ -25,9 +26,16 @@ def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
         for name, values in tensors.items():
             if "attn_output" in name or "ffn_down" in name:
                 values[:] = 0
+        if kind == "mtp":  # it knows the token that a row stands for, as the target does
+            width = TARGET.width
+            tensors["blk.3.nextn.eh_proj.weight"] = np.eye(width, 2 * width, dtype=np.float32)
+            tensors["blk.3.nextn.enorm.weight"][:] = 1
+            del tensors["blk.3.nextn.shared_head_norm.weight"]
         weights.update(tensors)
 
-    target = write(folder / "target.gguf", TARGET, keep)
+    target = write(folder / "target.gguf", replace(TARGET, ahead=int(kind == "mtp")), keep)
+    if kind == "mtp":
+        return target, target
     embedding, norm, head = (weights[f"{name}.weight"] for name in ("token_embd", "output_norm", "output"))
     following = (_normed(embedding) * norm @ head.T).argmax(-1)
     silent: dict[str, Floats] = {}
