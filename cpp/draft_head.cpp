@@ -149,6 +149,7 @@ void DraftHead::begin(const Model& target, const float* states, float* out) cons
     check(target);
     const FloatEnvironment pinned;
     const int threads = target.num_threads();
+    ThreadPool::shared().wake(threads);
     const size_t taps = taps_.size();
     std::vector<float> x(taps * width_);
     for (size_t i = 0; i < taps; ++i) {
@@ -166,6 +167,8 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
         throw std::invalid_argument("k must be between 0 and the number of the head's tokens");
     }
     const FloatEnvironment pinned;
+    const int threads = target.num_threads();
+    ThreadPool::shared().wake(threads);
     std::vector<float> x(size_t(n) * 2 * width_), embedding(target.numbers().padded_width());
     for (int i = 0; i < n; ++i) {
         if (tokens[i] < 0 || tokens[i] >= target.numbers().vocab_size) {
@@ -176,7 +179,6 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
         kernel_.rms_norm(states + size_t(i) * width_, step_norm_.data(), epsilon_, width_, width_, row);
         kernel_.rms_norm(embedding.data(), &step_norm_[width_], epsilon_, width_, width_, row + width_);
     }
-    const int threads = target.num_threads();
     Epilogue sum;
     sum.residual = states;
     std::vector<float> state = product(threads, step_, x, n, sum);

@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "thread_pool.h"
@@ -57,6 +58,13 @@ std::vector<BlockRange> ranges_of(const std::vector<Product>& products, int num_
 
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
     const std::vector<BlockRange> ranges = ranges_of(products, num_threads);
+    std::vector<std::vector<std::atomic<int>>> unmade(products.size());  // outputs of each part
+    for (size_t i = 0; i < products.size(); ++i) {
+        if (const int part = products[i].part) {
+            unmade[i] = std::vector<std::atomic<int>>(products[i].weights->rows() / part);
+            std::fill(unmade[i].begin(), unmade[i].end(), part);
+        }
+    }
     ThreadPool::shared().run(static_cast<int>(ranges.size()), num_threads, [&](int i, int) {
         const Product& p = *ranges[i].product;
         const int first = ranges[i].first, last = ranges[i].last;
@@ -80,6 +88,14 @@ void multiply(const Kernel& kernel, const std::vector<Product>& products, int nu
             const int end = last * kBlock < p.weights->padded_rows() ? last * kBlock : int(p.epilogue.stride);
             find_maxima(kernel, p.epilogue.out + at, std::min(end, p.weights->rows()) - first * kBlock,
                         end - first * kBlock, p.maxima + at / kRun);
+        }
+        const int end = std::min(last * kBlock, p.weights->rows());
+        for (int at = first * kBlock, next; p.part > 0 && at < end; at = next) {
+            const int index = at / p.part;
+            next = std::min(end, (index + 1) * p.part);
+            if ((unmade[&p - products.data()][index] -= next - at) == 0) {
+                p.finish(index * p.part);
+            }
         }
     });
 }

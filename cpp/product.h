@@ -1,6 +1,7 @@
 // Products of packed matrices with the rows of a pass, shared out over the thread pool.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "packed_matrix.h"
@@ -15,6 +16,10 @@ struct Product {
     const QuantizedRows* quantized = nullptr;  // the outputs too, by the thread that has them at hand; or none
     const Product* before = nullptr;           // whose outputs of the same places are made first: the gates of this one
     float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
+    // Where each `part` outputs belong together, of which rows() is a multiple: what is called with the first of a part
+    // by the thread that makes its last output.
+    int part = 0;
+    std::function<void(int first)> finish = nullptr;
 };
 
 // All of them in one join.

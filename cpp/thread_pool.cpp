@@ -89,8 +89,8 @@ void ThreadPool::dispatch(int count, int num_threads, Call call, const void* tas
     }
 }
 
-void ThreadPool::wake() {
-    if (num_asleep_.load(std::memory_order_relaxed) > 0) {
+void ThreadPool::wake(int num_threads) {
+    if (num_threads > 1 && num_asleep_.load(std::memory_order_relaxed) > 0) {
         std::lock_guard<std::mutex> sleep_lock(sleep_mutex_);
         ++wakes_;
         work_ready_.notify_all();

@@ -39,8 +39,9 @@ public:
 
     static constexpr int kMaxThreads = 256;
 
-    // Tells sleeping workers that there will be work in a moment, so that the first job need not wait for them.
-    void wake();
+    // Tells sleeping workers that there will be work for so many threads in a moment, so that the first job need not
+    // wait for them.
+    void wake(int num_threads);
 
     // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads). The caller is worker 0.
     // Throws the first exception of a task, once none is running; what had not begun by then is left out.

@@ -398,8 +398,8 @@ std::vector<Outcome> run(const std::vector<const Work*>& works, const std::funct
         return {};
     }
     const Model& model = works[0]->session->model();
-    if (model.num_threads() > 1 && !model.device_memory()) {
-        ThreadPool::shared().wake();  // as early as possible before a pass
+    if (!model.device_memory()) {
+        ThreadPool::shared().wake(model.num_threads());  // as early as possible before a pass
     }
     Run run(works);
     run.append();

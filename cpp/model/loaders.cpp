@@ -271,7 +271,8 @@ void PackedLoader::pack_qkv(Attention& attention) {
         queries = gates_behind(numbers_.num_heads, numbers_.head_dim);
         attention.gate_at = q;  // behind the queries, which come first
     }
-    attention.qkv = pack_side_by_side({{find(Role::attn_q), find(Role::attn_q_bias), queries, &attention.q_at},
+    size_t q_at = 0;
+    attention.qkv = pack_side_by_side({{find(Role::attn_q), find(Role::attn_q_bias), queries, &q_at},
                                        {find(Role::attn_k), find(Role::attn_k_bias), turned(kv), &attention.k_at},
                                        {find(Role::attn_v), find(Role::attn_v_bias), in_order(kv), &attention.v_at}},
                                       attention.qkv_stride);

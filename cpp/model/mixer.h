@@ -12,8 +12,8 @@ namespace pystaged {
 struct Attention {
     Norm q_norm, k_norm;
     std::vector<Linear> qkv;
-    // Where rows of `qkv`'s products, packed, have their parts.
-    size_t q_at = 0, k_at = 0, v_at = 0, gate_at = 0, qkv_stride = 0;
+    // Where rows of `qkv`'s products, packed, have their parts behind the queries.
+    size_t k_at = 0, v_at = 0, gate_at = 0, qkv_stride = 0;
     Linear output;
 
     // Calls act(linear) for each matrix.

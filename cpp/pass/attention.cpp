@@ -10,8 +10,6 @@ namespace pystaged {
 
 namespace {
 
-// Below this many values a join costs more than it saves.
-constexpr int kValuesWorthSharing = 4 << 10;
 // So many for each thread share out evenly enough.
 constexpr int kTasksEnough = 4;
 
@@ -54,6 +52,24 @@ struct Round {
 
 }  // namespace
 
+void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at) {
+    const auto head_behind = [&](size_t first) { return static_cast<int>((at - first) / how.head_dim); };
+    for (const AttentionSegment& segment : rows.segments) {
+        for (int i = segment.first_row; i < segment.first_row + segment.num_rows; ++i) {
+            float* x = rows.qkv + i * rows.stride + at;
+            const int cell = segment.first_cell + i - segment.first_row;
+            if (at >= rows.v_at) {
+                segment.cache->store_value(kernel, head_behind(rows.v_at), cell, x);
+            } else if (at >= rows.k_at) {
+                norm_and_rotate(kernel, how, rows, how.k_norm, head_behind(rows.k_at), i, x);
+                segment.cache->store_key(kernel, head_behind(rows.k_at), cell, x);
+            } else if (i >= rows.first_row && head_behind(0) < how.num_heads) {
+                norm_and_rotate(kernel, how, rows, how.q_norm, head_behind(0), i, x);
+            }
+        }
+    }
+}
+
 void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
                     float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch) {
     const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
@@ -62,7 +78,6 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     std::vector<Share> shares(num_segments);
     size_t head_floats = 0;  // of all shares
     int64_t most_chunks = 0, chunk_numbers = 0;
-    bool one_chunk = true;
     for (int s = 0; s < num_segments; ++s) {
         const AttentionSegment& segment = rows.segments[s];
         Share& share = shares[s];
@@ -80,7 +95,6 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         const int chunks = share.chunks(0, INT_MAX);
         most_chunks = std::max<int64_t>(most_chunks, chunks);
         chunk_numbers += int64_t(chunks) * share.numbers;
-        one_chunk = one_chunk && chunks == 1;
     }
     const int at_once = static_cast<int>(std::clamp(
         scratch.most_partials / std::max<size_t>(1, num_kv_heads * head_floats), size_t(1), size_t(INT_MAX)));
@@ -97,21 +111,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         const int64_t parts = num_segments == 1 ? 1 : (share.numbers + most_numbers - 1) / most_numbers;
         share.parts =
             static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.numbers)));
-        one_chunk = one_chunk && share.parts == 1;
     }
 
-    const auto prepare = [&](int s, int kv_head) {
-        const AttentionSegment& segment = rows.segments[s];
-        for (int i = segment.first_row; i < segment.first_row + segment.num_rows; ++i) {
-            const size_t at = i * rows.stride + size_t(kv_head) * head_dim;
-            norm_and_rotate(kernel, how, rows, how.k_norm, kv_head, i, rows.k + at);
-            segment.cache->store(kernel, kv_head, segment.first_cell + i - segment.first_row, rows.k + at, rows.v + at);
-            for (int head = kv_head * group; i >= rows.first_row && head < (kv_head + 1) * group; ++head) {
-                norm_and_rotate(kernel, how, rows, how.q_norm, head, i,
-                                rows.q + i * rows.stride + size_t(head) * head_dim);
-            }
-        }
-    };
     const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
         const KvCache& cache = *rows.segments[s].cache;
         const Share& share = shares[s];
@@ -126,7 +127,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.softcap = how.softcap;
         task.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
         task.rows = rows.contexts + share.first_row;
-        task.q = rows.q + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
+        task.q = rows.qkv + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
         task.q_stride = rows.stride;
         task.type = cache.type();
         task.k = cache.keys(kv_head);
@@ -148,14 +149,6 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         }
     };
 
-    // KV heads are independent of each other, and so are texts: where a head of a text is a single task, that task also
-    // writes its cells, and one join serves all.
-    const bool whole = one_chunk && rows.texts_apart;
-    if (!whole) {
-        const size_t values = size_t(rows.n) * (how.num_heads + 2 * num_kv_heads) * head_dim;
-        ThreadPool::shared().run(num_segments * num_kv_heads, values < kValuesWorthSharing ? 1 : num_threads,
-                                 [&](int i, int) { prepare(i / num_kv_heads, i % num_kv_heads); });
-    }
     scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
     if (scratch.unfinished.size() < size_t(num_segments) * num_kv_heads) {
         scratch.unfinished = std::vector<std::atomic<int>>(size_t(num_segments) * num_kv_heads);
@@ -181,9 +174,6 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             const Round& round = rounds[s];
             const int i = task - round.first_task, per_head = round.chunks * share.parts;
             const int kv_head = i / per_head, at = i % per_head / share.parts, part = i % share.parts;
-            if (whole) {
-                prepare(s, kv_head);
-            }
             const size_t chunk_floats = share.numbers * stride;
             float* partials = scratch.partials.data() + round.partials + kv_head * round.chunks * chunk_floats;
             const int first = share.first_chunk + static_cast<int>(done);

@@ -37,16 +37,15 @@ struct AttentionRows {
     int n = 0;
     int first_row = 0;                       // attention is wanted from this one on
     std::vector<AttentionSegment> segments;  // all rows, in order
-    bool texts_apart = true;                 // whether no segment reads keys that another one writes
     const RowContext* contexts = nullptr;    // [n]
     int half = 0;                            // pairs of dimensions to rotate, 0 for none
     const float* cos = nullptr;              // [n][half]
     const float* sin = nullptr;              // [n][half]
     const float* row_scale = nullptr;        // [n] of the scores, or none
-    float* q = nullptr;                      // [n][stride], of a row [num_heads][head_dim]; normed and rotated in place
-    float* k = nullptr;                      // [n][stride], of a row [num_kv_heads][head_dim]; likewise
-    const float* v = nullptr;                // [n][stride], as k
-    size_t stride = 0;
+    // [n][stride], of a row queries [num_heads][head_dim], and from these places on keys and values
+    // [num_kv_heads][head_dim]; between queries and keys there may be more.
+    float* qkv = nullptr;
+    size_t stride = 0, k_at = 0, v_at = 0;
 };
 
 // Memory to attend in, of a size that does not depend on the contexts' lengths.
@@ -61,9 +60,12 @@ struct AttentionScratch {
     std::vector<std::atomic<int>> unfinished;  // [segments][kv heads], tasks of a round
 };
 
-// Writes keys and values into the caches' cells of this pass, then attends for the rows from `first_row` on into
-// out[n - first_row][out_stride], zero behind the heads, and into `quantized` where that is given (heads must be a
-// multiple of kBlock wide).
+// Makes the head ready that lies at this place of all rows: one of queries or keys is normed and rotated in place, one
+// of keys or values goes into the caches' cells of this pass.
+void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at);
+
+// Attends, all heads being ready, for the rows from `first_row` on into out[n - first_row][out_stride], zero behind the
+// heads, and into `quantized` where that is given (heads must be a multiple of kBlock wide).
 void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
                     float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch);
 

@@ -403,17 +403,20 @@ PackedPass::Value PackedPass::feed_forward(const Value& x, const Value& input, c
                       layer.feed_forward);
 }
 
-PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride) {
+PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride, int part,
+                                       const std::function<void(size_t first)>& finish) {
     std::vector<const Linear*> matrices;
     for (const Linear& linear : all) {
         matrices.push_back(&linear);
     }
     const std::vector<Activations> inputs = activations(x, matrices);
     std::vector<Product> products;
-    float* out = products_.data();
+    size_t at = 0;
     for (size_t i = 0; i < matrices.size(); ++i) {
-        products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], out, stride), nullptr});
-        out += matrices[i]->packed.padded_rows();
+        products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], products_.data() + at, stride)});
+        products.back().part = part;
+        products.back().finish = [&finish, at](int first) { finish(at + first); };
+        at += matrices[i]->packed.padded_rows();
     }
     multiply(model_.kernel(), products, model_.num_threads());
     return {products_.data(), x.n, stride};
@@ -422,28 +425,25 @@ PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Val
 PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
                                      int first_row) {
     const Hyperparameters& h = model_.numbers();
-    const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
-    const Value product = products(
-        attention.qkv, reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input, attention.qkv_stride);
     const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
-    rows.n = product.n;
+    rows.n = input.n;
     rows.first_row = first_row;
     for (const Segment& segment : pass_->segments) {
         auto& state = std::get<KvState>(static_cast<PackedState&>(*segment.state).layer(index));
         rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
     }
-    rows.texts_apart = texts_.size() == pass_->segments.size();
     rows.contexts = pass_->contexts;
     rows.half = h.layers[index].rotates ? static_cast<int>(angles.half) : 0;
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
-    rows.q = products_.data() + attention.q_at;
-    rows.k = products_.data() + attention.k_at;
-    rows.v = products_.data() + attention.v_at;
-    rows.stride = product.stride;
+    rows.qkv = products_.data();
+    rows.stride = attention.qkv_stride;
+    rows.k_at = attention.k_at;
+    rows.v_at = attention.v_at;
 
+    const bool whole_norms = model_.family().required & kWholeNorms;
     AttentionLayer how;
     how.num_heads = h.num_heads;
     how.num_kv_heads = h.num_kv_heads;
@@ -451,28 +451,38 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     how.scale = h.attention_scale;
     how.softcap = h.attention_softcap;
     how.window = h.layers[index].windowed ? h.window : 0;
+    how.q_norm = whole_norms ? nullptr : attention.q_norm.weight.data();
+    how.k_norm = whole_norms ? nullptr : attention.k_norm.weight.data();
+    how.own_norms = model_.family().optional & kOwnHeadNorms;
     how.layer_norms = model_.family().has(kLayerNorm);
     how.norm_epsilon = h.norm_epsilon;
-    if (model_.family().required & kWholeNorms) {
+
+    const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
+    const Value read = reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input;
+    const auto prepare = [&](size_t at) { prepare_head(model_.kernel(), how, rows, at); };
+    const Value product = products(attention.qkv, read, attention.qkv_stride, whole_norms ? 0 : h.head_dim, prepare);
+    if (whole_norms) {
         for (int i = 0; i < product.n; ++i) {
-            float *q = rows.q + i * rows.stride, *k = rows.k + i * rows.stride;
+            float *q = rows.qkv + i * rows.stride, *k = q + rows.k_at;
             model_.kernel().rms_norm(q, attention.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
             model_.kernel().rms_norm(k, attention.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
         }
-    } else {
-        how.q_norm = attention.q_norm.weight.data();
-        how.k_norm = attention.k_norm.weight.data();
-        how.own_norms = model_.family().optional & kOwnHeadNorms;
+        const int q_end = h.num_heads, k_end = q_end + h.num_kv_heads, end = k_end + h.num_kv_heads;
+        ThreadPool::shared().run(end, threads_for(product.n * product.stride), [&](int i, int) {
+            prepare(i < q_end   ? size_t(i) * h.head_dim
+                    : i < k_end ? rows.k_at + size_t(i - q_end) * h.head_dim
+                                : rows.v_at + size_t(i - k_end) * h.head_dim);
+        });
     }
 
     const int num_out = product.n - first_row;
+    if (num_out == 0) {
+        return {};
+    }
     const size_t stride = padded(h.q_width(), kBlock);
     const bool gated = model_.family().has(kGatedAttention);
     const QuantizedRows* handed = h.head_dim % kBlock == 0 && !gated ? hand_to(attention.output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
-    if (num_out == 0) {
-        return {};
-    }
     if (gated) {
         ThreadPool::shared().run(num_out, threads_for(num_out * h.q_width()), [&](int i, int) {
             const float* gate = products_.data() + (first_row + i) * product.stride + attention.gate_at;

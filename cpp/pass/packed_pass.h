@@ -2,6 +2,7 @@
 // joins a layer, so that a busy machine does not stall at a spinning barrier.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "memory.h"
@@ -96,8 +97,9 @@ private:
     // Of a text, one head of keys and the heads of values that share it.
     void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
-    // Products of matrices with the same rows, side by side.
-    Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride);
+    // Products of matrices with the same rows, side by side; `finish` as Product has it, called with a place in a row.
+    Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride, int part = 0,
+                   const std::function<void(size_t first)>& finish = {});
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 
@@ -108,8 +110,8 @@ private:
     // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].
     void read_features(const std::vector<int>& rows, float* out, size_t stride);
 
-    // Few values are not worth sharing.
-    int threads_for(size_t num_values) const { return num_values < 4 << 10 ? 1 : model_.num_threads(); }
+    // Few values are not worth sharing: on a busy machine a join may wait for a thread that has lost its core.
+    int threads_for(size_t num_values) const { return num_values < 16 << 10 ? 1 : model_.num_threads(); }
     // Memory for so many rows.
     void make_room(int num_rows);
     std::vector<Activations> activations(const Value& x, const std::vector<const Linear*>& matrices);

@@ -72,29 +72,36 @@ void KvCache::write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key
     });
 }
 
-void KvCache::store(const Kernel& kernel, int head, int cell, const float* key, const float* value) {
-    uint8_t* data = head_data(head);
-    uint8_t* values = data + num_cells_ * key_bytes_ + cell * value_bytes_;
+void KvCache::store_key(const Kernel& kernel, int head, int cell, const float* key) {
     std::vector<uint8_t> pieces(key_bytes_);
+    uint8_t* out = pieces.data();
     if (type_ == KvType::f16) {
-        kernel.to_f16(key, head_dim_, reinterpret_cast<uint16_t*>(pieces.data()));
-        kernel.to_f16(value, head_dim_, reinterpret_cast<uint16_t*>(values));
-    } else {
-        auto* scales = reinterpret_cast<float*>(values + padded(head_dim_, kBlock));
-        uint8_t* out = pieces.data();
-        for (int d = 0; d < head_dim_; d += kBlock) {
-            const EightBits k(kernel, key + d, head_dim_ - d), v(kernel, value + d, head_dim_ - d);
-            uint16_t scale;
-            kernel.to_f16(&k.factors.scale, 1, &scale);
-            std::memcpy(out, &scale, sizeof(scale));
-            out += sizeof(scale);
-            out = std::transform(k.quants, k.quants + kBlock, out,
-                                 [](int8_t quant) { return static_cast<uint8_t>(quant + zero_point(Packing::q8_0)); });
-            std::memcpy(values + d, v.quants, kBlock);
-            scales[d / kBlock] = v.factors.scale;
-        }
+        kernel.to_f16(key, head_dim_, reinterpret_cast<uint16_t*>(out));
     }
-    write_key(data, cell, pieces);
+    for (int d = 0; type_ == KvType::q8_0 && d < head_dim_; d += kBlock) {
+        const EightBits k(kernel, key + d, head_dim_ - d);
+        uint16_t scale;
+        kernel.to_f16(&k.factors.scale, 1, &scale);
+        std::memcpy(out, &scale, sizeof(scale));
+        out += sizeof(scale);
+        out = std::transform(k.quants, k.quants + kBlock, out,
+                             [](int8_t quant) { return static_cast<uint8_t>(quant + zero_point(Packing::q8_0)); });
+    }
+    write_key(head_data(head), cell, pieces);
+}
+
+void KvCache::store_value(const Kernel& kernel, int head, int cell, const float* value) {
+    uint8_t* out = head_data(head) + num_cells_ * key_bytes_ + cell * value_bytes_;
+    if (type_ == KvType::f16) {
+        kernel.to_f16(value, head_dim_, reinterpret_cast<uint16_t*>(out));
+        return;
+    }
+    auto* scales = reinterpret_cast<float*>(out + padded(head_dim_, kBlock));
+    for (int d = 0; d < head_dim_; d += kBlock) {
+        const EightBits v(kernel, value + d, head_dim_ - d);
+        std::memcpy(out + d, v.quants, kBlock);
+        scales[d / kBlock] = v.factors.scale;
+    }
 }
 
 void KvCache::move(int from, int to) {

@@ -28,8 +28,9 @@ public:
     const uint8_t* keys(int head) const { return head_data(head); }
     const uint8_t* values(int head) const { return head_data(head) + num_cells_ * key_bytes_; }
 
-    // Writes one head's key and value, head_dim floats each, into a cell.
-    void store(const Kernel& kernel, int head, int cell, const float* key, const float* value);
+    // Write one head's key or value, head_dim floats, into a cell.
+    void store_key(const Kernel& kernel, int head, int cell, const float* key);
+    void store_value(const Kernel& kernel, int head, int cell, const float* value);
     // Copies a cell to another. Nothing fails.
     void move(int from, int to);
     // Copies cells [first, last) from a cache of the same shape.

@@ -125,7 +125,24 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
     how.out = result.out.data();
     how.stride = width;
     const QuantizedRows next = result.quantized.rows(n, matrix.packing());
-    multiply(kernel, {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, &next}}, num_threads);
+    // Each part is finished once, when all rows have it.
+    const int part = how.gated ? 0 : matrix.rows() % 3 ? matrix.rows() : matrix.rows() / 3;
+    Array<float> finished(result.out.size());
+    std::atomic<int> num_finished{0};
+    const auto finish = [&](int first) {
+        ++num_finished;
+        for (size_t i = first; i < finished.size(); i += width) {
+            std::copy_n(&result.out[i], part, &finished[i]);
+        }
+    };
+    multiply(
+        kernel,
+        {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, &next, nullptr, nullptr, part, finish}},
+        num_threads);
+    CHECK(num_finished == (part > 0 ? matrix.rows() / part : 0));
+    for (int i = 0; part > 0 && i < n; ++i) {
+        CHECK(same(&finished[size_t(i) * width], &result.out[size_t(i) * width], matrix.rows()));
+    }
 }
 
 double activated(double x, Activation activation) {
@@ -795,7 +812,8 @@ void test_cache() {
                         key[d] = key_of(head, cell, d);
                         value[d] = value_of(head, cell, d);
                     }
-                    cache.store(*kernel, head, cell, key.data(), value.data());
+                    cache.store_key(*kernel, head, cell, key.data());
+                    cache.store_value(*kernel, head, cell, value.data());
                 }
             }
             for (int cell = 0; cell < cache.num_cells(); ++cell) {
@@ -821,9 +839,10 @@ void test_eight_bit_cache() {
         for (int head = 0; head < 2; ++head) {
             std::generate_n(key.data(), dim, [] { return random_float(); });
             std::generate_n(value.data(), dim, [] { return random_float(); });
-            moved.store(kernel, head, 37, key.data(), value.data());
-            stored.store(kernel, head, 5, key.data(), value.data());
-            stored.store(kernel, head, 37, key.data(), value.data());
+            for (const auto& [cache, cell] : {std::pair(&moved, 37), std::pair(&stored, 5), std::pair(&stored, 37)}) {
+                cache->store_key(kernel, head, cell, key.data());
+                cache->store_value(kernel, head, cell, value.data());
+            }
         }
         moved.move(37, 5);
         const size_t bytes = KvCache::cell_bytes(KvType::q8_0, 1, dim) * moved.num_cells();
@@ -943,13 +962,13 @@ void test_attention(const AttentionCase& c) {
             for (int head = 0; head < c.kv_heads; ++head) {
                 for (int cell = 0; cell < c.committed; ++cell) {
                     const size_t at = (size_t(head) * cells + cell) * c.dim;
-                    cache.store(scalar, head, cell, &keys[at], &values[at]);
+                    cache.store_key(scalar, head, cell, &keys[at]);
+                    cache.store_value(scalar, head, cell, &values[at]);
                 }
             }
             const int half = text % 2 * c.n / 2;
             if (half > 0) {
                 rows.segments.push_back({&cache, text * c.n, half, c.committed});
-                rows.texts_apart = false;
             }
             rows.segments.push_back({&cache, text * c.n + half, c.n - half, c.committed + half});
             all_contexts.insert(all_contexts.end(), contexts.begin(), contexts.end());
@@ -968,10 +987,13 @@ void test_attention(const AttentionCase& c) {
         rows.cos = all_cosines.data();
         rows.sin = all_sines.data();
         rows.row_scale = c.norms ? all_scales.data() : nullptr;
-        rows.q = mutated.data();
-        rows.k = rows.q + heads * c.dim;
-        rows.v = rows.k + c.kv_heads * c.dim;
+        rows.qkv = mutated.data();
         rows.stride = stride;
+        rows.k_at = heads * c.dim;
+        rows.v_at = rows.k_at + c.kv_heads * c.dim;
+        for (int at = 0; at < stride; at += c.dim) {
+            prepare_head(kernel, how, rows, at);
+        }
         const QuantizedRows next = quantized ? quantized->rows(rows.n - first_row, Packing::q8_0) : QuantizedRows();
         tree_attention(kernel, num_threads, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
@@ -1103,10 +1125,13 @@ void test_memory_that_ends() {
     rows.n = 1;
     rows.segments = {{&cache, 0, 1, 0}};
     rows.contexts = &context;
-    rows.q = qkv.data();
-    rows.k = rows.q + kv_heads * dim;
-    rows.v = rows.k + kv_heads * dim;
+    rows.qkv = qkv.data();
     rows.stride = qkv.size();
+    rows.k_at = kv_heads * dim;
+    rows.v_at = 2 * kv_heads * dim;
+    for (int at = 0; at < 3 * kv_heads * dim; at += dim) {
+        prepare_head(find_kernel("scalar"), how, rows, at);
+    }
     const auto attend = [&](AttentionScratch& scratch) {
         tree_attention(find_kernel("scalar"), 1, how, rows, out.data(), out.size(), nullptr, scratch);
     };
@@ -1157,7 +1182,7 @@ void test_pool() {
                 bad += !run(1 + (repeat + caller) % 9, 2 + caller);
                 if (repeat % 100 == 0) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // so that workers fall asleep
-                    pool.wake();
+                    pool.wake(2);
                 }
             }
         });
