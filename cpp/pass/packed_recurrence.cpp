@@ -148,7 +148,7 @@ PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, cons
     const DeltaNumbers& d = model_.numbers().delta;
     const Value product = products(mixer.input, input, mixer.stride);
     reserve_recurrent(index, d.head_dim);
-    const int threads = threads_for(size_t(product.n) * d.values());
+    const int threads = threads_for(size_t(product.n) * d.values() * d.head_dim);
     ThreadPool::shared().run(static_cast<int>(texts_.size()) * d.key_heads, threads, [&](int task, int worker) {
         run_delta(mixer, texts_[task / d.key_heads], index, task % d.key_heads, first_row, delta_scratch_[worker]);
     });
@@ -170,7 +170,7 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
     const Kernel& kernel = model_.kernel();
     RecurrentState& state = text.state->recurrent(index);
     const int size = d.head_dim, before = h.conv_taps - 1, group = d.group();
-    const size_t mixed_stride = padded(d.values(), kBlock), tile_floats = size_t(size) * kLanes;
+    const size_t mixed_stride = padded(d.values(), kBlock);
     // What the state keeps of a row: inputs of the convolution, keys, deltas, decays.
     const size_t keys_at = d.channels() + size_t(head) * size, deltas_at = size_t(d.channels()) + d.keys();
     const size_t decays_at = deltas_at + d.values();
@@ -301,7 +301,8 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
             }
         }
     });
-    ThreadPool::shared().run(num_texts * d.heads, threads, [&](int task, int worker) {
+    const int threads_of_states = threads_for(size_t(product.n) * d.inner() * d.state_dim);
+    ThreadPool::shared().run(num_texts * d.heads, threads_of_states, [&](int task, int worker) {
         run_space(mixer, texts_[task / d.heads], index, task % d.heads, first_row, delta_scratch_[worker]);
     });
     for (const Text& text : texts_) {
