@@ -39,6 +39,9 @@ int checked_context(const Model& model, int context) {
 
 // In the order of their addresses, so that two calls never wait for each other.
 Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
+    for (Session* session : sessions) {
+        texts_.push_back(&session->text_);
+    }
     std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
     entered_.reserve(sessions.size());
     for (Session* session : sessions) {
@@ -72,10 +75,10 @@ void Session::enter() {
         waiting.left.wait(lock, take);
     }
     caller_ = std::this_thread::get_id();
-    if (executor_ && !executor_->is_of(process)) {
+    if (text_.executor && !text_.executor->is_of(process)) {
         // It may have been in a pass when the process forked.
         try {
-            executor_ = Executor::of(*model_);
+            text_.executor = Executor::of(*text_.model);
         } catch (...) {
             leave();
             throw;
@@ -93,20 +96,22 @@ void Session::leave() {
     waiting.left.notify_all();
 }
 
-Session::Session(std::shared_ptr<const Model> model, int context)
-    : model_(std::move(model)),
-      context_(checked_context(*model_, context)),
-      executor_(Executor::of(*model_)),
-      state_(executor_->backend().make_state(context_ + kSpareRows, context_)) {}
+Session::Session(std::shared_ptr<const Model> model, int context) : text_(std::move(model), context) {}
 
-void Session::check_open() const {
-    if (!state_) {
+Text::Text(std::shared_ptr<const Model> of, int num_positions)
+    : model(std::move(of)),
+      context(checked_context(*model, num_positions)),
+      executor(Executor::of(*model)),
+      state(executor->backend().make_state(context + kSpareRows, context)) {}
+
+void Text::check_open() const {
+    if (!state) {
         throw std::invalid_argument("the session is closed");
     }
 }
 
-void Session::check_tokens(const std::vector<int32_t>& tokens) const {
-    const int size = model_->numbers().vocab_size;
+void Text::check_tokens(const std::vector<int32_t>& tokens) const {
+    const int size = model->numbers().vocab_size;
     for (const int32_t token : tokens) {
         if (token < 0 || token >= size) {
             throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
@@ -115,34 +120,34 @@ void Session::check_tokens(const std::vector<int32_t>& tokens) const {
     }
 }
 
-void Session::check_nothing_pending(const char* call) const {
-    if (!pending_.empty()) {
+void Text::check_nothing_pending(const char* call) const {
+    if (!pending.empty()) {
         throw std::invalid_argument(std::string(call) +
                                     " needs a session without pending rows; commit or discard them first");
     }
 }
 
-int Session::checked_reachable(int length) const {
-    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
-        throw std::invalid_argument("cannot rewind " + std::to_string(committed_.size()) + " tokens to " +
+int Text::checked_reachable(int length) const {
+    if (length < 0 || static_cast<size_t>(length) > committed.size()) {
+        throw std::invalid_argument("cannot rewind " + std::to_string(committed.size()) + " tokens to " +
                                     std::to_string(length));
     }
-    return state_->reachable(length);
+    return state->reachable(length);
 }
 
-const Session::Row& Session::checked_row(int row) const {
-    if (row < 0 || static_cast<size_t>(row) >= pending_.size()) {
+const Text::Row& Text::checked_row(int row) const {
+    if (row < 0 || static_cast<size_t>(row) >= pending.size()) {
         throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
-                                    std::to_string(pending_.size()) + " pending rows");
+                                    std::to_string(pending.size()) + " pending rows");
     }
-    return pending_[row];
+    return pending[row];
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
     std::vector<std::shared_ptr<const float>> rows;  // of hidden states, of all pieces
     size_t read = 0;
     do {
-        const size_t end = std::min(tokens.size(), read + model_->most_pending());
+        const size_t end = std::min(tokens.size(), read + text_.model->most_pending());
         const Work work = Work::read(*this, {tokens.begin() + read, tokens.begin() + end});
         run({&work}, interrupted);
         read = end;
@@ -150,7 +155,7 @@ void Session::prefill(const std::vector<int32_t>& tokens, const std::function<vo
         rows.insert(rows.end(), piece.rows.begin(), piece.rows.end());
     } while (read < tokens.size());
     const Turn turn(*this);
-    hidden_.rows = std::move(rows);
+    text_.hidden.rows = std::move(rows);
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
@@ -168,71 +173,71 @@ Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<in
     return std::move(run({&work})[0]);
 }
 
-void Session::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
-    const int committed = static_cast<int>(committed_.size());
+void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+    const int start = static_cast<int>(committed.size());
     for (size_t i = 0; i < tokens.size(); ++i) {
-        const int index = static_cast<int>(pending_.size()), parent = parents[i];
+        const int index = static_cast<int>(pending.size()), parent = parents[i];
         if (parent < -1 || parent >= index) {
             throw std::invalid_argument("row " + std::to_string(index) + " has parent " + std::to_string(parent) +
                                         "; a parent is -1 or an earlier row");
         }
-        Row row{tokens[i], parent, committed, committed, {}, nullptr, 0, nullptr, nullptr};
+        Row row{tokens[i], parent, start, start, {}, nullptr, 0, nullptr, nullptr};
         if (parent >= 0) {
-            const Row& before = pending_[parent];
+            const Row& before = pending[parent];
             row.position = before.position + 1;
             row.direct = before.direct;
             row.tail = before.tail;
         }
-        if (index >= model_->most_pending()) {
-            throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model_->most_pending()) +
+        if (index >= model->most_pending()) {
+            throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model->most_pending()) +
                                         " pending rows at most; commit or discard some before more are evaluated");
         }
-        const int cell = committed + index;
-        if (row.position >= context_) {
-            throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
+        const int cell = start + index;
+        if (row.position >= context) {
+            throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
         }
-        if (cell >= state_->room()) {
+        if (cell >= state->room()) {
             throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(state_->room() - committed) + " fit now");
+                                   std::to_string(state->room() - start) + " fit now");
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
         } else {
             row.tail.push_back(cell);
         }
-        pending_.push_back(std::move(row));
+        pending.push_back(std::move(row));
     }
 }
 
 // Rows at the next positions that see the context and each other, those before them or all.
-void Session::append_block(const std::vector<int32_t>& tokens) {
-    const int committed = static_cast<int>(committed_.size()), n = static_cast<int>(tokens.size());
-    if (n > executor_->backend().max_rows()) {
-        throw std::invalid_argument("a block has at most " + std::to_string(executor_->backend().max_rows()) +
+void Text::append_block(const std::vector<int32_t>& tokens) {
+    const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
+    if (n > executor->backend().max_rows()) {
+        throw std::invalid_argument("a block has at most " + std::to_string(executor->backend().max_rows()) +
                                     " rows, not " + std::to_string(n));
     }
-    if (committed + n > std::min(context_, state_->room())) {
-        throw ContextFullError("the context of " + std::to_string(context_) + " tokens is full");
+    if (start + n > std::min(context, state->room())) {
+        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
     }
     for (int i = 0; i < n; ++i) {
-        const int seen = committed + (model_->numbers().is_causal ? i + 1 : n);
-        pending_.push_back({tokens[i], i - 1, committed + i, seen, {}, nullptr, 0, nullptr, nullptr});
+        const int seen = start + (model->numbers().is_causal ? i + 1 : n);
+        pending.push_back({tokens[i], i - 1, start + i, seen, {}, nullptr, 0, nullptr, nullptr});
     }
 }
 
 // Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
-void Session::read_logits() {
-    if (const std::shared_ptr<Logits> logits = unread_.lock()) {
-        executor_->read_logits(*state_, *logits);
+void Text::read_logits() {
+    if (const std::shared_ptr<Logits> logits = unread.lock()) {
+        executor->read_logits(*state, *logits);
     }
-    unread_.reset();
+    unread.reset();
 }
 
-void Session::drop_from(size_t first) {
-    pending_.resize(std::min(first, pending_.size()));
+void Text::drop_from(size_t first) {
+    pending.resize(std::min(first, pending.size()));
 }
 
-const Session::Row& Session::judged_row(int row) const {
+const Text::Row& Text::judged_row(int row) const {
     const Row& found = checked_row(row);
     if (!found.logits) {
         throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
@@ -240,19 +245,19 @@ const Session::Row& Session::judged_row(int row) const {
     return found;
 }
 
-LogitsRow Session::logits_row(int row) {
+LogitsRow Text::logits_row(int row) {
     const Row& judged = judged_row(row);
-    if (judged.logits == unread_.lock()) {
+    if (judged.logits == unread.lock()) {
         read_logits();
     }
-    return executor_->row(*judged.logits, judged.slot);
+    return executor->row(*judged.logits, judged.slot);
 }
 
-Judged Session::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
+Judged Text::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
     const LogitsRow logits = logits_row(row);
     return {logits,
             mask,
-            pending_[row].position + 1,
+            pending[row].position + 1,
             sampling,
             k,
             tokens,
@@ -261,27 +266,27 @@ Judged Session::judged(int row, const Sampling* sampling, const Mask& mask, int 
 }
 
 // The tokens up to and including a row's, for rules.
-Prefix Session::prefix(const Sampling& sampling, int row) const {
+Prefix Text::prefix(const Sampling& sampling, int row) const {
     Prefix result;
     if (sampling.rules) {
-        result.text = committed_.data();
-        result.length = committed_.size();
-        for (int i = row; i >= 0; i = pending_[i].parent) {
-            result.path.push_back(pending_[i].token);
+        result.text = committed.data();
+        result.length = committed.size();
+        for (int i = row; i >= 0; i = pending[i].parent) {
+            result.path.push_back(pending[i].token);
         }
     }
     return result;
 }
 
 // The largest logits of a row, best first, where its shortlist holds so many.
-bool Session::largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const {
+bool Text::largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const {
     const int size = shortlist_size();
     if (k > size) {
         return false;
     }
     const Row& judged = judged_row(row);
-    const LogitsRow shortlist = executor_->shortlisted_row(*judged.logits, judged.slot, size);
-    for (const Candidate& found : executor_->sampler(0).largest(shortlist, k)) {
+    const LogitsRow shortlist = executor->shortlisted_row(*judged.logits, judged.slot, size);
+    for (const Candidate& found : executor->sampler(0).largest(shortlist, k)) {
         *tokens++ = found.token;
         *logits++ = found.score;
     }
@@ -289,7 +294,7 @@ bool Session::largest_of_shortlist(int row, int k, int32_t* tokens, float* logit
 }
 
 // Where the shortlist holds all that the sampling can choose, it alone is needed.
-LogitsRow Session::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
+LogitsRow Text::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
     const int size = shortlist_size();
     const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
     const bool needs_more = masked || sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
@@ -297,53 +302,53 @@ LogitsRow Session::row_to_choose_from(const Sampling& sampling, bool masked, int
         return logits_row(row);
     }
     const Row& judged = judged_row(row);
-    return executor_->shortlisted_row(*judged.logits, judged.slot, size);
+    return executor->shortlisted_row(*judged.logits, judged.slot, size);
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
                          int32_t* tokens, float* scores, const Masks& masks) {
     const Turn turn(*this);
-    check_open();
+    text_.check_open();
     if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
         throw std::invalid_argument("candidates needs one sampling, or one for each row");
     }
-    check(masks, rows.size(), model_->numbers().vocab_size);
-    const Executor::Turn computing(*executor_);
+    check(masks, rows.size(), text_.model->numbers().vocab_size);
+    const Executor::Turn computing(*text_.executor);
     std::vector<Judged> judged_rows;
     for (size_t i = 0; i < rows.size(); ++i) {
-        judged_rows.push_back(
-            judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k, tokens + i * k, scores + i * k));
+        judged_rows.push_back(text_.judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k,
+                                           tokens + i * k, scores + i * k));
     }
-    executor_->find_candidates(judged_rows);
+    text_.executor->find_candidates(judged_rows);
 }
 
 void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
                         float* logprobs) {
     const Turn turn(*this);
-    check_open();
-    const bool has_markov = model_->numbers().markov_rank > 0;
+    text_.check_open();
+    const bool has_markov = text_.model->numbers().markov_rank > 0;
     if (before.size() != (has_markov ? rows.size() : 0)) {
         throw std::invalid_argument(has_markov
                                         ? "the token before each row is needed, because the draft has Markov weights"
                                         : "the draft has no Markov weights to read tokens before rows");
     }
-    check_tokens(before);
+    text_.check_tokens(before);
     const int n = static_cast<int>(rows.size());
-    const Executor::Turn computing(*executor_);
-    const size_t stride = model_->numbers().logits_stride();
-    const std::shared_ptr<Logits> logits = executor_->make_logits(n, 0);
+    const Executor::Turn computing(*text_.executor);
+    const size_t stride = text_.model->numbers().logits_stride();
+    const std::shared_ptr<Logits> logits = text_.executor->make_logits(n, 0);
     for (int i = 0; i < n; ++i) {
-        const LogitsRow row = logits_row(rows[i]);
+        const LogitsRow row = text_.logits_row(rows[i]);
         std::copy_n(row.logits, stride, logits->values.data() + i * stride);
         std::copy_n(row.maxima, stride / kRun, logits->maxima.data() + i * stride / kRun);
     }
     if (has_markov) {
-        executor_->backend().add_markov(before.data(), n, logits->values.data(), logits->maxima.data());
-        executor_->check_finite(*logits);
+        text_.executor->backend().add_markov(before.data(), n, logits->values.data(), logits->maxima.data());
+        text_.executor->check_finite(*logits);
     }
     for (int i = 0; i < n; ++i) {
         // The first one found is the token that was asked for, 0.
-        const auto& found = executor_->sampler(0).log_probabilities(executor_->row(*logits, i), 0, k, 1);
+        const auto& found = text_.executor->sampler(0).log_probabilities(text_.executor->row(*logits, i), 0, k, 1);
         for (int j = 0; j < k; ++j) {
             tokens[size_t(i) * k + j] = found[j + 1].token;
             logprobs[size_t(i) * k + j] = found[j + 1].score;
@@ -353,19 +358,19 @@ void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int3
 
 Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
-    check_open();
-    const Executor::Turn computing(*executor_);
-    return follow_from(sampling, {}, root, 0, model_->num_threads());
+    text_.check_open();
+    const Executor::Turn computing(*text_.executor);
+    return text_.follow(sampling, {}, root, 0, text_.model->num_threads());
 }
 
-Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
+Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
     checked_row(root);
-    Sampler& sampler = executor_->sampler(worker);
+    Sampler& sampler = executor->sampler(worker);
     Followed result;
     for (int row = root; row >= 0;) {
         const Mask mask = masks.row(row);
         const LogitsRow logits = row_to_choose_from(sampling, mask.words != nullptr, row);
-        const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending_[row].position + 1,
+        const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending[row].position + 1,
                                              num_threads, prefix(sampling, row));
         if (token < 0) {
             if (row == root) {
@@ -382,8 +387,8 @@ Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int 
         }
         const int parent = row;
         row = -1;
-        for (size_t child = parent + 1; child < pending_.size(); ++child) {
-            if (pending_[child].parent == parent && pending_[child].token == token) {
+        for (size_t child = parent + 1; child < pending.size(); ++child) {
+            if (pending[child].parent == parent && pending[child].token == token) {
                 row = static_cast<int>(child);
                 break;
             }
@@ -394,32 +399,32 @@ Followed Session::follow_from(const Sampling& sampling, const Masks& masks, int 
 
 void Session::commit(const std::vector<int32_t>& path) {
     const Turn turn(*this);
-    check_open();
-    if (model_->family().reads == Reads::as_context && !path.empty()) {
+    text_.check_open();
+    if (text_.model->family().reads == Reads::as_context && !path.empty()) {
         throw std::invalid_argument("rows of a block are no context; discard them");
     }
     for (size_t i = 0; i < path.size(); ++i) {
-        if (checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
+        if (text_.checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
             throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
         }
     }
-    committed_.reserve(committed_.size() + path.size());
-    HiddenRows hidden = model_->taps_all_rows() ? hidden_of(path) : HiddenRows();
-    keep(path, false, std::move(hidden));
+    text_.committed.reserve(text_.committed.size() + path.size());
+    HiddenRows hidden = text_.model->taps_all_rows() ? text_.hidden_of(path) : HiddenRows();
+    text_.keep(path, false, std::move(hidden));
 }
 
-// Commits a path, for which there is room in committed_: nothing fails.
-void Session::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows hidden) {
-    state_->keep(static_cast<int>(committed_.size()), path, was_read);
+// Commits a path, for which there is room in `committed`: nothing fails.
+void Text::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept) {
+    state->keep(static_cast<int>(committed.size()), path, was_read);
     for (const int32_t row : path) {
-        committed_.push_back(pending_[row].token);
+        committed.push_back(pending[row].token);
     }
-    hidden_ = std::move(hidden);
+    hidden = std::move(kept);
     drop_from(0);
 }
 
-HiddenRows Session::hidden_of(const std::vector<int32_t>& rows) const {
-    HiddenRows found{model_->state_size(), {}, model_->family().reads != Reads::nothing};
+HiddenRows Text::hidden_of(const std::vector<int32_t>& rows) const {
+    HiddenRows found{model->state_size(), {}, model->family().reads != Reads::nothing};
     for (const int32_t row : rows) {
         if (const auto& hidden = checked_row(row).hidden) {
             found.rows.push_back(hidden);
@@ -432,103 +437,103 @@ HiddenRows Session::hidden_of(const std::vector<int32_t>& rows) const {
 
 void Session::discard() {
     const Turn turn(*this);
-    check_open();
-    drop_from(0);
+    text_.check_open();
+    text_.drop_from(0);
 }
 
 int Session::reachable(int length) {
     const Turn turn(*this);
-    check_open();
-    return checked_reachable(length);
+    text_.check_open();
+    return text_.checked_reachable(length);
 }
 
 int Session::rewind(int length) {
     const Turn turn(*this);
-    check_open();
-    const int reached = state_->cut(checked_reachable(length));
-    drop_from(0);
-    hidden_ = {};
-    committed_.resize(reached);
+    text_.check_open();
+    const int reached = text_.state->cut(text_.checked_reachable(length));
+    text_.drop_from(0);
+    text_.hidden = {};
+    text_.committed.resize(reached);
     return reached;
 }
 
 std::unique_ptr<Session> Session::fork(int length) {
     const Turn turn(*this);
-    check_open();
-    if (length < 0 || static_cast<size_t>(length) > committed_.size()) {
+    text_.check_open();
+    if (length < 0 || static_cast<size_t>(length) > text_.committed.size()) {
         throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
-                                    std::to_string(committed_.size()));
+                                    std::to_string(text_.committed.size()));
     }
-    auto session = std::make_unique<Session>(model_, context_);
-    const int reached = session->state_->copy(*state_, length);
-    session->committed_.assign(committed_.begin(), committed_.begin() + reached);
+    auto session = std::make_unique<Session>(text_.model, text_.context);
+    const int reached = session->text_.state->copy(*text_.state, length);
+    session->text_.committed.assign(text_.committed.begin(), text_.committed.begin() + reached);
     return session;
 }
 
 void Session::stretch(int length) {
     const Turn turn(*this);
-    check_open();
-    check_nothing_pending("stretch");
-    const int committed = static_cast<int>(committed_.size());
-    if (committed == 0 || length < committed || length > context_) {
+    text_.check_open();
+    text_.check_nothing_pending("stretch");
+    const int committed = static_cast<int>(text_.committed.size());
+    if (committed == 0 || length < committed || length > text_.context) {
         throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
-                                    std::to_string(length) + " of " + std::to_string(context_));
+                                    std::to_string(length) + " of " + std::to_string(text_.context));
     }
-    committed_.reserve(length);
-    state_->stretch(committed, length);
-    hidden_ = {};
-    committed_.resize(length, committed_.back());
+    text_.committed.reserve(length);
+    text_.state->stretch(committed, length);
+    text_.hidden = {};
+    text_.committed.resize(length, text_.committed.back());
 }
 
 void Session::close() {
     const Turn turn(*this);
-    pending_ = {};
-    committed_ = {};
-    hidden_ = {};
-    state_.reset();
-    executor_.reset();
+    text_.pending = {};
+    text_.committed = {};
+    text_.hidden = {};
+    text_.state.reset();
+    text_.executor.reset();
 }
 
 void Session::logits(int row, float* out) {
     const Turn turn(*this);
-    check_open();
-    const Executor::Turn computing(*executor_);
-    const LogitsRow logits = logits_row(row);
+    text_.check_open();
+    const Executor::Turn computing(*text_.executor);
+    const LogitsRow logits = text_.logits_row(row);
     std::copy_n(logits.logits, logits.size, out);
 }
 
 HiddenRows Session::hidden() {
     const Turn turn(*this);
-    HiddenRows found = hidden_;
-    found.width = model_->state_size();
+    HiddenRows found = text_.hidden;
+    found.width = text_.model->state_size();
     return found;
 }
 
 HiddenRows Session::hidden(const std::vector<int32_t>& rows) {
     const Turn turn(*this);
-    check_open();
-    return hidden_of(rows);
+    text_.check_open();
+    return text_.hidden_of(rows);
 }
 
 std::vector<int32_t> Session::tokens() {
     const Turn turn(*this);
-    return committed_;
+    return text_.committed;
 }
 
 size_t Session::num_bytes() {
     const Turn turn(*this);
-    check_open();
-    return state_->num_bytes(static_cast<int>(committed_.size()));
+    text_.check_open();
+    return text_.state->num_bytes(static_cast<int>(text_.committed.size()));
 }
 
 int Session::num_pending() {
     const Turn turn(*this);
-    return static_cast<int>(pending_.size());
+    return static_cast<int>(text_.pending.size());
 }
 
 bool Session::closed() {
     const Turn turn(*this);
-    return !state_;
+    return !text_.state;
 }
 
 }  // namespace pystaged

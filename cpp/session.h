@@ -37,9 +37,74 @@ struct Outcome {
     std::vector<float> scores;  // of the candidates, or these logits
 };
 
+// A text: its committed tokens and the pending rows behind them. Session::Turn alone hands it out.
+struct Text {
+    struct Row {
+        int32_t token, parent, position;
+        int direct;  // see RowContext
+        std::vector<int32_t> tail;
+        std::shared_ptr<Logits> logits;      // or none
+        int slot = 0;                        // in them
+        std::shared_ptr<float> hidden;       // or none
+        std::shared_ptr<const float> input;  // another model's hidden states, or none
+        bool of_target = false;              // see Pass
+    };
+
+    Text(std::shared_ptr<const Model> of, int num_positions);
+
+    void check_open() const;
+    void check_tokens(const std::vector<int32_t>& tokens) const;
+    void check_nothing_pending(const char* call) const;
+    int checked_reachable(int length) const;
+    const Row& checked_row(int row) const;
+    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
+    void append_block(const std::vector<int32_t>& tokens);
+    void drop_from(size_t first);
+    Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
+    void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
+    HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
+    int shortlist_size() const { return executor->backend().shortlist_size(*state); }
+    void read_logits();
+    const Row& judged_row(int row) const;
+    LogitsRow logits_row(int row);
+    Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
+    Prefix prefix(const Sampling& sampling, int row) const;
+    bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
+    LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
+
+    std::shared_ptr<const Model> model;
+    int context;
+    std::shared_ptr<Executor> executor;
+    std::unique_ptr<TextState> state;  // null once closed
+    std::vector<int32_t> committed;
+    std::vector<Row> pending;
+    HiddenRows hidden;             // see Session::hidden()
+    std::weak_ptr<Logits> unread;  // those of the last pass that are still on the device
+};
+
 class Session {
 public:
     static constexpr int kDefaultContext = 8192;
+
+    // One call on some sessions: their locks, and the floating-point environment it computes in.
+    class Turn {
+    public:
+        explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}
+        explicit Turn(std::vector<Session*> sessions);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+        // Of each session, in the order they were named.
+        const std::vector<Text*>& texts() const { return texts_; }
+
+    private:
+        Turn() = default;
+
+        std::vector<Session*> entered_;
+        std::vector<Text*> texts_;
+        FloatEnvironment floats_;
+    };
 
     // `context` positions, 0 for as many as the model was trained for, but no more than kDefaultContext; more than it
     // was trained for are refused with std::invalid_argument.
@@ -103,72 +168,17 @@ public:
     size_t num_bytes();
     int num_pending();
     bool closed();
-    int context() const { return context_; }
-    const Model& model() const { return *model_; }
+    int context() const { return text_.context; }
+    const Model& model() const { return *text_.model; }
 
 private:
-    friend class Run;
-
-    struct Row {
-        int32_t token, parent, position;
-        int direct;  // see RowContext
-        std::vector<int32_t> tail;
-        std::shared_ptr<Logits> logits;      // or none
-        int slot = 0;                        // in them
-        std::shared_ptr<float> hidden;       // or none
-        std::shared_ptr<const float> input;  // another model's hidden states, or none
-        bool of_target = false;              // see Pass
-    };
-
-    // One call on some sessions: their locks, and the floating-point environment it computes in.
-    class Turn {
-    public:
-        explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}
-        explicit Turn(std::vector<Session*> sessions);
-        ~Turn();
-        Turn(const Turn&) = delete;
-        Turn& operator=(const Turn&) = delete;
-
-    private:
-        Turn() = default;
-
-        std::vector<Session*> entered_;
-        FloatEnvironment floats_;
-    };
-
     void enter();
     void leave();
-    void check_open() const;
-    void check_tokens(const std::vector<int32_t>& tokens) const;
-    void check_nothing_pending(const char* call) const;
-    int checked_reachable(int length) const;
-    const Row& checked_row(int row) const;
-    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
-    void append_block(const std::vector<int32_t>& tokens);
-    void drop_from(size_t first);
-    Followed follow_from(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
-    void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows hidden = {});
-    HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
-    int shortlist_size() const { return executor_->backend().shortlist_size(*state_); }
-    void read_logits();
-    const Row& judged_row(int row) const;
-    LogitsRow logits_row(int row);
-    Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
-    Prefix prefix(const Sampling& sampling, int row) const;
-    bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
-    LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
     // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.
     std::atomic<int> process_{0};
     std::atomic<std::thread::id> caller_{};  // whose turn it is
-    std::shared_ptr<const Model> model_;
-    int context_;
-    std::shared_ptr<Executor> executor_;
-    std::unique_ptr<TextState> state_;  // null once closed
-    std::vector<int32_t> committed_;
-    std::vector<Row> pending_;
-    HiddenRows hidden_;
-    std::weak_ptr<Logits> unread_;  // those of the last pass that are still on the device
+    Text text_;
 };
 
 }  // namespace pystaged

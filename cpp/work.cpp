@@ -80,10 +80,10 @@ void check_hidden(const Work& work) {
 class Run {
 public:
     explicit Run(const std::vector<const Work*>& works)
-        : works_(works), turn_(checked_sessions(works)), executor_(works[0]->session->executor_) {}
+        : works_(works), turn_(checked_sessions(works)), executor_(turn_.texts()[0]->executor) {}
     ~Run() {
         for (size_t i = 0; !finished_ && i < starts_.size(); ++i) {
-            works_[i]->session->drop_from(starts_[i]);
+            text_of(i).drop_from(starts_[i]);
         }
     }
     Run(const Run&) = delete;
@@ -94,12 +94,13 @@ public:
     std::vector<Outcome> finish();
 
 private:
-    // Pending rows [first, last) of a session; those from `judged` on get logits.
+    // Pending rows [first, last) of a text; those from `judged` on get logits.
     struct Piece {
-        Session* session;
+        Text* text;
         size_t first, judged, last;
     };
 
+    Text& text_of(size_t work) const { return *turn_.texts()[work]; }
     std::vector<std::vector<Piece>> split() const;
     void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted);
     void follow(std::vector<Outcome>& outcomes);
@@ -113,14 +114,15 @@ private:
 };
 
 void Run::append() {
-    for (const Work* work : works_) {
-        Session& session = *work->session;
-        session.check_open();
-        session.check_tokens(work->tokens);
+    for (size_t i = 0; i < works_.size(); ++i) {
+        const Work* work = works_[i];
+        const Text& text = text_of(i);
+        text.check_open();
+        text.check_tokens(work->tokens);
         if (work->kind != Work::Kind::propose || is_block(*work)) {
-            session.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
-                                          : work->kind == Work::Kind::verify ? "verify"
-                                                                             : "a block");
+            text.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
+                                       : work->kind == Work::Kind::verify ? "verify"
+                                                                          : "a block");
         }
         const size_t n = work->tokens.size(), judged = work->num_judged;
         if ((n == 0 && work->kind != Work::Kind::read) || n != work->parents.size()) {
@@ -133,20 +135,21 @@ void Run::append() {
         if (work->k > 0 && work->samplings.size() != 1 && work->samplings.size() != judged) {
             throw std::invalid_argument("propose needs one sampling, or one for each judged row");
         }
-        check(work->masks, judged, session.model().numbers().vocab_size);
+        check(work->masks, judged, text.model->numbers().vocab_size);
         check_hidden(*work);
     }
     starts_.reserve(works_.size());
-    for (const Work* work : works_) {
-        starts_.push_back(work->session->pending_.size());
-        Session& session = *work->session;
-        const Model& model = session.model();
+    for (size_t w = 0; w < works_.size(); ++w) {
+        const Work* work = works_[w];
+        Text& text = text_of(w);
+        const Model& model = *text.model;
+        starts_.push_back(text.pending.size());
         if (is_block(*work)) {
-            session.append_block(work->tokens);
+            text.append_block(work->tokens);
         } else {
-            session.append(work->tokens, work->parents);
+            text.append(work->tokens, work->parents);
         }
-        auto& pending = session.pending_;
+        auto& pending = text.pending;
         const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
         for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
             pending[starts_.back() + i].input = work->hidden.rows[i];
@@ -168,15 +171,15 @@ std::vector<std::vector<Run::Piece>> Run::split() const {
     std::vector<std::vector<Piece>> passes;
     size_t room = 0;
     const auto add = [&](size_t i) {
-        Session& session = *works_[i]->session;
-        const size_t end = session.pending_.size(), judged = end - works_[i]->num_judged;
+        Text& text = text_of(i);
+        const size_t end = text.pending.size(), judged = end - works_[i]->num_judged;
         for (size_t first = starts_[i], last; first < end; first = last) {
             if (room == 0 || !backend.mixes_texts() || (is_block(*works_[i]) && room < end - first)) {
                 passes.emplace_back();
                 room = backend.max_rows();
             }
             last = std::min(end, first + room);
-            passes.back().push_back({&session, first, std::clamp(judged, first, last), last});
+            passes.back().push_back({&text, first, std::clamp(judged, first, last), last});
             room -= last - first;
         }
     };
@@ -218,10 +221,10 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     if (pieces.size() > 1) {
         spans.clear();
         for (const Piece& piece : pieces) {
-            spans.push_back({piece.session, piece.first, piece.judged, piece.judged});
+            spans.push_back({piece.text, piece.first, piece.judged, piece.judged});
         }
         for (const Piece& piece : pieces) {
-            spans.push_back({piece.session, piece.judged, piece.judged, piece.last});
+            spans.push_back({piece.text, piece.judged, piece.judged, piece.last});
         }
     }
     Pass pass;
@@ -231,18 +234,18 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     std::vector<const float*> inputs;
     std::vector<char> of_target;
     for (const Piece& span : spans) {
-        Session& session = *span.session;
-        session.read_logits();
+        Text& text = *span.text;
+        text.read_logits();
         if (span.first == span.last) {
             continue;
         }
         const int num_rows = static_cast<int>(span.last - span.first);
-        pass.segments.push_back({session.state_.get(), pass.num_rows, num_rows,
-                                 static_cast<int>(session.committed_.size()), static_cast<int>(span.first)});
+        pass.segments.push_back({text.state.get(), pass.num_rows, num_rows, static_cast<int>(text.committed.size()),
+                                 static_cast<int>(span.first)});
         pass.num_rows += num_rows;
         pass.num_logits += static_cast<int>(span.last - span.judged);
         for (size_t i = span.first; i < span.last; ++i) {
-            const Session::Row& row = session.pending_[i];
+            const Text::Row& row = text.pending[i];
             tokens.push_back(row.token);
             positions.push_back(row.position);
             parents.push_back(row.parent);
@@ -259,11 +262,11 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     pass.hidden = hidden.data();
     pass.inputs = inputs.data();
     pass.of_target = of_target.data();
-    const Session& any = *pieces[0].session;
-    pass.is_context = any.model().family().reads == Reads::as_context && any.pending_[pieces[0].first].input;
+    Text& any = *pieces[0].text;  // of one model; on a device it is the only one
+    pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
     pass.interrupted = interrupted;
     std::shared_ptr<Logits> logits;
-    const int shortlist_size = pieces[0].session->shortlist_size();
+    const int shortlist_size = any.shortlist_size();
     if (pass.num_logits > 0) {
         logits = executor_->make_logits(pass.num_logits, shortlist_size);
         pass.logits = logits->values.data();
@@ -273,19 +276,17 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     if (!logits) {
         return;
     }
-    // A device has one text in a pass.
-    Session& session = *pieces[0].session;
     if (shortlist_size > 0) {
-        executor_->read_shortlist(*session.state_, *logits);
-        session.unread_ = logits;
+        executor_->read_shortlist(*any.state, *logits);
+        any.unread = logits;
     } else {
-        executor_->read_logits(*session.state_, *logits);
+        executor_->read_logits(*any.state, *logits);
     }
     int slot = 0;
     for (const Piece& span : spans) {
         for (size_t i = span.judged; i < span.last; ++i) {
-            span.session->pending_[i].logits = logits;
-            span.session->pending_[i].slot = slot++;
+            span.text->pending[i].logits = logits;
+            span.text->pending[i].slot = slot++;
         }
     }
 }
@@ -304,15 +305,15 @@ std::vector<Outcome> Run::finish() {
             paths.back().resize(works_[i]->tokens.size());
             std::iota(paths.back().begin(), paths.back().end(), 0);
         }
-        auto& committed = works_[i]->session->committed_;
+        auto& committed = text_of(i).committed;
         committed.reserve(committed.size() + paths.back().size());
     }
     std::vector<HiddenRows> hidden(works_.size());
     for (size_t i = 0; i < works_.size(); ++i) {
-        const Model& model = works_[i]->session->model();
+        const Model& model = *text_of(i).model;
         const bool verified = works_[i]->kind == Work::Kind::verify;
         if (model.state_size() > 0 && (verified || (model.taps_all_rows() && works_[i]->kind == Work::Kind::read))) {
-            hidden[i] = works_[i]->session->hidden_of(paths[i]);
+            hidden[i] = text_of(i).hidden_of(paths[i]);
             if (paths[i].size() < works_[i]->tokens.size()) {
                 hidden[i] = hidden[i].copied();
             }
@@ -323,7 +324,7 @@ std::vector<Outcome> Run::finish() {
     for (size_t i = 0; i < works_.size(); ++i) {
         if (works_[i]->kind != Work::Kind::propose) {
             const bool was_read = works_[i]->kind == Work::Kind::read && !paths[i].empty();
-            works_[i]->session->keep(paths[i], was_read, std::move(hidden[i]));
+            text_of(i).keep(paths[i], was_read, std::move(hidden[i]));
         }
         if (works_[i]->kind == Work::Kind::verify) {
             outcomes[i].followed.path = std::move(paths[i]);
@@ -342,12 +343,12 @@ void Run::follow(std::vector<Outcome>& outcomes) {
             greedy = greedy && works_[i]->samplings[0].temperature == 0;
         }
     }
-    const int all = works_[0]->session->model().num_threads();
+    const int all = text_of(0).model->num_threads();
     const int threads = trees.size() > 1 && !greedy && executor_->backend().mixes_texts() ? all : 1;
     ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
         const Work& work = *works_[trees[i]];
         outcomes[trees[i]].followed =
-            work.session->follow_from(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
+            text_of(trees[i]).follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
     });
 }
 
@@ -355,20 +356,21 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
     std::vector<Judged> rows;
     for (size_t i = 0; i < works_.size(); ++i) {
         const Work& work = *works_[i];
+        Text& text = text_of(i);
         Outcome& outcome = outcomes[i];
         outcome.tokens.resize(size_t(work.num_judged) * work.k);
         outcome.scores.resize(outcome.tokens.size());
         for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
-            const int row = static_cast<int>(work.session->pending_.size()) - work.num_judged + j;
+            const int row = static_cast<int>(text.pending.size()) - work.num_judged + j;
             int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
             float* scores = &outcome.scores[size_t(j) * work.k];
             const Sampling* sampling = nullptr;
             if (work.kind == Work::Kind::propose) {
                 sampling = &work.samplings[work.samplings.size() == 1 ? 0 : j];
-            } else if (work.session->largest_of_shortlist(row, work.k, tokens, scores)) {
+            } else if (text.largest_of_shortlist(row, work.k, tokens, scores)) {
                 continue;
             }
-            rows.push_back(work.session->judged(row, sampling, work.masks.row(j), work.k, tokens, scores));
+            rows.push_back(text.judged(row, sampling, work.masks.row(j), work.k, tokens, scores));
         }
     }
     executor_->find_candidates(rows);
