@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room
 from pystaged.loading import feature_drafts
+from pystaged.loading.config_reader import language_part
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import PARD_TOKEN, About
 from pystaged.loading.progress import Progress
-from pystaged.loading.shapes import Floats, Shape, Wanted, language_part
+from pystaged.loading.recurrent import Change, Floats, Metadata
+from pystaged.loading.shapes import AHEAD, Shape, Wanted
 from pystaged.loading.vocabulary import read_json, read_vocabulary
 from pystaged.recommended import sampling_keys
 
@@ -58,6 +60,11 @@ class Stored:
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32).reshape(stop - start, *self.shape[1:])
 
+    def rows(self, first: int, count: int) -> Stored:
+        """Some of its rows."""
+        row = int(np.prod(self.shape[1:])) * np.dtype(_DTYPES[self.dtype]).itemsize
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + first * row)
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -74,7 +81,7 @@ class Tensor:
     stored: Stored
     quantization: GGMLQuantizationType
     together: int
-    change: Callable[[Floats], Floats]
+    change: Change
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +99,7 @@ class Tensor:
         groups = max(1, _CHUNK // (self.together * int(np.prod(self.stored.shape[1:]))))
         for start in range(0, rows, groups * self.together):
             values = self.stored.read(start, min(rows, start + groups * self.together))
-            values = np.ascontiguousarray(self.change(_finite(self.stored, self.source, values)))
+            values = np.ascontiguousarray(_finite(self.stored, self.source, self.change(values)))
             if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
                 raise ValueError(f"{self.stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
             yield quants.quantize(values, self.quantization)
@@ -119,15 +126,16 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         _write_draft(folder, out, numbers, quantization, about, progress)
         return
     sampling = sampling_keys(read_json(folder / SAMPLING)) if (folder / SAMPLING).is_file() else {}
-    shape = Shape.of(config, config_path)
-    stored = _stored_tensors(folder)
+    shape, stored = Shape.of(config, config_path), _stored_tensors(folder)
+    if not any(name.startswith(AHEAD) for name in stored):
+        shape = shape.without_ahead()  # transformers does not save them
     quantization = quantization or _lossless_type(shape, stored)
     tensors, num_rows = _plan(folder, shape, stored, quantization)
     vocabulary = read_vocabulary(folder, num_rows, config)
     mask = config.get("pard_token")
     if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
         raise ValueError(f"{config_path}: pard_token is {str(mask)[:20]}, which is no token of its {num_rows}")
-    with _writer(folder, out, shape.family.architecture, tensors, about) as writer:
+    with _writer(folder, out, shape.architecture, tensors, about) as writer:
         _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
         for key, number in sampling.items():
             if isinstance(number, int):
@@ -262,12 +270,12 @@ def shard_names(index: Path) -> list[str]:
 def _write_metadata(
     writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int, architecture: str | None = None
 ) -> None:
-    metadata: dict[str, int | float | str] = {
+    metadata: Metadata = {
         "vocab_size": num_rows,
         "context_length": shape.context,
         "embedding_length": shape.width,
         "feed_forward_length": shape.ffn_width,
-        "block_count": shape.layers,
+        "block_count": shape.layers + shape.ahead,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
         f"attention.layer_norm_{'rms_' if shape.family.ropes else ''}epsilon": shape.epsilon,
@@ -277,9 +285,11 @@ def _write_metadata(
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
+        bool: writer.add_bool,
+        list: writer.add_array,
     }
     for key, value in metadata.items():
-        adders[type(value)](f"{architecture or shape.family.architecture}.{key}", value)
+        adders[type(value)](f"{architecture or shape.architecture}.{key}", value)
     writer.add_file_type(file_type)
 
 
@@ -300,7 +310,7 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
     tensors = []
     used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
-        source = wanted.source if wanted.source == "lm_head.weight" else prefix + wanted.source
+        source = wanted.source if wanted.source.startswith(("lm_head.", AHEAD)) else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
         tensors.append(_tensor(folder, shape, wanted, source, stored[source], quantization))
@@ -328,21 +338,26 @@ def _tensor(
     Raises:
         ValueError: it has another shape, or a type that is not supported.
     """
-    name = wanted.name.split(".")[-2]
+    name = wanted.part
     transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
-    sizes = wanted.shape[::-1] if transposed else wanted.shape
+    sizes = wanted.stored or (wanted.shape[::-1] if transposed else wanted.shape)
     if stored.shape != sizes:
         raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored.shape)}, not {list(sizes)}")
     _check_type(folder, source, stored)
-    together, change = 1, _as_it_is
-    if shape.family.transposed and wanted.layer is not None:
+    if wanted.first is not None:
+        stored = stored.rows(wanted.first, wanted.shape[0])
+    together: int = 1
+    change: Change = _as_it_is
+    if whole := shape.change(wanted):
+        together, change = stored.shape[0], whole
+    elif shape.family.transposed and wanted.layer is not None:
         scale = np.float32(shape.query_scale(wanted.layer) if name == "attn_qkv" else 1)
         together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
     elif (shape.family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
-    elif shape.family.norm_offset and name.endswith("norm"):
+    elif shape.family.norm_offset and name.endswith("norm") and name != "ssm_norm":
         change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    plain = len(sizes) == 1 or name in ("position_embd", "conf_proj")
+    plain = len(sizes) != 2 or name in ("position_embd", "conf_proj")
     kind = GGMLQuantizationType["F32" if plain else quantization]
     if sizes[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16

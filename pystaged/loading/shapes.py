@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pystaged.loading.families import FAMILIES, GEMMA3, MODEL_TYPES, Family
+from pystaged.loading.config_reader import MOST, ConfigReader, positive
+from pystaged.loading.families import GEMMA3, Family
+from pystaged.loading.recurrent import Change, Floats, Metadata, Recurrence
 
-Floats = npt.NDArray[np.float32]
-Metadata = dict[str, "int | float | str"]
-
-_MOST = 1 << 24  # far beyond any model
 _ORIGINAL = "original_max_position_embeddings"
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_UNLIMITED = 1 << 20  # llama.cpp's context length of a model without positions
+AHEAD = "mtp."  # begins the names of tensors for multi-token prediction, beside the model's
+_BARE = {"A_log": "", "D": "", "dt_bias": ".bias"}  # tensors without ".weight" in checkpoints, and GGUF's suffixes
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of a GGUF file: its name, the checkpoint's without prefix, its shape (outputs first), its layer."""
+    """A tensor of a GGUF file: its name, the checkpoint's without prefix, its shape (outputs first), its layer.
+
+    Args:
+        stored: the checkpoint's shape, if it is another one.
+        first: its first row there, if it is a part of the checkpoint's tensor.
+    """
 
     name: str
     source: str
     shape: tuple[int, ...]
     layer: int | None
+    stored: tuple[int, ...] = ()
+    first: int | None = None
+
+    @property
+    def part(self) -> str:
+        """The name without layer and suffix."""
+        prefix = "" if self.layer is None else f"blk.{self.layer}."
+        return self.name.removeprefix(prefix).removesuffix(".weight").removesuffix(".bias")
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,14 @@ class Shape:
     """A model's shape, from its config.json.
 
     Args:
+        architecture: GGUF's name.
+        ahead: blocks for multi-token prediction, behind the layers.
         metadata: entries that only some families have, by GGUF key.
         computed: tensors that no checkpoint stores, by name.
     """
 
     family: Family
+    architecture: str
     width: int
     layers: int
     heads: int
@@ -56,6 +71,8 @@ class Shape:
     computed: Mapping[str, Floats]
     scale_scores: bool
     scale_by_layer: bool
+    recurrence: Recurrence | None = None
+    ahead: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any], path: Path) -> Shape:
@@ -64,7 +81,7 @@ class Shape:
         Raises:
             ValueError: another architecture, a variant that GGUF cannot express, or an impossible shape.
         """
-        reader = _Reader.of(config, path)
+        reader = ConfigReader.of(config, path)
         family, number = reader.family, reader.number
         width, heads = number("hidden_size"), number("num_attention_heads")
         if reader.get("head_dim") is None and width % heads:
@@ -78,25 +95,39 @@ class Shape:
         epsilon = reader.real("rms_norm_eps", 1e-6)
         if epsilon >= 1:
             raise ValueError(f"{path}: {reader.key('rms_norm_eps')} is {epsilon}, but must be between 0 and 1")
-        context = number("max_position_embeddings", reader.get("n_ctx"))
+        context, layers = number("max_position_embeddings", reader.get("n_ctx")), number("num_hidden_layers")
         metadata: Metadata = {
             name: reader.real(key) for name, key in family.reals.items() if reader.get(key) is not None
         }
+        recurrence, architecture = Recurrence.of(reader, width, layers, kv_heads), family.architecture
+        if recurrence and (recurrence.layers or not family.attending):
+            metadata |= recurrence.metadata
+        elif recurrence:
+            architecture = family.attending
         if "sliding_window" in family.defaults:
             metadata["attention.sliding_window"] = number("sliding_window") if reader.get("sliding_window") else 0
         computed: dict[str, Floats] = {}
         if family.ropes:
             metadata |= {"attention.key_length": head_width, "attention.value_length": head_width}
             metadata |= _rope(reader, head_width, context, computed)
+        if "position_embedding_type" in family.only:
+            turns = reader.get("position_embedding_type") == "rope"
+            metadata["rope.scaling.finetuned"] = turns
+            context = context if turns else _UNLIMITED
+        ahead = int(reader.get("mtp_num_hidden_layers") or 0)
+        if ahead:
+            metadata["nextn_predict_layers"] = ahead
+        ffn_width = number("intermediate_size", 4 * width if family.transposed else None)
         shape = cls(
             family=family,
+            architecture=architecture,
             width=width,
-            layers=number("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_width=head_width,
             context=context,
-            ffn_width=number("intermediate_size", 4 * width if family.transposed else None),
+            ffn_width=_adjusted(reader, ffn_width) if reader.get("block_auto_adjust_ff_dim") else ffn_width,
             epsilon=epsilon,
             tied=reader.get("tie_word_embeddings") is not False,
             biased=frozenset(name for name, key in family.biased.items() if key is None or reader.get(key) is True),
@@ -104,6 +135,8 @@ class Shape:
             computed=computed,
             scale_scores=reader.get("scale_attn_weights") is not False,
             scale_by_layer=reader.get("scale_attn_by_inverse_layer_idx") is True,
+            recurrence=recurrence,
+            ahead=ahead,
         )
         _check_layers(reader, shape)
         return shape
@@ -112,6 +145,16 @@ class Shape:
         """Factor for the query weights, after which attention needs only the scale 1 / sqrt(head width)."""
         unscaled = 1.0 if self.scale_scores else float(np.sqrt(self.head_width))
         return unscaled / (layer + 1 if self.scale_by_layer else 1)
+
+    def without_ahead(self) -> Shape:
+        """The same without blocks for multi-token prediction."""
+        metadata = {key: value for key, value in self.metadata.items() if key != "nextn_predict_layers"}
+        return replace(self, ahead=0, metadata=metadata)
+
+    def change(self, wanted: Wanted) -> Change | None:
+        """What is done to a whole tensor of a recurrent layer, None for nothing."""
+        found = self.recurrence
+        return found.changes.get(wanted.part) if found and wanted.layer in found.layers else None
 
     def tensors(self, num_rows: int) -> Iterator[Wanted]:
         """The GGUF file's tensors in order, without computed ones.
@@ -125,7 +168,7 @@ class Shape:
             "token_embd": (num_rows, self.width),
             "output": (num_rows, self.width),
             "position_embd": (self.context, self.width),
-            "attn_q": (self.heads * self.head_width, self.width),
+            "attn_q": (self.heads * self.head_width * (2 if self.family.gated else 1), self.width),
             "attn_k": (self.kv_heads * self.head_width, self.width),
             "attn_v": (self.kv_heads * self.head_width, self.width),
             "attn_qkv": ((self.heads + 2 * self.kv_heads) * self.head_width, self.width),
@@ -135,12 +178,24 @@ class Shape:
             "ffn_gate": (self.ffn_width, self.width),
             "ffn_up": (self.ffn_width * (2 if self.family.fused_gate else 1), self.width),
             "ffn_down": (self.width, self.ffn_width),
+            "nextn.eh_proj": (self.width, 2 * self.width),
         }
 
+        recurrent = self.recurrence.layers if self.recurrence else frozenset()
+
         def both(name: str, source: str, layer: int | None = None) -> Iterator[Wanted]:
-            size = sizes.get(name, (self.width,))
+            size, stored, first = sizes.get(name, (self.width,)), tuple[int, ...](), None
+            if self.recurrence and layer in recurrent:
+                size = self.recurrence.shapes.get(name, size)
+                stored = self.recurrence.stored.get(name, ())
+            if self.family.split_gate and name in ("ffn_gate", "ffn_up"):
+                stored, first = (2 * size[0], size[1]), 0 if name == "ffn_gate" else size[0]
             stem = name if layer is None else f"blk.{layer}.{name}"
-            yield Wanted(f"{stem}.weight", f"{source}.weight", size, layer)
+            bare = _BARE.get(source.rpartition(".")[2])
+            if bare is not None:
+                yield Wanted(f"{stem}{bare}", source, size, layer, stored)
+                return
+            yield Wanted(f"{stem}.weight", f"{source}.weight", size, layer, stored, first)
             if name in self.biased:
                 yield Wanted(f"{stem}.bias", f"{source}.bias", size[:1], layer)
 
@@ -149,82 +204,33 @@ class Shape:
         if not self.tied:
             yield from both("output", "lm_head")
         for layer in range(self.layers):
-            for name, source in self.family.layers.items():
+            for name, source in (self.family.recurrent if layer in recurrent else self.family.layers).items():
                 yield from both(name, f"{self.family.blocks}.{layer}.{source}", layer)
+        for i in range(self.ahead):
+            for name, source in self.family.layers.items():
+                yield from both(name, f"{AHEAD}layers.{i}.{source}", self.layers + i)
+            for name, source in self.family.ahead.items():
+                yield from both(name, f"{AHEAD}{source}", self.layers + i)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Numbers of a config.json, by the names that most families use."""
-
-    config: Mapping[str, Any]
-    path: Path
-    family: Family
-
-    @classmethod
-    def of(cls, config: dict[str, Any], path: Path) -> _Reader:
-        config = language_part(config)
-        kind = config.get("model_type")
-        family = FAMILIES.get(kind) if isinstance(kind, str) else None
-        if any(config.get(key) for key in _EXPERTS):
-            raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts, which is not supported")
-        if family is None:
-            raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
-        if config.get("quantization_config"):
-            raise ValueError(f"{path}: this checkpoint is quantized already; convert the original one")
-        for key, values in family.only.items():
-            if config.get(key, values[0]) not in values:
-                raise ValueError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
-        return cls({**family.defaults, **config}, path, family)
-
-    def key(self, name: str) -> str:
-        return self.family.renamed.get(name, name)
-
-    def get(self, name: str) -> Any:
-        return self.config.get(self.key(name))
-
-    def number(self, name: str, default: int | None = None) -> int:
-        value = self.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
-            raise ValueError(
-                f"{self.path}: {self.key(name)} is {value!r}, but must be a whole number between 1 and {_MOST}"
-            )
-        return value
-
-    def real(self, name: str, default: float | None = None) -> float:
-        value = self.get(name)
-        return positive(self.path, self.key(name), default if value is None else value)
-
-
-def language_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json for text and pictures; others unchanged."""
-    text = config.get("text_config")
-    if config.get("model_type") == "gemma3" and isinstance(text, dict):
-        return config | text | {"model_type": "gemma3_text"}
-    return config
-
-
-def positive(path: Path, name: str, value: object) -> float:
-    """Return a finite number above 0.
-
-    Raises:
-        ValueError: it is none; the message names it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise ValueError(f"{path}: {name} is {value!r}, but must be a number above 0")
-    return float(value)
+def _adjusted(reader: ConfigReader, width: int) -> int:
+    """The width of LFM2's feed-forward networks, of which config.json may state three halves."""
+    width, factor = 2 * width // 3, reader.get("block_ffn_dim_multiplier")
+    if factor is None:
+        return width
+    multiple = reader.number("block_multiple_of")
+    return -(-int(reader.real("block_ffn_dim_multiplier") * width) // multiple) * multiple
 
 
 def _positions(path: Path, original: object) -> int:
     """The number of positions that a model was trained for before rotary scaling."""
     value = positive(path, _ORIGINAL, original)
-    if not 1 <= value <= _MOST:
-        raise ValueError(f"{path}: {_ORIGINAL} is {original!r}, outside 1 to {_MOST}")
+    if not 1 <= value <= MOST:
+        raise ValueError(f"{path}: {_ORIGINAL} is {original!r}, outside 1 to {MOST}")
     return int(value)
 
 
-def _check_layers(reader: _Reader, shape: Shape) -> None:
+def _check_layers(reader: ConfigReader, shape: Shape) -> None:
     """Check layer patterns and attention scales, which GGUF does not store.
 
     Raises:
@@ -249,7 +255,15 @@ def _check_layers(reader: _Reader, shape: Shape) -> None:
         check("query_pre_attn_scalar", per_head)
 
 
-def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
+def _sections(path: Path, found: object, dims: int) -> list[int]:
+    """How many pairs of numbers turn by time, height and width; these are equal in texts."""
+    sections = found if isinstance(found, list) else []
+    if len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections) or 2 * sum(sections) != dims:
+        raise ValueError(f"{path}: mrope_section is {str(found)[:60]}, but must be three numbers of {dims // 2} pairs")
+    return [*sections, 0]
+
+
+def _rope(reader: ConfigReader, head_width: int, context: int, computed: dict[str, Floats]) -> Metadata:
     """Metadata of rotary positions; tensors of factors are added to `computed`."""
     path, family = reader.path, reader.family
     found = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
@@ -273,9 +287,11 @@ def _rope(reader: _Reader, head_width: int, context: int, computed: dict[str, Fl
     base = real("rope_theta", reader.get("rope_theta") or 1e4)
     turned = real("partial_rotary_factor", reader.get("partial_rotary_factor") or 1.0)
     dims = int(head_width * turned)
-    if dims % 2 or not 0 < dims <= head_width or (dims != head_width and not family.fused_gate):
+    if dims % 2 or not 0 < dims <= head_width or (dims != head_width and not family.partial):
         raise ValueError(f"{path}: partial_rotary_factor is {turned}, which rotates {dims} of {head_width} numbers")
     metadata: Metadata = {"rope.dimension_count": dims, "rope.freq_base": base}
+    if family.mixer == "delta net":
+        metadata["rope.dimension_sections"] = _sections(path, found.get("mrope_section", [11, 11, 10]), dims)
     if family is GEMMA3:
         metadata["rope.freq_base_swa"] = positive(path, "rope_local_base_freq", local.get("rope_theta", 1e4))
     original = found.get("original_max_position_embeddings") or reader.get("original_max_position_embeddings")

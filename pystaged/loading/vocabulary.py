@@ -44,6 +44,8 @@ _HEAD, _TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPLITS = {
     rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_BLANKS}": ("smaug-bpe", "llama-bpe"),
     rf"{_WORDS}|\p{{N}}|{_MARKS}|{_BLANKS}": ("qwen2", None),
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}": ("qwen35", None),
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+": (
         "dbrx",
         "llama-bpe",

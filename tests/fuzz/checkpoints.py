@@ -27,6 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "gemma3_text": {"sliding_window": 40},
     "phi3": {"tie_word_embeddings": True},
+    "granitemoehybrid": {},
+    "lfm2": {},
+    "qwen3_5_text": {},
 }
 SETTINGS = {
     "bos_token": "<s>",

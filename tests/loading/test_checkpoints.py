@@ -16,6 +16,7 @@ import pytest
 from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from support.checkpoints import (
     NUM_TOKENS,
+    OF_FAMILY,
     family_config,
     family_weights,
     field,
@@ -73,6 +74,25 @@ GRANITE = {
     "residual_multiplier": 0.7,
     "logits_scaling": 2.0,
 }
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+}
+FIFTH = ["linear_attention"] * 4 + ["full_attention"]
+STATE_SPACE = {
+    "num_hidden_layers": 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-wide-heads": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -104,6 +124,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": (
         "phi3",
         {"rope_parameters": LONG, "original_max_position_embeddings": 64, "tie_word_embeddings": True},
+    ),
+    "lfm2": ("lfm2", {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_auto_adjust_ff_dim": False}),
+    "lfm2-adjusted": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "intermediate_size": 200,
+            "block_multiple_of": 48,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "granite-hybrid": ("granitemoehybrid", GRANITE | STATE_SPACE),
+    "granite-hybrid-plain": (
+        "granitemoehybrid",
+        STATE_SPACE | {"mamba_n_groups": 1, "position_embedding_type": "rope", "attention_multiplier": 0.25},
+    ),
+    "granite-hybrid-attending": (
+        "granitemoehybrid",
+        GRANITE | STATE_SPACE | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+    ),
+    "qwen3.5": ("qwen3_5_text", DELTA_NET),
+    "qwen3.5-tied": (
+        "qwen3_5_text",
+        DELTA_NET
+        | {"num_hidden_layers": 5, "linear_num_value_heads": 2, "layer_types": FIFTH, "tie_word_embeddings": True},
     ),
 }
 
@@ -170,8 +216,10 @@ def test_names_are_those_of_gguf(model_type: str) -> None:
     (architecture,) = (key for key, name in MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = get_tensor_name_map(architecture, 1)
     top = "transformer" if model_type == "gpt2" else "model"
-    for name, source in family.layers.items():
-        assert names.get_name(f"{top}.{family.blocks}.0.{source}") == f"blk.0.{name}"
+    for name, source in (family.layers | family.recurrent).items():
+        if "shared_mlp" not in source:  # llama.cpp's converter takes it apart
+            usual = source.replace("dt_bias", "dt_proj")
+            assert names.get_name(f"{top}.{family.blocks}.0.{usual}") == f"blk.0.{name}"
     for name, source in family.others.items():
         assert names.get_name(f"{top}.{source}") == name
 
@@ -184,15 +232,53 @@ def test_architectures_are_those_of_the_engine(tmp_path: Path) -> None:
     assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)
 
 
-def test_the_text_of_a_model_of_pictures(tmp_path: Path) -> None:
-    folder = write_family(tmp_path / "text", "gemma3_text", num_hidden_layers=7)
+@pytest.mark.parametrize(
+    ("model_type", "seen"), [("gemma3", "vision_tower.embedding.weight"), ("qwen3_5", "visual.patch_embed.proj.bias")]
+)
+def test_the_text_of_a_model_of_pictures(tmp_path: Path, model_type: str, seen: str) -> None:
+    folder = write_family(tmp_path / "text", f"{model_type}_text", tie_word_embeddings=True)
     convert(folder, tmp_path / "text.gguf", about=About("tiny"))
     config = json.loads((folder / "config.json").read_text())
     arrays = family_weights(config, prefix="model.language_model.")
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
-    write_weights(folder, arrays | {"model.vision_tower.embedding.weight": np.zeros((2, 2), np.float32)})
+    whole = {"model_type": model_type, "tie_word_embeddings": True}
+    text = config | {"tie_word_embeddings": model_type == "gemma3"}  # the whole model's counts
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    write_weights(folder, arrays | {f"model.{seen}": np.zeros((2, 2), np.float32)})
     convert(folder, tmp_path / "pictures.gguf", about=About("tiny"))
     assert (tmp_path / "pictures.gguf").read_bytes() == (tmp_path / "text.gguf").read_bytes()
+
+
+def test_blocks_for_multi_token_prediction(tmp_path: Path) -> None:
+    """They are kept, as llama.cpp's converter does; checkpoints that transformers saved lack them."""
+    folder = write_family(tmp_path / "c", "qwen3_5_text")
+    arrays = family_weights(json.loads((folder / "config.json").read_text()))
+    convert(folder, tmp_path / "ahead.gguf")
+    write_weights(folder, {name: array for name, array in arrays.items() if not name.startswith("mtp.")})
+    convert(folder, tmp_path / "plain.gguf")
+    plain, ahead = (GGUFReader(tmp_path / name) for name in ("plain.gguf", "ahead.gguf"))
+    assert [reader.fields["qwen35.block_count"].contents() for reader in (plain, ahead)] == [2, 3]
+    assert ahead.fields["qwen35.nextn_predict_layers"].contents() == 1
+    assert "qwen35.nextn_predict_layers" not in plain.fields
+    more = {tensor.name: tensor.data for tensor in ahead.tensors[len(plain.tensors) :]}
+    assert more.keys() == {f"blk.2.{tensor.name[6:]}" for tensor in plain.tensors if "blk.1." in tensor.name} | {
+        f"blk.2.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    }
+    np.testing.assert_array_equal(more["blk.2.nextn.eh_proj.weight"], arrays["mtp.fc.weight"])
+    np.testing.assert_array_equal(more["blk.2.nextn.hnorm.weight"], arrays["mtp.pre_fc_norm_hidden.weight"] + 1)
+    np.testing.assert_array_equal(more["blk.2.attn_q_norm.weight"], arrays["mtp.layers.0.self_attn.q_norm.weight"] + 1)
+    expected = engine_logits(tmp_path / "plain.gguf", TOKENS[:20])
+    np.testing.assert_array_equal(engine_logits(tmp_path / "ahead.gguf", TOKENS[:20]), expected)
+    with llama_context(tmp_path / "ahead.gguf") as context:
+        assert np.abs(llama_pass(context, TOKENS[:20], 0) - expected).max() <= 1e-2
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].mixer])
+def test_hybrids_in_llama_cpp(tmp_path: Path, model_type: str) -> None:
+    convert(write_family(tmp_path / "c", model_type), tmp_path / "model.gguf")
+    found = engine_logits(tmp_path / "model.gguf", TOKENS)
+    assert found.std() > 0.1
+    with llama_context(tmp_path / "model.gguf", num_threads=1) as context:
+        assert np.abs(llama_pass(context, TOKENS, 0) - found).max() <= 1e-3
 
 
 def test_the_mask_token_of_a_parallel_draft_is_kept(tmp_path: Path) -> None:
@@ -204,10 +290,12 @@ def test_the_mask_token_of_a_parallel_draft_is_kept(tmp_path: Path) -> None:
         mask_token(read_metadata(tmp_path / "model.gguf"), 7)
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
-def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("q8_0", "llama"), ("q4_k_m", "llama"), ("q8_0", "qwen3_5_text"), ("q8_0", "lfm2")]
+)
+def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str, model_type: str) -> None:
     """From a checkpoint in BF16 as from the same numbers in F32."""
-    folder = write_family(tmp_path / "llama", "llama", hidden_size=256, head_dim=64)
+    folder = write_family(tmp_path / "c", model_type, hidden_size=256, head_dim=16 if "qwen" in model_type else 64)
     arrays = family_weights(json.loads((folder / "config.json").read_text()))
     write_bfloat16(folder / "model.safetensors", arrays)
     convert(folder, tmp_path / "f32.gguf", about=About("tiny"))
@@ -222,7 +310,7 @@ def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma3_text", "granitemoehybrid", "qwen3_5_text"])
 def test_large_tensors_are_converted_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
@@ -249,6 +337,10 @@ BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 HEAD, TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA3_SPLIT = rf"{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
 QWEN_SPLIT = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
+QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{BLANKS}"
+)
 PHI4_SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
@@ -263,7 +355,8 @@ TEKKEN_SPLIT = (
 )
 TEXT = (
     "I'm 1234567 years old, WE'VE told 'them'!!\n\n  def f(x):\n\treturn x**2  # caf\u00e9 \u00bd\r\n"
-    "\u4e2d\u6587 \u043d\u0435\u0449\u043e HelloWorld fooBAR 3.14 \U0001f999\u2764 <|user|>hi<|endoftext|>  end "
+    "\u4e2d\u6587 \u043d\u0435\u0449\u043e \u0939\u093f\u0928\u094d\u0926\u0940 "
+    "HelloWorld fooBAR 3.14 \U0001f999\u2764 <|user|>hi<|endoftext|>  end "
 )
 
 
@@ -305,6 +398,7 @@ def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merge
         ("llama-bpe", split(LLAMA3_SPLIT), True),
         ("smaug-bpe", split(LLAMA3_SPLIT), False),
         ("qwen2", split(QWEN_SPLIT), False),
+        ("qwen35", split(QWEN35_SPLIT), False),
         ("dbrx", split(PHI4_SPLIT), False),
         ("gpt-4o", split(GPT4O_SPLIT), False),
         ("tekken", split(TEKKEN_SPLIT), True),
@@ -352,6 +446,27 @@ def test_bos_and_the_template_of_chats(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.add_eos_token"].contents() is False
     assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
     assert llama_tokens(tmp_path / "model.gguf", "a")[0] == NUM_TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "marks"),
+    [
+        ("qwen3_5_text", ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>"]),
+        ("lfm2", ["<|im_end|>", "<|im_start|>", "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"]),
+        ("granitemoehybrid", ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<tool_call>"]),
+    ],
+)
+def test_ends_of_turns(tmp_path: Path, model_type: str, marks: list[str]) -> None:
+    """The token that ends texts ends turns, too; marks are control tokens, whether or not the tokenizer says so."""
+    folder = write_family(tmp_path / "c", model_type)
+    added = [{"id": 280 + i, "content": mark, "special": False} for i, mark in enumerate(marks)]
+    write_tokenizer_json(folder, 280, added_tokens=added)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": marks[0]}))
+    convert(folder, tmp_path / "model.gguf")
+    tokenizer = _core.Tokenizer(str(tmp_path / "model.gguf"))
+    assert tokenizer.eos == 280
+    assert tokenizer.end_tokens.tolist() == [279, 280]
+    assert [tokenizer.is_control(280 + i) for i in range(len(marks))] == [mark.startswith("<|") for mark in marks]
 
 
 def write_sentencepiece(folder: Path, data: bytes) -> Path:
@@ -451,6 +566,29 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "score-scale": ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24, which a GGUF file"),
     "layer-types": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .*, which a GGUF file of"),
+    "kinds-of-layers": (
+        "lfm2",
+        {"layer_types": ["conv", "mamba"]},
+        "layer_types has 'mamba', but only full_att",
+    ),
+    "number-of-layers": ("lfm2", {"layer_types": ["conv"]}, "layer_types is no list of 2 kinds of layers"),
+    "no-ids-of-layers": ("lfm2", {"layer_types": None, "full_attn_idxs": 3}, "is damaged: full_attn_idxs"),
+    "irregular-layers": (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "linear_attention"]},
+        "layer_types is .*, which a GGUF file of qwen35 cannot express",
+    ),
+    "many-layers": ("qwen3_5_text", {"num_hidden_layers": 1 << 20}, "num_hidden_layers is 1048576, above 4096 for a"),
+    "value-heads": ("qwen3_5_text", {"linear_num_value_heads": 5}, "5 value heads .* do not share 2 key heads"),
+    "value-width": ("qwen3_5_text", {"linear_value_head_dim": 32}, "linear_value_head_dim is 32, but must be .* 16"),
+    "sections": (
+        "qwen3_5_text",
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 1]}},
+        r"mrope_section is \[2, 2, 1\], but must be three numbers of 4 pairs",
+    ),
+    "blocks-ahead": ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2, but only 0"),
+    "state-heads": ("granitemoehybrid", {"mamba_n_heads": 7}, "128 numbers do not split into 7 heads"),
+    "hybrid-experts": ("granitemoehybrid", {"num_local_experts": 64}, "'granitemoehybrid' is a mixture of experts"),
     "rope-layers": ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers is \[0, 1\], which a GGUF file of smollm3"),
 }
 
@@ -497,6 +635,7 @@ def test_any_config_is_read_or_refused(model_type: str) -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     usual = family_config(model_type, rope_parameters=rope, sliding_window=40, layer_types=None, text_config=None)
     usual |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_inner": None, "rope_scaling": None}
+    usual |= OF_FAMILY.get(model_type, {})
     for (key, old), value in itertools.product(usual.items(), JUNK):
         for changed in ({key: value}, {"rope_parameters": {key: value}}, {"rope_scaling": rope | {key: value}}):
             with contextlib.suppress(ValueError):

@@ -112,6 +112,28 @@ def write_weights(folder: Path, arrays: Arrays, shards: int = 1) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-6},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        "mtp_num_hidden_layers": 1,
+    },
+}
+
+
 def family_config(model_type: str, **changes: object) -> dict[str, Any]:
     """config.json of a tiny model of another family than GPT-2."""
     usual = {
@@ -127,15 +149,16 @@ def family_config(model_type: str, **changes: object) -> dict[str, Any]:
         "vocab_size": NUM_TOKENS,
         "query_pre_attn_scalar": 16,
     }
-    return usual | changes
+    return usual | OF_FAMILY.get(model_type, {}) | changes
 
 
 def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
     """Tensors of such a model, around 0 but for the norms', which are around 1."""
     generator = np.random.default_rng(seed)
     return {
-        ("" if wanted.source == "lm_head.weight" else prefix) + wanted.source: (
-            0.1 * generator.standard_normal(wanted.shape, dtype=np.float32) + np.float32("norm" in wanted.source)
+        ("" if wanted.source.startswith(("lm_head.", "mtp.")) else prefix) + wanted.source: (
+            0.1 * generator.standard_normal(wanted.stored or wanted.shape, dtype=np.float32)
+            + np.float32("norm" in wanted.source)
         )
         for wanted in Shape.of(config, Path("config.json")).tensors(NUM_TOKENS)
     }
