@@ -91,20 +91,21 @@ def _json(grammar: _Grammar, name: str, schema: Any) -> str:
 
 
 def _xml(grammar: _Grammar, name: str, schema: Any) -> str:
-    """Arguments as tags, in the order of the schema."""
-    end = "\n</parameter>\n"
+    """Arguments between tags, in the order of the schema."""
+    form = grammar.dialect.form
     parts = []
     for i, (key, each, required) in enumerate(_members(schema)):
         own = f"{name}_{i}"
         if is_text(each):
-            value = grammar.texts(each, end)
-            value = f"({value})" if value else grammar.free(own, end)
+            value = grammar.texts(each, form.member_end)
+            value = f"({value})" if value else grammar.free(own, form.member_end)
         else:
-            value = f"{grammar.json(own, each)} {_quoted(end)}"
-        parts.append(f"({_quoted(f'<parameter={key}>' + chr(10))} {value}){'' if required else '?'}")
-    if not parts and schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False:
-        value = grammar.free(f"{name}_any", end)
-        parts.append(f'("<parameter=" /[A-Za-z_][A-Za-z0-9_.-]{0, 63}/ ">\\n" {value})*')
+            value = f"{grammar.json(own, each)} {_quoted(form.member_end)}"
+        parts.append(f"({_quoted(form.member.format(key=key))} {value}){'' if required else '?'}")
+    if not parts and _is_open(schema):
+        begin, tags = map(_quoted, form.member.split("{key}"))
+        value = grammar.free(f"{name}_any", form.member_end)
+        parts.append(f"({begin} /[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/ {tags} {value})*")
     return " ".join(parts)
 
 
@@ -114,26 +115,59 @@ def _gemma(grammar: _Grammar, name: str, schema: Any) -> str:
     if not any(rule.startswith("value:") for rule in grammar.rules):
         text = f"{grammar.words(quote)} {grammar.free('text_end', quote)}"
         grammar.rules.append(_GEMMA.format(text=text))
-    first = '"{"'
+
+    def value(own: str, each: Mapping[str, Any]) -> str:
+        if is_text(each):
+            listed = grammar.texts(each, quote)
+            return f"{grammar.words(quote)} ({listed})" if listed else "text"
+        if each.get("type") in ("integer", "number", "boolean", "null"):
+            return grammar.json(f"{own}_value", each)
+        return "value"
+
     members = sorted(_members(schema))
-    if not members and schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False:
+    if not members and _is_open(schema):
         return "object"
+    return f'"{{" {_separated(grammar, name, members, ":", ",", value)} "}}"'
+
+
+def _python(grammar: _Grammar, name: str, schema: Any) -> str:
+    """Keyword arguments in the order of the schema; strings, lists and objects as in JSON, which Python reads."""
+
+    def value(own: str, each: Mapping[str, Any]) -> str:
+        if each.get("type") in ("boolean", "null") and not listed(each):
+            return '("True" | "False")' if each["type"] == "boolean" else '"None"'
+        return grammar.json(f"{own}_value", each)
+
+    members = _members(schema)
+    if not members and _is_open(schema):
+        pair = grammar.rule(f"{name}_any", f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {grammar.json(f"{name}_value", {})}')
+        return f'({pair} (", " {pair})*)?'
+    return _separated(grammar, name, members, "=", ", ", value)
+
+
+def _separated(
+    grammar: _Grammar,
+    name: str,
+    members: Sequence[tuple[str, Any, bool]],
+    equals: str,
+    between: str,
+    value: Callable[[str, Mapping[str, Any]], str],
+) -> str:
+    """Members in order, each a key, `equals` and a value, with a text between two of them."""
     # tail_i writes the members from i on after another one, head_i as the first ones.
     heads, tails = grammar.rule(f"{name}_h{len(members)}", '""'), grammar.rule(f"{name}_t{len(members)}", '""')
     for i, (key, each, required) in reversed(list(enumerate(members))):
         own = f"{name}_{i}"
-        if is_text(each):
-            listed = grammar.texts(each, quote)
-            value = f"{grammar.words(quote)} ({listed})" if listed else "text"
-        elif each.get("type") in ("integer", "number", "boolean", "null"):
-            value = grammar.json(f"{own}_value", each)
-        else:
-            value = "value"
-        pair = grammar.rule(own, f"{_quoted(key + ':')} {value}")
+        pair = grammar.rule(own, f"{_quoted(key + equals)} {value(own, each)}")
         optional = "" if required else "?"
         heads = grammar.rule(f"{name}_h{i}", f"{pair} {tails}" + ("" if required else f" | {heads}"))
-        tails = grammar.rule(f"{name}_t{i}", f'("," {pair}){optional} {tails}')
-    return f'{first} {heads} "}}"'
+        tails = grammar.rule(f"{name}_t{i}", f"({_quoted(between)} {pair}){optional} {tails}")
+    return heads
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    """Whether an object may have members that its schema does not name."""
+    return schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False
 
 
 def _members(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any, bool]]:
@@ -154,4 +188,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-_STYLES: dict[str, Callable[[_Grammar, str, Any], str]] = {"json": _json, "xml": _xml, "gemma": _gemma}
+_STYLES: dict[str, Callable[[_Grammar, str, Any], str]] = {
+    "json": _json,
+    "xml": _xml,
+    "gemma": _gemma,
+    "python": _python,
+}

@@ -40,7 +40,8 @@ class CallForm:
     parse: reads a call after its mark; returns False, having read nothing, if there is none.
     opening, head, tail, between, closing: how a grammar spells calls: the text before and after all, before and after
     a call's arguments, with {name} and {quoted} for the tool's name, and between two calls; None for one call only.
-    style: how the grammar spells arguments. quote: the mark around strings in the "gemma" style.
+    style: how the grammar spells arguments. quote: the mark around strings in the "gemma" style. member, member_end:
+    what is around an argument's value in the "xml" style.
     """
 
     template: tuple[str, ...]
@@ -55,6 +56,8 @@ class CallForm:
     closing: str = ""
     style: str = "json"
     quote: str = ""
+    member: str = "<parameter={key}>\n"
+    member_end: str = "\n</parameter>\n"
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -87,12 +90,17 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
         if not (yield from _another(source)):
             break
     if is_call and form.end:
-        words, mark = yield from source.collected((form.end, *form.begins))
-        if mark in form.begins:
-            source.text = mark + source.text
-        if mark != form.end and (words := words.strip(" \n}]")):  # the end was forgotten
-            yield "text", words
+        yield from _ended(source, form)
     return is_call
+
+
+def _ended(source: Source, form: CallForm) -> Parser[None]:
+    """Read the mark that ends calls, and what is before it."""
+    words, mark = yield from source.collected((form.end, *form.begins))
+    if mark in form.begins:
+        source.text = mark + source.text
+    if mark != form.end and (words := words.strip(" \n}]")):  # the end was forgotten
+        yield "text", words
 
 
 def _another(source: Source) -> Parser[bool]:
@@ -187,35 +195,42 @@ def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
 
 
 _XML_HEAD = _pattern(r" <function=([^>\s]{1,128})>")
-_VALUE_ENDS = ("\n</parameter>", "</parameter>")
+_GLM_HEAD = _pattern(r' ([^\s<>{}"]{1,128}) (?=<arg_key>|</tool_call>)')
 
 
 def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
-    """Qwen3-Coder's form: <function=name>, and the text of each argument in <parameter=name>."""
-    head = yield from _head(source, _XML_HEAD, form.end)
+    """Forms that write the text of each argument between tags.
+
+    Qwen3-Coder's: <function=name>, then <parameter=key>, value and </parameter>. GLM's: name, then
+    <arg_key>key</arg_key> and <arg_value>value</arg_value>.
+    """
+    head = yield from _head(source, _XML_HEAD if "<function=" in form.begins else _GLM_HEAD, form.end)
     if head is None:
         return False
     source.take(head.end())
     yield "call", head[1]
+    begins, tags = form.member.split("{key}")
+    key_end, _, value_begins = tags.partition("\n")
+    value_ends, closes = (form.member_end.rstrip(), form.member_end.strip()), form.tail.partition("\n")[0]
     properties = (schemas.get(head[1]) or {}).get("properties")
     separator = "{"
-    while (mark := (yield from _skip(source, form, "<parameter=", "</function>"))) == "<parameter=":
-        key, mark = yield from source.collected((">",))
-        if not mark:
+    while (mark := (yield from _skip(source, form, begins, closes))) == begins:
+        key, mark = yield from source.collected((key_end,))
+        if not mark or (value_begins and (yield from _skip(source, form, value_begins)) != value_begins):
             return True
         while not source.text and (yield from source.more()):
             pass
-        source.text = source.text.removeprefix("\n")
+        source.text = source.text if value_begins else source.text.removeprefix("\n")
         yield "arguments", f"{separator}{_dumped(key)}: "
         separator = ", "
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         if is_text(schema):
             yield "arguments", '"'
-            if not (yield from source.until(_VALUE_ENDS, "arguments", lambda part: _dumped(part)[1:-1])):
+            if not (yield from source.until(value_ends, "arguments", lambda part: _dumped(part)[1:-1])):
                 return True
             yield "arguments", '"'
         else:
-            words, mark = yield from source.collected(_VALUE_ENDS)
+            words, mark = yield from source.collected(value_ends)
             if not mark:
                 return True
             yield "arguments", _value(words)
@@ -223,7 +238,7 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
         return True
     yield "arguments", "{}" if separator == "{" else "}"
     yield "end", ""
-    if mark == "</function>":
+    if mark == closes != form.end:
         yield from source.skip_space()
         if (yield from _starts(source, form.end)):
             source.take(len(form.end))
@@ -330,6 +345,146 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
     return True
 
 
+_PYTHON_HEAD = _pattern(r""" \[? (?:(?=\{)|([^\s()\[\]{}<>'"=,:]{1,128}) \( (?=\)|[^\s()\[\]{}<>'"=,:]{1,128} =))""")
+_KEY, _KEY_BEGUN = _pattern(r"""([^\s()\[\]{}<>'"=,:]{1,128}) ="""), _pattern(r"""[^\s()\[\]{}<>'"=,:]{1,128} """)
+_WORD = re.compile(r"""[^\s()\[\]{}'"=,:]+(?=[\s()\[\]{}'"=,:])""")
+_WORD_ENDS = re.compile(r"""[\s()\[\]{}'"=,:]""")
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {each: each for each in "\\'\"/"}
+_HEXADECIMAL = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")
+_DEEPEST = 64  # lists and objects in each other
+
+
+def _python_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """LFM2's form: a list of calls with keywords as in Python, or in JSON, if the system message asks for that."""
+    is_call = False
+    while (head := (yield from _head(source, _PYTHON_HEAD, form.end))) is not None:
+        if head[1] is None:
+            return (yield from _json_call(source, form, schemas)) or is_call
+        source.take(head.end())
+        is_call = True
+        yield "call", head[1]
+        if not (yield from _keywords(source)):
+            return True
+        yield "end", ""
+        if (yield from _next(source)) != ",":
+            break
+        source.take(1)
+    if is_call:
+        yield from _ended(source, form)
+    return is_call
+
+
+def _next(source: Source) -> Parser[str]:
+    """The next character behind white space, which is read; "" at the end."""
+    yield from source.skip_space()
+    return source.text[:1]
+
+
+def _keywords(source: Source) -> Parser[bool]:
+    """Pass on the arguments of a call in Python as a JSON object; returns whether they are complete."""
+    separator = "{"
+    while (mark := (yield from _next(source))) != ")":
+        if mark == ",":
+            source.take(1)
+            continue
+        while not (key := _KEY.match(source.text)):
+            if not _KEY_BEGUN.fullmatch(source.text) or not (yield from source.more()):
+                return False
+        source.take(key.end())
+        yield "arguments", f"{separator}{_dumped(key[1])}: "
+        separator = ", "
+        if not (yield from _python_value(source)):
+            return False
+    source.take(1)
+    yield "arguments", "{}" if separator == "{" else "}"
+    return True
+
+
+def _python_value(source: Source, depth: int = 0) -> Parser[bool]:
+    """Pass on a value in Python as JSON; returns whether it is complete."""
+    mark = yield from _next(source)
+    if mark in _CLOSING and depth < _DEEPEST:
+        source.take(1)
+        yield "arguments", "{" if mark == "{" else "["
+        separator = ""
+        while (inner := (yield from _next(source))) != _CLOSING[mark]:
+            if inner == ",":
+                source.take(1)
+                continue
+            if separator:
+                yield "arguments", separator
+            separator = ", "
+            if mark == "{" and not (yield from _python_key(source)):
+                return False
+            if not (yield from _python_value(source, depth + 1)):
+                return False
+        source.take(1)
+        yield "arguments", "}" if mark == "{" else "]"
+        return True
+    if mark in ("'", '"'):
+        return (yield from _python_text(source))
+    if word := (yield from _word(source)):
+        yield "arguments", _value(word)
+    return bool(word)
+
+
+def _python_key(source: Source) -> Parser[bool]:
+    """Pass on a key of an object and the colon behind it."""
+    if (yield from _next(source)) in ("'", '"'):
+        if not (yield from _python_text(source)):
+            return False
+    elif word := (yield from _word(source)):
+        yield "arguments", _dumped(word)
+    else:
+        return False
+    if (yield from _next(source)) != ":":
+        return False
+    source.take(1)
+    yield "arguments", ": "
+    return True
+
+
+def _word(source: Source) -> Parser[str]:
+    """Read a number or name; "" if there is none that is complete."""
+    while not (found := _WORD.match(source.text)):
+        if _WORD_ENDS.match(source.text) or not (yield from _waits(source, _WORD_ENDS)):
+            return ""
+    return source.take(found.end())
+
+
+def _python_text(source: Source) -> Parser[bool]:
+    """Pass on a string in Python as JSON; returns whether it is complete.
+
+    A quote within a string, which models forget to escape, does not end it: behind its end there is punctuation.
+    """
+    while len(source.text) < 3 and (yield from source.more()):
+        pass
+    quote = next(each for each in ('"""', "'''", '"', "'") if source.text.startswith(each))
+    source.take(len(quote))
+    yield "arguments", '"'
+    while mark := (yield from source.until(("\\", quote), "arguments", lambda part: _dumped(part)[1:-1])):
+        if mark == quote:
+            while not (behind := source.text.lstrip()) and (yield from source.more()):
+                pass
+            if behind[:1] in ("", *",)]}:"):
+                yield "arguments", '"'
+                return True
+            yield "arguments", _dumped(mark)[1:-1]
+            continue
+        while len(source.text) < (5 if source.text[:1] == "u" else 3) and (yield from source.more()):
+            pass
+        source.text = mark + source.text
+        if found := _HEXADECIMAL.match(source.text):
+            source.take(found.end())
+            yield "arguments", f"\\u{(found[1] or found[2]).rjust(4, '0')}"
+        else:
+            source.take(1)
+            escaped = source.take(1)
+            yield "arguments", _dumped(_PYTHON_ESCAPES.get(escaped, mark + escaped))[1:-1]
+    return False
+
+
 HERMES = CallForm(
     ("<tool_call>",),
     ("<tool_call>",),
@@ -372,7 +527,31 @@ FORMS = (
         CallForm((begin,), (begin,), _json_call, _JSON, "}}", opening=f"{begin}[", between=", ", closing="]")
         for begin in ("[TOOL_CALLS]", "<|tool_call|>")  # Mistral's older form, and that of Granite and Phi
     ),
+    CallForm(
+        ("<arg_key>", "<arg_value>"),
+        ("<tool_call>",),
+        _xml_call,
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        end="</tool_call>",
+        between="\n",
+        style="xml",
+        member="<arg_key>{key}</arg_key>\n<arg_value>",
+        member_end="</arg_value>\n",
+    ),
     HERMES,
+    CallForm(
+        ("List of tools: ",),
+        ("<|tool_call_start|>",),
+        _python_call,
+        "{name}(",
+        ")",
+        end="<|tool_call_end|>",
+        opening="<|tool_call_start|>[",
+        between=", ",
+        closing="]<|tool_call_end|>",
+        style="python",
+    ),
     CallForm(
         ('{"name": ', '"parameters": '),
         ("<|python_tag|>",),

@@ -194,12 +194,17 @@ def knows_tools(chat_format: ChatFormat) -> bool:
 
 
 def _spelled(calls: Sequence[dict[str, Any]], form: CallForm) -> str:
-    """Calls in a form that writes JSON; in the Hermes form for others."""
-    form = form if form.style == "json" else HERMES
+    """Calls in a form that writes JSON, or keywords as in Python; in the Hermes form for others."""
+    form = form if form.style in ("json", "python") else HERMES
     words = []
     for function in (call["function"] for call in calls):
         head = form.head.format(name=function["name"], quoted=json.dumps(function["name"], ensure_ascii=False))
-        words.append(f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{form.tail.format()}")
+        arguments = function["arguments"]
+        if form.style == "python" and isinstance(arguments, dict):
+            written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        else:
+            written = json.dumps(arguments, ensure_ascii=False)
+        words.append(f"{head}{written}{form.tail.format()}")
     return f"{form.opening}{(form.between or '').join(words)}{form.closing}"
 
 

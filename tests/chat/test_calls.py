@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from pystaged.result import GenerationResult
 from pystaged.stats import GenerationStats
 
 TEMPLATES = Path(__file__).parent / "templates"
-XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, _, LLAMA = FORMS
+XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, GLM, _, LFM2, LLAMA = FORMS
 THINK = Thinking("<think>", "</think>")
 SCHEMAS: dict[str, Any] = {
     "write": {"properties": {"path": {"type": "string"}, "size": {"type": "integer"}, "extra": {}}},
@@ -117,6 +118,29 @@ AS_WRITTEN: list[tuple[CallForm, str]] = [
             '{"type": "function", "name": "time", "parameters": {}}'
         ),
     ),
+    (
+        GLM,
+        (
+            "I look.\n<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n<arg_key>size</arg_key>"
+            "\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>"
+        ),
+    ),
+    (
+        GLM,
+        (
+            "I look.<tool_call>write<arg_key>path</arg_key><arg_value>a.txt</arg_value><arg_key>size</arg_key>"
+            "<arg_value>3</arg_value></tool_call><tool_call>time</tool_call>"
+        ),
+    ),
+    (LFM2, "I look.<|tool_call_start|>[write(path='a.txt', size=3), time()]<|tool_call_end|>"),
+    (LFM2, 'I look.\n<|tool_call_start|>[write(path="a.txt", size=3), time()]<|tool_call_end|>\n'),
+    (
+        LFM2,
+        (
+            'I look.<|tool_call_start|>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, '
+            '{"name": "time", "arguments": {}}]<|tool_call_end|>'
+        ),
+    ),
 ]
 
 
@@ -200,6 +224,48 @@ def test_long_values_are_not_read_again_with_each_piece(value: str, monkeypatch:
     assert 0 < num_read < 2 * len(value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "'it\\'s'",
+        '"it\'s"',
+        r'"a\nb\t\\ \x41\u00e9\ud83d\ude00 \""',
+        '"""two\nlines, "quoted" \'so\'"""',
+        "''",
+        '""',
+        "-1.5e3",
+        "True",
+        "None",
+        "[1, [True, None], (2, 'x'), {}]",
+        "{'a b': {\"c\": [False]}, 'd': -1}",
+    ],
+)
+def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
+    text = f"<|tool_call_start|>[write(extra={value}, size = 2,), time( )]<|tool_call_end|> So."
+    (name, arguments, is_whole), *rest = split(text, form=LFM2)
+    assert (name, is_whole, rest) == ("write", True, [TIME, ("text", "So.")])
+    expected = json.loads(json.dumps(ast.literal_eval(value)).encode())  # tuples are lists
+    assert json.loads(arguments) == {"extra": expected, "size": 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it's'", "it's"),
+        (r"'\d+'", r"\d+"),
+        ("'a\nb'", "a\nb"),
+        ("true", True),
+        ("null", None),
+        ("plain", "plain"),
+        ("'a]<|tool_call_end|>('", "a]<|tool_call_end|>("),
+        ("{a: 1}", {"a": 1}),
+    ],
+)
+def test_values_that_are_nearly_python(written: str, value: Any) -> None:
+    ((name, arguments, is_whole),) = split(f"<|tool_call_start|>[write(extra={written})]<|tool_call_end|>", form=LFM2)
+    assert (name, is_whole, json.loads(arguments)) == ("write", True, {"extra": value})
+
+
 def test_arguments_as_text_have_the_types_of_their_schema() -> None:
     code = 'if a < b:\n    print("</tool_call>")\n'
     values = {"path": code, "size": "12", "extra": "True", "else": '[1, "x"]', "free": "1 2"}
@@ -232,6 +298,9 @@ def test_arguments_as_text_have_the_types_of_their_schema() -> None:
         (LLAMA, ' {"name": "time", "parameters": {}}', [TIME]),
         (LLAMA, '{"name": "time", "parameters": {}}\n{"name": "time", "parameters": {}}', [TIME, TIME]),
         (MISTRAL, '[TOOL_CALLS][{"name": "time", "arguments": {}}]', [TIME]),
+        (LFM2, "<|tool_call_start|>time()<|tool_call_end|>ok", [TIME, ("text", "ok")]),
+        (LFM2, "<|tool_call_start|>[time()]", [TIME]),
+        (LFM2, "<|tool_call_start|>[time()<|tool_call_start|>[time()]<|tool_call_end|>", [TIME, TIME]),
     ],
 )
 def test_calls_that_are_nearly_right(form: CallForm, text: str, expected: list[Part]) -> None:
@@ -256,6 +325,9 @@ def test_calls_that_are_nearly_right(form: CallForm, text: str, expected: list[P
         (LLAMA, '{"name": "time", "years": {}}'),
         (LLAMA, '<|python_tag|>print("x")'),
         (GEMMA4, "<|tool_call>call me<tool_call|>"),
+        (GLM, "the tag <tool_call> begins <b>"),
+        (LFM2, "<|tool_call_start|>[1, 2]<|tool_call_end|>"),
+        (LFM2, '<|tool_call_start|>[write("a.txt")]<|tool_call_end|>'),
     ],
 )
 def test_what_is_no_call_stays_text(form: CallForm, text: str) -> None:
@@ -274,6 +346,8 @@ FRAGMENTS = [
         "<parameter=path>",
         "</parameter>",
     ),
+    *("<arg_key>", "path</arg_key>", "<arg_value>", "</arg_value>", "write\n<arg_key>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[write(path=", "time()", "(", ")", "=", "'", '"""'),
     *("</function>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
     *(
         '{"name": "write", "arguments": ',
@@ -333,6 +407,10 @@ def test_the_template_decides_the_form() -> None:
         "llama3": LLAMA,
         "gemma3": HERMES,
         "phi3": HERMES,
+        "qwen3.5": XML,
+        "granite4": HERMES,
+        "lfm2": LFM2,
+        "lfm2.5": LFM2,
     }
     for name, form in forms.items():
         assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form, name
@@ -385,7 +463,7 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
             if len(plain) < len(allowed) and (not plain or chooses.random() < 0.5):
                 return text.decode("utf-8", "replace")
             if not ending and len(plain) > 30 and chooses.random() < 0.2:
-                ending = f"\n</parameter>\n{form.quote}".encode() if form.style == "xml" else form.quote.encode()
+                ending = (form.member_end if form.style == "xml" else form.quote).encode()
             word = chooses.choice(list(plain))
             for size in (1, len(ending)):
                 word = ending[:size] if ending[:size] in plain else word
@@ -417,7 +495,7 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
     grammars.close()
 
 
-@pytest.mark.parametrize("form", [HERMES, XML, GEMMA4])
+@pytest.mark.parametrize("form", [HERMES, XML, GEMMA4, LFM2])
 @pytest.mark.parametrize("values", [None, 5, "ab", {"a": 1}, []])
 def test_a_list_of_values_that_is_none_is_ignored(form: CallForm, values: Any) -> None:
     dialect = Dialect(form, None, {})
@@ -425,7 +503,7 @@ def test_a_list_of_values_that_is_none_is_ignored(form: CallForm, values: Any) -
         call_grammar(dialect, {"f": {"properties": {"a": {"type": "string"} | more}}}, several=True)
         for more in ({}, {"enum": values})
     ]
-    assert form is HERMES or texts[0] == texts[1]
+    assert form in (HERMES, LFM2) or texts[0] == texts[1]
 
 
 def test_definitions_are_repeated_only_where_they_are_needed() -> None:
