@@ -32,7 +32,7 @@ def machine() -> dict[str, str | int]:
 def versions() -> dict[str, str]:
     """Versions of the packages that take part."""
     found = {}
-    for name in ("pystaged", "llama-cpp-python", "numpy", "openvino-genai"):
+    for name in ("pystaged", "llama-cpp-python", "numpy"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

@@ -1,16 +1,14 @@
 """The methods that a benchmark compares: pystaged's own, and the baselines installed on this machine.
 
-All get the same setup: model and draft (paths; draft is None for n-grams alone), threads, n_ctx, ends (ids of tokens
-that end a text). Each method adds its runner's module and the runner's fastest options on this machine; a note in the
-report names these options.
+All get the same setup: model and draft (paths; draft is None for n-grams alone), threads, n_ctx. Each method adds its
+runner's module and the runner's fastest options on this machine; a note in the report names these options.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,6 @@ _IK_SPECULATIONS = {
     "draft": ["--spec-type", "draft"],
     "prompt lookup": ["--spec-type", "ngram-simple:ngram_size_n=3,ngram_size_m=8"],
 }
-_OPENVINO = {
-    "plain": "read from GGUF, latency hint",
-    "draft": "read from GGUF, latency hint, 5 guesses at once",
-    "prompt lookup": "read from GGUF, latency hint, n-grams of 3 tokens, 5 guesses at once",
-}
 _IK_REPACK = "--run-time-repack"
 
 
@@ -51,15 +44,14 @@ class Method:
     """A row of the report.
 
     key: the row's name. way: its name in the worker. worker: methods with the same worker share a process. setups: for
-    the worker, with notes; if one crashes, the next is tried. missing: why it cannot run, "" if it can.
+    the worker, with notes; if one crashes, the next is tried.
     """
 
     key: str
     way: str
     worker: str
     is_baseline: bool
-    setups: list[tuple[str, Setup]] = field(default_factory=list)
-    missing: str = ""
+    setups: list[tuple[str, Setup]]
 
     @property
     def meets_misleading(self) -> bool:
@@ -67,13 +59,11 @@ class Method:
         return not self.is_baseline and self.way in ("plain", "staged")
 
 
-def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
-    """pystaged's own methods; with `accept`, plain decoding and drafting of that acceptance at depth 1, 2, ..."""
+def ours(setup: Setup) -> list[Method]:
+    """pystaged's own methods; "tree" and "chain" need a draft model."""
     with_model = without_head(setup)["draft"]
-    setups = [("", setup | {"runner": f"{__package__}.own_methods", "accept": accept})]
+    setups = [("", setup | {"runner": f"{__package__}.own_methods"})]
     named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
-    if accept:
-        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
     return [Method(name, way, "own", False, setups) for way, name in named.items()]
 
 
@@ -91,7 +81,7 @@ def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> li
     if names == "none":
         return []
     setup = without_head(setup)
-    found = _llama_cpp_python(setup) + _openvino(setup)
+    found = _llama_cpp_python(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
     if names == "all":
@@ -134,22 +124,6 @@ def _llama_cpp_python(setup: Setup) -> list[Method]:
         setups = [(note, mine | {"extra_buffers": extra}) for note, extra in buffers.items()]
         found.append(Method(key, way, key, True, setups))
     return found
-
-
-def _openvino(setup: Setup) -> list[Method]:
-    """openvino-genai's methods; each has its own process and weights, because a pipeline supports one way only."""
-    found = []
-    for way in ("plain", "draft", "prompt lookup") if setup["draft"] else ("plain", "prompt lookup"):
-        key = f"openvino-genai, {way}"
-        mine = setup | {"runner": f"{__package__}.baseline_openvino", "way": way}
-        found.append(Method(key, way, key, True, [(_OPENVINO[way], mine)], _absent("openvino", "openvino_genai")))
-    return found
-
-
-def _absent(*modules: str) -> str:
-    """A message that names the modules that are not installed; "" if all are."""
-    missing = [name for name in modules if find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}; pip install 'pystaged[peers]'" if missing else ""
 
 
 def _server(setup: Setup, program: Path, taken: Collection[str]) -> list[Method]:

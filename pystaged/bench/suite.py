@@ -82,8 +82,8 @@ class Suite:
         seconds: float,
         progress: Callable[[str, float, float], None],
     ) -> None:
-        self.outcome = Outcome(notes={each.key: [each.missing] if each.missing else [] for each in methods})
-        self._methods = {each.key: each for each in methods if not each.missing}
+        self.outcome = Outcome(notes={each.key: [] for each in methods})
+        self._methods = {each.key: each for each in methods}
         self._workers = {each.worker: Worker(*each.setups) for each in self._methods.values()}
         self._num_prompts = len(prompts)
         self._prompts = [*prompts, *misleading]

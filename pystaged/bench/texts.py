@@ -130,17 +130,15 @@ def measure(
     *,
     max_tokens: int,
     temperature: float = 0.0,
-    repeats: int = 1,
     threads: int = 0,
     llama_server: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TextsReport:
-    """Decode sequences together; ways take turns, so that changes in the machine's speed affect all alike.
+    """Decode sequences together, with each way in turn.
 
     Args:
         prompts: assigned to the sequences in order, beginning again at the end.
         counts: numbers of sequences at once.
-        repeats: of everything; medians are reported.
         llama_server: the program to compare with, without and with the draft.
         progress: called with a line about what is being done.
 
@@ -171,7 +169,7 @@ def measure(
         for count in counts:
             batch = [prompts[i % len(prompts)] for i in range(count)]
             with _ways(engine, config, setup, count, leave_out) as ways:
-                found += _figures(ways, batch, repeats, setup["ends"], progress, leave_out)
+                found += _figures(ways, batch, setup["ends"], progress, leave_out)
         about: dict[str, Any] = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -182,7 +180,6 @@ def measure(
             "prompts": len(prompts),
             "max_tokens": max_tokens,
             "temperature": temperature,
-            "repeats": repeats,
         }
     return TextsReport(about, found, left_out)
 
@@ -211,31 +208,28 @@ def _ways(
 def _figures(
     ways: list[Way],
     prompts: Sequence[Tokens],
-    repeats: int,
     ends: frozenset[int],
     progress: Callable[[str], None],
     leave_out: _LeaveOut,
 ) -> list[Figures]:
-    found: dict[str, list[Figures]] = {way.name: [] for way in ways}
+    found: list[Figures] = []
     expected: list[list[int]] = []
-    for _ in range(repeats):
-        for way in list(ways):
-            progress(f"{len(prompts)} texts, {way.name}")
-            try:
-                written, passes = way.write(prompts)
-            except RuntimeError as error:
-                if isinstance(way, Ours):
-                    raise
-                leave_out(len(prompts), way.name, error)
-                ways.remove(way)
-                continue
-            expected = expected or [list(takewhile(lambda token: token not in ends, each.tokens)) for each in written]
-            different = sum(
-                any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
-                for each, tokens in zip(written, expected, strict=True)
-            )
-            found[way.name].append(_summary(way.name, written, different, passes))
-    return [_median(runs) for runs in found.values() if runs]
+    for way in ways:
+        progress(f"{len(prompts)} texts, {way.name}")
+        try:
+            written, passes = way.write(prompts)
+        except RuntimeError as error:
+            if isinstance(way, Ours):
+                raise
+            leave_out(len(prompts), way.name, error)
+            continue
+        expected = expected or [list(takewhile(lambda token: token not in ends, each.tokens)) for each in written]
+        different = sum(
+            any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
+            for each, tokens in zip(written, expected, strict=True)
+        )
+        found.append(_summary(way.name, written, different, passes))
+    return found
 
 
 def _summary(way: str, texts: Sequence[Written], different: int, passes: PassStats | None) -> Figures:
@@ -256,12 +250,6 @@ def _summary(way: str, texts: Sequence[Written], different: int, passes: PassSta
         different=different,
         passes=passes.to_dict() if passes else None,
     )
-
-
-def _median(runs: Sequence[Figures]) -> Figures:
-    """The middle run by tokens per second."""
-    ordered = sorted(runs, key=lambda run: run.tokens_per_second)
-    return replace(ordered[len(runs) // 2], different=sum(run.different for run in runs))
 
 
 class Ours:
