@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pystaged._core import Tokenizer
 from pystaged.chat.marked import MESSAGE, TEMPLATE, marks_of
+from pystaged.text import encode_continuation
 
 _WRITTEN = re.compile(f"{TEMPLATE}+")
 _COMES_IN = re.compile(f"[^{TEMPLATE}]+")
@@ -135,13 +136,9 @@ class _Parts:
         self._waiting = ""
 
     def _encode(self, text: str, *, parse_special: bool) -> list[int]:
-        def tokens_of(words: str) -> list[int]:
-            return list(map(int, self._tokenizer.encode(words, add_special=False, parse_special=parse_special)))
-
-        tokens, goes_on, self._goes_on = tokens_of(text), self._goes_on, False
-        # Some vocabularies insert a space before a text, but not after a line end.
-        if goes_on and self._tokenizer.decode(tokens, special=True) == f" {text}":
-            line, more = tokens_of("\n"), tokens_of(f"\n{text}")
-            if more[: len(line)] == line:
-                return more[len(line) :]
-        return tokens
+        goes_on, self._goes_on = self._goes_on, False
+        if goes_on:
+            tokens = encode_continuation(self._tokenizer, text, parse_special=parse_special)
+        else:
+            tokens = self._tokenizer.encode(text, add_special=False, parse_special=parse_special)
+        return list(map(int, tokens))
