@@ -197,17 +197,6 @@ def test_stop_strings_anywhere(path: Path, options: dict[str, Any]) -> None:
     assert accepted > 20
 
 
-def test_a_stop_string_across_tokens(engine: Engine) -> None:
-    whole = engine.generate(PROMPT, max_tokens=40, **WARM)
-    words = [engine.tokenizer.token_bytes(token).decode("utf-8", errors="replace") for token in whole.tokens]
-    at = next(i for i in range(5, 40) if words[i].isascii() and words[i + 1].isascii())
-    stop = words[at] + words[at + 1]
-    result = engine.generate(PROMPT, max_tokens=40, stop=stop, **WARM)
-    assert result.text == whole.text[: whole.text.index(stop)]
-    assert len(result.tokens) <= at + 2
-    assert result.finish_reason == "stop"
-
-
 def test_the_first_of_several_stop_strings(engine: Engine) -> None:
     text = engine.generate(PROMPT, max_tokens=40, **WARM).text
     late, early = text[-4:-1], text[10:13]

@@ -340,20 +340,6 @@ def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
 
 
 @pytest.mark.slow
-def test_tools_and_attachments_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.gif").write_bytes(b"GIF89a")
-    for arguments, words in (
-        (["--functions", "def one() -> int:\n    return 1"], "does not support tools"),
-        (["--at", str(tmp_path / "a.gif"), "image/gif"], "does not support attachments"),
-    ):
-        done = run(tmp_path, "-m", f"pystaged/{NAME}", *arguments, "Hello")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("Error: ")
-        assert done.stderr.endswith(f"{words}\n")
-        assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pystaged/bundled", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1

@@ -350,24 +350,6 @@ def test_raw_text_settings_and_long_lines() -> None:
     assert "write /set NAME VALUE" in done.stderr
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_a_session_stops_the_turn_only(long_text: str) -> None:
-    sentence = long_text.split("\n")[2].strip()
-    # The slowest kernel, so that there is a turn left to stop.
-    window = terminal("chat", "bundled", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
-    window.wait_for(b"> ")
-    window.type(PROMPT.encode() + b"\n")
-    window.wait_for(sentence.encode())
-    window.type(b"\x03")
-    window.wait_for(b"stopped")
-    before = len(window.output)
-    window.type(b"/text\n")
-    # What was on the screen when it stopped is in the text.
-    window.wait_for(sentence.encode(), start=before)
-    window.type(b"/quit\n")
-    assert window.finish() == 0
-
-
 def type_until(window: Terminal, keys: bytes, words: bytes) -> None:
     """Type keys, again and again, until the program answers with these bytes: readline sleeps through a Ctrl-C that
     comes while it begins, and one that comes late drops the line being typed.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
 import pytest
-from support.scheduling import wait_until
-from support.server import NAME, UNFILTERED, Server, live
+from support.server import NAME
 
 from pystaged.engine import Engine
 
@@ -67,45 +65,3 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     assert (found.value.code, found.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(input="a", model=NAME)
-
-
-def test_a_key_that_is_wrong(engine: Engine) -> None:
-    with live(engine, api_keys=["right"]) as server:
-        for key in ("wrong", "right"):
-            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
-                if key == "right":
-                    assert client.models.list().data
-                else:
-                    with pytest.raises(openai.AuthenticationError):
-                        client.models.list()
-
-
-def test_many_at_once_in_an_event_loop(server: Server, engine: Engine) -> None:
-    prompts = ["the tree", "a", "over and over", "0123456789"]
-
-    async def work() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def one(prompt: str) -> str:
-                parts = await client.completions.create(
-                    prompt=prompt, stream=True, seed=5, model=NAME, temperature=1, extra_body=UNFILTERED
-                )
-                return "".join([part.choices[0].text async for part in parts])
-
-            return await asyncio.gather(*map(one, prompts))
-
-    expected = [engine.generate(prompt, max_tokens=16, temperature=1, seed=5).text for prompt in prompts]
-    assert asyncio.run(work()) == expected
-
-
-def test_a_stream_that_is_cancelled(server: Server, engine: Engine) -> None:
-    async def work() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            options: Any = {"model": NAME, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
-            parts = await client.completions.create(prompt="a", stream=True, **options)
-            async for _ in parts:
-                break
-            await parts.close()
-
-    asyncio.run(work())
-    wait_until(lambda: engine.runtime.scheduler.is_idle)

@@ -180,14 +180,6 @@ def test_a_body_that_is_too_large(engine: Engine) -> None:
         assert small.post(TEXT, content=json.dumps(ASK).encode() + b" " * 900).status_code == 200
 
 
-def test_a_grammar_that_is_too_deep_is_refused(usual: TestClient) -> None:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(300):
-        schema = {"type": "object", "properties": {"a": schema}}
-    response = usual.post(TEXT, json=ASK | {"json_schema": schema})
-    assert response.status_code in (200, 400)
-
-
 def test_addresses_of_other_servers(usual: TestClient) -> None:
     def refusal(path: str) -> str:
         response = usual.get(path)
