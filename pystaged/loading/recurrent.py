@@ -43,7 +43,7 @@ class Recurrence:
 
     @classmethod
     def of(cls, reader: ConfigReader, width: int, layers: int, kv_heads: int) -> Recurrence | None:
-        """Read and check them in a config.json; None for a family without.
+        """Read and check them in a config.json; None for a family without, or one that allows that all layers attend.
 
         Raises:
             ValueError: the layers or their numbers are impossible, or GGUF cannot express them.
@@ -57,6 +57,8 @@ class Recurrence:
                 "recurrent layers"
             )
         recurrent = _layers(reader, layers)
+        if not recurrent and reader.family.attending:
+            return None
         metadata, shapes, stored, changes = _MIXERS[mixer](reader, width)
         if mixer == "delta net":
             metadata["full_attention_interval"] = _interval(reader, recurrent, layers)

@@ -99,11 +99,8 @@ class Shape:
         metadata: Metadata = {
             name: reader.real(key) for name, key in family.reals.items() if reader.get(key) is not None
         }
-        recurrence, architecture = Recurrence.of(reader, width, layers, kv_heads), family.architecture
-        if recurrence and (recurrence.layers or not family.attending):
-            metadata |= recurrence.metadata
-        elif recurrence:
-            architecture = family.attending
+        recurrence = Recurrence.of(reader, width, layers, kv_heads)
+        metadata |= recurrence.metadata if recurrence else {}
         if "sliding_window" in family.defaults:
             metadata["attention.sliding_window"] = number("sliding_window") if reader.get("sliding_window") else 0
         computed: dict[str, Floats] = {}
@@ -120,7 +117,7 @@ class Shape:
         ffn_width = number("intermediate_size", 4 * width if family.transposed else None)
         shape = cls(
             family=family,
-            architecture=architecture,
+            architecture=family.architecture if recurrence else family.attending or family.architecture,
             width=width,
             layers=layers,
             heads=heads,

@@ -143,9 +143,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-hybrid-attending": (
         "granitemoehybrid",
-        GRANITE | STATE_SPACE | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+        # Its numbers of states are not used, and need not fit.
+        GRANITE
+        | STATE_SPACE
+        | {
+            "layer_types": ["attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 3,
+        },
     ),
     "qwen3.5": ("qwen3_5_text", DELTA_NET),
+    "qwen3.5-yarn": (
+        "qwen3_5_text",
+        DELTA_NET
+        | {
+            "rope_parameters": DELTA_NET["rope_parameters"]
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        },
+    ),
     "qwen3.5-tied": (
         "qwen3_5_text",
         DELTA_NET

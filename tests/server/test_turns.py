@@ -527,14 +527,22 @@ def test_templates_that_want_ids_of_nine_characters_or_single_calls(load: Load) 
             assert status == 200, found
 
 
-def test_a_template_that_writes_tools_but_no_calls(load: Load) -> None:
-    """As Granite 3's: the calls are told in the content, in the model's form."""
-    template = OPEN.replace("{# <tool_call> #}", "{# <|tool_call|> #}")
-    engine = load(template, MARKS)
+@pytest.mark.parametrize(
+    ("says_form", "written"),
+    [
+        (
+            "<|tool_call|>",
+            '<|tool_call|>[{{"name": "weather", "arguments": {0}}}, {{"name": "weather", "arguments": {0}}}]',
+        ),
+        ("List of tools: ", "<|tool_call_start|>[weather(place='Rome'), weather(place='Rome')]<|tool_call_end|>"),
+    ],
+)
+def test_a_template_that_writes_tools_but_no_calls(load: Load, says_form: str, written: str) -> None:
+    """As Granite 3's and LFM2's: the calls are told in the content, in the model's form."""
+    engine = load(OPEN.replace("{# <tool_call> #}", f"{{# {says_form} #}}"), MARKS)
     call = {"type": "function", "function": {"name": "weather", "arguments": ROME}}
     turns = [*ASKED, {"role": "assistant", "content": "I look.", "tool_calls": [call, call]}, *ASKED]
-    written = f'{{"name": "weather", "arguments": {ROME}}}'
-    told = [*ASKED, {"role": "assistant", "content": f"I look.\n<|tool_call|>[{written}, {written}]"}, *ASKED]
+    told = [*ASKED, {"role": "assistant", "content": f"I look.\n{written.format(ROME)}"}, *ASKED]
     with live(engine) as server:
         _, found = server.ask("/v1/chat/completions", {"messages": turns, "max_tokens": 1})
         assert found["usage"]["prompt_tokens"] == len(engine.chat_format.encode(told))
