@@ -346,10 +346,6 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     if (file.has_tensor(kMarkov)) {
         h.markov_rank = static_cast<int>(std::min(file.tensor(kMarkov).ne[0], kMostNumbers));
     }
-    if (file.has_tensor(kConfidence)) {
-        const bool reads_token = file.tensor(kConfidence).ne[0] != h.width;
-        h.confidence_width = h.width + (reads_token ? h.markov_rank : 0);
-    }
 }
 
 }  // namespace

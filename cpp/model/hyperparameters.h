@@ -15,7 +15,6 @@ constexpr int kMostTaps = 32;  // of a convolution
 constexpr const char* kEmbedding = "token_embd.weight";
 constexpr const char* kHeadName = "output.weight";
 constexpr const char* kMarkov = "markov_w1.weight";
-constexpr const char* kConfidence = "conf_proj.weight";
 constexpr const char* kHeadTokens = "d2t";
 
 enum class MixerKind { attention, short_convolution, delta_net, state_space };
@@ -81,8 +80,8 @@ struct Hyperparameters {
     int block_size = 0;        // tokens of a block, of which the first is the root
     bool is_anchored = false;  // whether the first one already has a guess after it
     bool is_causal = false;
-    int32_t mask_token = 0;                     // the others
-    int markov_rank = 0, confidence_width = 0;  // 0 for none
+    int32_t mask_token = 0;  // the others
+    int markov_rank = 0;     // 0 for none
 
     // What queries at a position are multiplied by.
     float query_scale(int position) const;

@@ -29,7 +29,6 @@ enum class Size {
     twice_width,
     head_size,
     markov_rank,
-    confidence,
     triple,
     taps,
     gated_q,
@@ -65,7 +64,6 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::twice_width: return int64_t(2) * h.width;
         case Size::head_size: return h.head_size;
         case Size::markov_rank: return h.markov_rank;
-        case Size::confidence: return h.confidence_width;
         case Size::triple: return int64_t(3) * h.width;
         case Size::taps: return h.conv_taps;
         case Size::gated_q: return int64_t(2) * h.q_width();
@@ -97,8 +95,8 @@ struct Entry {
 constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAheadNorm = 1u << 27,
                 kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
-                kHasConfidence = 1u << 18, kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15,
-                kGatedQ = Parts(1) << 32, kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34;
+                kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15, kGatedQ = Parts(1) << 32,
+                kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -116,8 +114,6 @@ constexpr Entry kOfModel[] = {
     {Role::head_tokens, kHeadTokens, Size::head_size, Size::none, kSomeTokens},
     {Role::markov_in, kMarkov, Size::markov_rank, Size::vocabulary, kHasMarkov},
     {Role::markov_out, "markov_w2.weight", Size::markov_rank, Size::head_size, kHasMarkov},
-    {Role::confidence, kConfidence, Size::confidence, Size::one_row, kHasConfidence},
-    {Role::confidence_bias, "conf_proj.bias", Size::one_row, Size::none, kHasConfidence},
     {Role::head, kHeadName, Size::width, Size::head_size, kHead},
     {Role::head_bias, "output.bias", Size::vocabulary, Size::none, kHeadBias},
     {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
@@ -247,8 +243,7 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
     const bool beside = family.reads == Reads::beside_tokens;
     return kReadsFeatures | (beside ? kBeside : kNormOfContext) | (h.norm_before_fusion ? kNormOfFeatures : 0) |
            (beside && file.has_tensor(kFeaturesNorms) ? kNormOfEach : 0) |
-           (file.has_tensor(kHeadTokens) ? kSomeTokens : 0) | (h.markov_rank > 0 ? kHasMarkov : 0) |
-           (h.confidence_width > 0 ? kHasConfidence : 0);
+           (file.has_tensor(kHeadTokens) ? kSomeTokens : 0) | (h.markov_rank > 0 ? kHasMarkov : 0);
 }
 
 }  // namespace
@@ -331,6 +326,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         }
         claim_all(kDense, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
+    }
+    if (family.reads == Reads::as_context) {
+        // DSpark's confidence head: how often a guess is right is learnt from what was accepted.
+        claimed.insert({"conf_proj.weight", "conf_proj.bias"});
     }
     // Of a model and the layer behind it that predicts further tokens, what belongs to the other one.
     const auto is_of_other = [&](const std::string& name) {

@@ -25,8 +25,6 @@ enum class Role {
     head_tokens,
     markov_in,
     markov_out,
-    confidence,
-    confidence_bias,
     position_embedding,
     output_norm,
     output_norm_bias,

@@ -63,7 +63,11 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "markov_head_type": ("vanilla", None),
     "parallel_draft_step": (None, 0, 1),
 }
-_UNUSED = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# A confidence head is not used: how often a guess is right is learnt from what was accepted.
+_UNUSED = re.compile(
+    r"t2d|verifier_(norm|lm_head)\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|"
+    r"confidence_(head\.)?proj\.(weight|bias)"
+)
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -81,7 +85,6 @@ _OTHER_NAMES = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^markov_head\."), ""),
-    (re.compile(r"^confidence_(head\.)?proj\."), "conf_proj."),
 )
 
 
@@ -287,8 +290,6 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
     metadata = dict(numbers.metadata)
     if numbers.kind == EAGLE3:
         metadata["norm_before_fc"] = metadata["norm_before_fc"] or "input_norm.weight" in names
-    else:
-        metadata["has_confidence_head"] = "conf_proj.weight" in names
     wanted = []
     for each in _wanted(numbers, names, shapes, count, target_width):  # an absurd number of layers ends at the first
         shape_of(each.source)
@@ -362,7 +363,7 @@ def _wanted(
     yield one("fc", "fc", width, count * target_width)
     if numbers.kind == DFLASH:
         yield one("enc.output_norm", "hidden_norm", width)
-        yield from _heads(names, shapes, width, tokens, rows)
+        yield from _markov_head(names, shapes, tokens, rows)
     elif numbers.metadata["norm_before_fc"] or "input_norm.weight" in names:
         yield one("enc.output_norm", "input_norm", count * target_width)
     for layer in range(shape.layers):
@@ -387,17 +388,12 @@ def _wanted(
                 yield one(f"blk.{layer}.{name}", source, *sizes.get(name, (width,)), layer=layer)
 
 
-def _heads(
-    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, rows: int
+def _markov_head(
+    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], tokens: int, rows: int
 ) -> Iterator[Wanted]:
-    """DSpark's Markov head and its confidence head, which may read the Markov head's row of the token before."""
-    rank = 0
+    """The tensors of DSpark's Markov head, if it has one."""
     if "markov_w1.weight" in names or "markov_w2.weight" in names:
         first = names.get("markov_w1.weight", names.get("markov_w2.weight", ""))
         rank = max((1, *shapes[first][1:]))  # one that does not fit is named by its shape
         yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
         yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)
-    if "conf_proj.weight" in names or "conf_proj.bias" in names:
-        alone = shapes.get(names.get("conf_proj.weight", "")) == (1, width)
-        yield Wanted("conf_proj.weight", "conf_proj.weight", (1, width if alone else width + rank), None)
-        yield Wanted("conf_proj.bias", "conf_proj.bias", (1,), None)

@@ -34,10 +34,7 @@ def outputs(contents: Contents, adjacent: bool) -> list[Array]:
     block = BlockTwin(contents, **parts)
     block.commit(features)
     logits, y = block.block(9)
-    more = [block.correction(3)]
-    if "conf_proj.weight" in contents.tensors:
-        more.append(np.array(block.confidence(y[1], 3)))
-    return [logits, y, *more]
+    return [logits, y, block.correction(3)]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -81,9 +78,7 @@ def test_bfloat16_stays_and_small_tensors_are_floats(tmp_path: Path) -> None:
     write_bfloat16(folder / "model.safetensors", floats)
     convert(folder, tmp_path / "draft.gguf", "BF16")
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "draft.gguf").tensors}
-    assert {name for name, kind in types.items() if kind == "F32"} == {
-        name for name in types if "norm" in name or "conf_proj" in name
-    }
+    assert {name for name, kind in types.items() if kind == "F32"} == {name for name in types if "norm" in name}
     assert set(types.values()) == {"F32", "BF16"}
     fused = Contents.of(tmp_path / "draft.gguf").tensors["fc.weight"]
     assert np.array_equal(fused, (floats["fc.weight"].view(np.uint32) >> 16 << 16).view(np.float32))
@@ -97,7 +92,7 @@ def test_drafts_are_quantized_as_asked(form: str, kind: str, tmp_path: Path) -> 
     exact, found = Contents.made(made.draft), Contents.of(tmp_path / "draft.gguf")
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "draft.gguf").tensors}
     for name, values in exact.tensors.items():
-        if values.ndim == 1 or name in ("fc_norm.weight", "conf_proj.weight"):
+        if values.ndim == 1 or name == "fc_norm.weight":
             assert types[name] == ("I64" if name == "d2t" else "F32")
             assert np.array_equal(np.sort(found.tensors[name]), np.sort(values))
         else:
@@ -175,8 +170,6 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("SpecForge", other("fc_norm.1.weight", np.ones(32, np.float32)), "fc_norm.1.weight' has shape"),
     ("SpecForge", other("fc_norm.1.weight", np.full(64, np.inf, np.float32)), "not finite"),
     ("DSpark", without("markov_head.markov_w2.weight"), "markov_w2.weight' is missing"),
-    ("DSpark", without("confidence_head.proj.bias"), "conf_proj.bias' is missing"),
-    ("DSpark", without("confidence_head.proj.weight"), "conf_proj.weight' is missing"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros(300, np.float32)), "markov_w1"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros((), np.float32)), "markov_w1.weight' has shape []"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros((300, 0), np.float32)), "markov_w1.weight' has shape"),
@@ -193,7 +186,11 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("EAGLE", other("d2t", -np.arange(90)), "names a token twice"),
     ("EAGLE", other("d2t", np.zeros(90, np.float32)), "not of integers"),
     ("EAGLE", header(1 << 40), "damaged"),
-    ("EAGLE", lambda folder: (folder / "model.safetensors").unlink(), "only safetensors"),
+    (
+        "EAGLE",
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "neither model.safetensors nor pytorch_model.bin",
+    ),
 ]
 
 

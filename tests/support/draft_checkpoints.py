@@ -88,7 +88,7 @@ class Form:
                     stem = "input_norm" if eagle3 else "hidden_norm"
                 else:
                     stem = {"markov_w1": "markov_head.markov_w1", "markov_w2": "markov_head.markov_w2"}.get(
-                        stem, _OTHERS.get(stem, stem.replace("conf_proj", "confidence_head.proj"))
+                        stem, _OTHERS.get(stem, stem)
                     )
                 found[f"{stem}.{end}"] = values
         for old, new in self.names.items():
@@ -96,6 +96,7 @@ class Form:
         return found | self.more
 
 
+_CONFIDENCE = {"weight": np.ones((1, 80), np.float32), "bias": np.ones(1, np.float32)}  # of a head that is not used
 _COPIES = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
 _MIDLAYER = {"layers.0.": "midlayer."}
 _CUT = {"draft_vocab": 90, "own_head": True}
@@ -201,7 +202,7 @@ FORMS: dict[str, Callable[[], Form]] = {
             "target_layer_ids": [1, 4],
             "markov_head_type": "vanilla",
         },
-        more=_COPIES,
+        more=_COPIES | {f"confidence_head.proj.{part}": values for part, values in _CONFIDENCE.items()},
     ),
     "SpecForge's DSpark": lambda: Form(
         dspark(taps=[2, 5], causal=True),
@@ -211,10 +212,11 @@ FORMS: dict[str, Callable[[], Form]] = {
             "dflash_config": _DSPARK
             | {"projector_type": "dspark", "mask_token_id": 299, "target_layer_ids": [1, 4], "causal": True},
         },
-        names={"markov_head.": "", "confidence_head.proj": "confidence_proj"},
+        names={"markov_head.": ""},
+        more={f"confidence_proj.{part}": values for part, values in _CONFIDENCE.items()},
     ),
     "Speculators' DSpark": lambda: Form(
-        dspark(taps=[2, 5], from_anchor=False, confidence_with_markov=False, **_CUT),
+        dspark(taps=[2, 5], from_anchor=False, **_CUT),
         {
             "architectures": ["DSparkSpeculator"],
             "speculators_model_type": "dspark",
@@ -222,7 +224,7 @@ FORMS: dict[str, Callable[[], Form]] = {
             "block_size": 4,
             "mask_token_id": 299,
             "aux_hidden_state_layer_ids": [2, 5],
-            "confidence_head_with_markov": False,
+            "enable_confidence_head": False,
         },
         nested="transformer_layer_config",
     ),

@@ -79,13 +79,12 @@ class Eagle3(RandomDraft):
 
 @dataclass
 class Block(RandomDraft):
-    """A DFlash draft, or DSpark: DFlash with a Markov head or a confidence head.
+    """A DFlash draft, or DSpark: DFlash with a Markov head.
 
     Attributes:
         block: its number of places, the last committed token's included.
         from_anchor: place i predicts the token behind it, else the one at it, and place 0 none.
         markov_rank: 0 for no Markov head.
-        confidence_with_markov: the confidence head reads the token before, too.
         mask_token: -1 for the last of V.
     """
 
@@ -93,15 +92,13 @@ class Block(RandomDraft):
     block: int = 4
     from_anchor: bool = False
     markov_rank: int = 0
-    confidence: bool = False
-    confidence_with_markov: bool = True
     causal: bool = False
     mask_token: int = -1
 
 
 def dspark(**options: Any) -> Block:
     """A DSpark draft as DeepSeek makes them."""
-    return Block(**{"from_anchor": True, "markov_rank": 16, "confidence": True} | options)
+    return Block(**{"from_anchor": True, "markov_rank": 16} | options)
 
 
 def eagle3_keys(draft: Eagle3) -> dict[str, Any]:
@@ -118,7 +115,6 @@ def block_keys(draft: Block) -> dict[str, Any]:
     return _keys(draft) | {
         "block_size": draft.block,
         "sample_from_anchor": draft.from_anchor,
-        "has_confidence_head": draft.confidence,
         "attention.causal": draft.causal,
         MASK: draft.mask_token % draft.vocab_size,
     }
@@ -170,7 +166,7 @@ def _write(
         for name, values in tensors.items():
             if values is None:
                 continue
-            if values.ndim == 2 and "norm" not in name and name != "conf_proj.weight":
+            if values.ndim == 2 and "norm" not in name:
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, values)
@@ -204,9 +200,6 @@ def block_tensors(draft: Block) -> dict[str, Array]:
     if rank:
         made.matrix("markov_w1.weight", draft.vocab_size, rank)
         made.matrix("markov_w2.weight", draft.num_rows, rank, scale=4)
-    if draft.confidence:
-        made.matrix("conf_proj.weight", 1, draft.width + (rank if draft.confidence_with_markov else 0))
-        made.tensors["conf_proj.bias"] = np.array([0.25], np.float32)
     return made.tensors
 
 
@@ -528,9 +521,3 @@ class BlockTwin(_Twin):
         if "markov_w1.weight" not in self.tensors:
             return np.zeros(len(self.head))
         return np.asarray(self.tensors["markov_w2.weight"] @ self.tensors["markov_w1.weight"][token])
-
-    def confidence(self, y: Doubles, token: int) -> float:
-        """The expected share of acceptance at a place, given its y [H] and the token before."""
-        weights = self.tensors["conf_proj.weight"].reshape(-1)
-        read = y if len(weights) == len(y) else np.concatenate([y, self.tensors["markov_w1.weight"][token]])
-        return float(1 / (1 + np.exp(-(weights @ read) - self.tensors["conf_proj.bias"][0])))
