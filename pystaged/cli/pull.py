@@ -26,7 +26,7 @@ def pull(
     ] = "",
 ) -> None:
     """Download a model into the cache and print its path. GGUF files are taken as they are; checkpoints
-    (safetensors) are converted and quantized.
+    are converted and quantized.
 
     Example: pystaged pull openai-community/gpt2-large --type q8_0
     """

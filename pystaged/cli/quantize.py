@@ -20,7 +20,7 @@ from pystaged.process import orderly_end
 def quantize(
     source: Annotated[
         str,
-        typer.Argument(help="A model as in generate, or the folder of a checkpoint (safetensors).", metavar="IN"),
+        typer.Argument(help="A model as in generate, or the folder of a checkpoint.", metavar="IN"),
     ],
     out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.", metavar="OUT")],
     type_too: Annotated[

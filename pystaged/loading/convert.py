@@ -1,4 +1,4 @@
-"""Convert Hugging Face checkpoints (safetensors) to GGUF files."""
+"""Convert Hugging Face checkpoints to GGUF files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pystaged.loading import feature_drafts
 from pystaged.loading.config_reader import language_part
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import PARD_TOKEN, About
+from pystaged.loading.pickled import tensors_of
 from pystaged.loading.progress import Progress
 from pystaged.loading.recurrent import Change, Floats, Metadata
 from pystaged.loading.shapes import AHEAD, Shape, Wanted
@@ -30,6 +31,7 @@ from pystaged.recommended import sampling_keys
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"  # of older checkpoints
 SAMPLING = "generation_config.json"
 TYPES = ("F32", "F16", "BF16")
 DRAFT_TYPES = (*TYPES, "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # libllama's quantizer refuses many drafts
@@ -109,8 +111,8 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
     Args:
-        folder: holds config.json, model.safetensors or its index and shards, and the tokenizer's files. Sampling
-            settings in generation_config.json are copied, too.
+        folder: holds config.json, model.safetensors (or its index and shards, or pytorch_model.bin), and the
+            tokenizer's files. Sampling settings in generation_config.json are copied, too.
         out: may be left incomplete after an error.
         quantization: one of TYPES, or DRAFT_TYPES for a draft that reads hidden states, for the matrices; "" for
             the smallest lossless one. Positions, norms and biases stay F32.
@@ -357,7 +359,7 @@ def _tensor(
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
     elif shape.family.norm_offset and name.endswith("norm") and name != "ssm_norm":
         change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    plain = len(sizes) != 2 or name in ("position_embd", "conf_proj")
+    plain = len(sizes) != 2 or name == "position_embd"
     kind = GGMLQuantizationType["F32" if plain else quantization]
     if sizes[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
@@ -411,12 +413,14 @@ def _adjacent(values: Floats, head_width: int) -> Floats:
 def _stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint."""
     index = folder / INDEX
-    names = shard_names(index) if index.is_file() else [WEIGHTS]
+    found = [name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()][:1]
+    names = shard_names(index) if index.is_file() else found
+    if not names:
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {PICKLED}; save its tensors as safetensors")
     stored: dict[str, Stored] = {}
     for name in names:
         if not (folder / name).is_file():
-            pickles = "" if index.is_file() else "; only safetensors files are read"
-            raise ValueError(f"{folder} has no {name}{pickles}")
+            raise ValueError(f"{folder} has no {name}")
         for tensor, where in _tensors_of(folder / name).items():
             if tensor in stored:
                 raise ValueError(f"{folder}: tensor {tensor!r} is in both {stored[tensor].path.name} and {name}")
@@ -425,7 +429,9 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _tensors_of(path: Path) -> dict[str, Stored]:
-    """The tensors of one file, after safetensors has checked its header and size."""
+    """The tensors of one file, after its header and size were checked."""
+    if path.name == PICKLED:
+        return {name: Stored(path, *place) for name, place in tensors_of(path).items()}
     try:
         with safe_open(os.fspath(path), framework="numpy"):
             pass

@@ -51,7 +51,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         ValueError: a malformed name, type or checkpoint, or another architecture.
         OSError: a wrong checksum, a full disk.
     """
-    from pystaged.loading.convert import CONFIG, INDEX, WEIGHTS  # noqa: PLC0415  imports gguf and safetensors
+    from pystaged.loading.convert import CONFIG, INDEX, PICKLED, WEIGHTS  # noqa: PLC0415  imports gguf and safetensors
 
     match = HUB_ID.fullmatch(hub_id(name))
     if not match:
@@ -70,7 +70,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         downloaded = chosen in repository.downloaded
         cache.save_source(path, repository.revision, repository.license, downloaded=downloaded)
         return path
-    if CONFIG in repository.files and {WEIGHTS, INDEX} & repository.files.keys():
+    if CONFIG in repository.files and {WEIGHTS, INDEX, PICKLED} & repository.files.keys():
         kind = wanted.lower() or DEFAULT_TYPE
         if kind not in FILE_TYPES:
             raise FileNotFoundError(
@@ -84,14 +84,22 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
             f"name one: {', '.join(f'{repository_name}:{file}' for file in models[:20])}"
         )
     raise FileNotFoundError(
-        f"{repository_name} has no suitable file: neither a whole GGUF file nor {CONFIG} with {WEIGHTS}"
+        f"{repository_name} has no suitable file: neither a whole GGUF file nor {CONFIG} with {WEIGHTS} or {PICKLED}"
     )
 
 
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
     from pystaged.loading import feature_drafts  # noqa: PLC0415  imports gguf and safetensors, as the next does
-    from pystaged.loading.convert import CONFIG, INDEX, SAMPLING, WEIGHTS, check, shard_names  # noqa: PLC0415
+    from pystaged.loading.convert import (  # noqa: PLC0415
+        CONFIG,
+        INDEX,
+        PICKLED,
+        SAMPLING,
+        WEIGHTS,
+        check,
+        shard_names,
+    )
     from pystaged.loading.vocabulary import TOKENIZER_FILES, read_json  # noqa: PLC0415
 
     name, stem = repository.name, repository.name.rpartition("/")[2]
@@ -102,7 +110,7 @@ def _convert(repository: _Repository, kind: str) -> Path:
     is_draft = check(read_json(config), Path(f"{name}/{CONFIG}"), kind)
     if is_draft:
         feature_drafts.check_files(name, repository.files)
-    weights = [WEIGHTS]
+    weights = [WEIGHTS if WEIGHTS in repository.files else PICKLED]
     if INDEX in repository.files:
         weights = shard_names(repository.fetch(INDEX))
     others = () if is_draft else (*TOKENIZER_FILES, SAMPLING)

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file
 from support.checkpoints import sentencepiece_model, write_checkpoint, write_family, write_tokenizer
-from support.convert import convert
+from support.convert import convert, write_pickled
 
 from fuzz.mutate import damage, damage_json, damage_value, spelled
 from fuzz.target import Case, Target, short
@@ -42,9 +43,15 @@ Files = dict[str, bytes]
 
 
 class Checkpoint(Target):
-    """config.json, model.safetensors and the index of its parts: converted, then loaded."""
+    """config.json, model.safetensors and the index of its parts, pytorch_model.bin: converted, then loaded."""
 
-    damaged = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    damaged = (
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -59,7 +66,13 @@ class Checkpoint(Target):
         return {
             "gpt2": self._written(partial(write_checkpoint, self._at, n_embd=32, n_layer=1)),
             "parts": self._written(partial(write_family, self._at, "llama", shards=2)),
+            "pickled": self._written(self._pickle),
         }
+
+    def _pickle(self) -> None:
+        write_family(self._at, "llama")
+        write_pickled(self._at / "pytorch_model.bin", load_file(self._at / "model.safetensors"))
+        (self._at / "model.safetensors").unlink()
 
     def _written(self, write: Any) -> Files:
         shutil.rmtree(self._at, ignore_errors=True)

@@ -296,7 +296,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "index-drive": (index_of("c:x.safetensors"), "'c:x.safetensors'"),
     "index-numbers": (index_of(3), "has no weight_map"),
     "no-index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]") and None, "no JSON object"),
-    "no-weights": (remove("model.safetensors"), "has no model.safetensors; only safetensors files"),
+    "no-weights": (remove("model.safetensors"), "has neither model.safetensors nor pytorch_model.bin"),
     "no-config": (remove("config.json"), r"holds no checkpoint: it has no config\.json"),
     "config-no-json": (lambda folder: (folder / "config.json").write_text("{") and None, r"config\.json is damaged"),
     "config-deep": (lambda folder: (folder / "config.json").write_text("[" * 10**6) and None, "is damaged"),

@@ -15,7 +15,7 @@ from support.checkpoints import config as checkpoint_config
 from support.checkpoints import weights as checkpoint_weights
 from support.checkpoints import write_checkpoint, write_family, write_weights
 from support.commands import assert_refused, run
-from support.convert import convert
+from support.convert import convert, write_pickled
 from support.draft_checkpoints import FORMS, write_form
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
@@ -91,12 +91,16 @@ def leftovers(tmp_path: Path) -> list[str]:
 # ---- What is got ----
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [1, 3, 0])  # 0 for a pytorch_model.bin
 def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards: int) -> None:
     if shards > 1:
         write_weights(tmp_path, checkpoint_weights(checkpoint_config()), shards)
         del tiny.files["model.safetensors"]
         tiny.files |= {path.name: path.read_bytes() for path in tmp_path.glob("model*")}
+    if not shards:
+        write_pickled(tmp_path / "pytorch_model.bin", checkpoint_weights(checkpoint_config()))
+        del tiny.files["model.safetensors"]
+        tiny.files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
     seen: list[str] = []
     path = hub.pull(TINY, progress=lambda what, _done, _total: seen.append(what))
     assert path == tmp_path / "cache" / "pystaged" / "models" / "someone" / "tiny" / "tiny.Q8_0.gguf"
@@ -109,7 +113,9 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
         "quantizing",
     ]
     assert leftovers(tmp_path) == []
-    assert not any("pytorch_model" in request.path or "README" in request.path for request in online.requests)
+    fetched = " ".join(request.path for request in online.requests)
+    assert ("pytorch_model" in fetched) == (not shards)
+    assert "README" not in fetched
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 
@@ -290,7 +296,7 @@ def test_failures_that_stay(online: Hub) -> None:
         ({"gated": True}, PermissionError, "someone/tiny is gated: accept its conditions at .*/someone/tiny, then log"),
         ({"about": {"config": {"model_type": "mamba"}}}, ValueError, "the architecture 'mamba' is not supported, only"),
         ({"files": {}}, FileNotFoundError, "has no suitable file: neither a whole GGUF file nor config.json with"),
-        ({"files": {"config.json": b"{}", "pytorch_model.bin": b""}}, FileNotFoundError, "no suitable file"),
+        ({"files": {"config.json": b"{}", "pytorch_model-1.bin": b""}}, FileNotFoundError, "no suitable file"),
         ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
         (
             {"files": {"a.gguf": b"x", "b.gguf": b"y"}},
@@ -300,7 +306,7 @@ def test_failures_that_stay(online: Hub) -> None:
         ({"files": {"../../evil.gguf": b"x"}}, ValueError, r"names the file '\.\./\.\./evil\.gguf', which is outside"),
         ({"files": {"/etc/evil.gguf": b"x"}}, ValueError, "which is outside"),
     ],
-    ids=["private", "gated", "mamba", "empty", "pickle", "split", "several", "dots", "absolute"],
+    ids=["private", "gated", "mamba", "empty", "pickles", "split", "several", "dots", "absolute"],
 )
 def test_refusals(
     tiny: Repository, online: Hub, tmp_path: Path, change: dict[str, Any], kind: type[Exception], message: str
