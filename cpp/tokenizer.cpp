@@ -96,6 +96,8 @@ void call_with_stack(size_t bytes, const std::function<void()>& work) {
     }
 }
 
+constexpr const char* kMaskToken = "pystaged.pard_token";
+
 // libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
@@ -122,8 +124,8 @@ void check_vocabulary(const GgufFile& file) {
         }
     }
     const auto last = static_cast<int64_t>(tokens->second) - 1;
-    for (const char* name : {"bos", "eos"}) {
-        file.integer(std::string("tokenizer.ggml.") + name + "_token_id", 0, last, 0);
+    for (const char* name : {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", kMaskToken}) {
+        file.integer(name, 0, last, 0);
     }
 }
 
@@ -138,6 +140,7 @@ Tokenizer::Tokenizer(const std::string& path) {
         const GgufFile file(path);
         check_vocabulary(file);
         metadata_ = file.spelled();
+        mask_token_ = static_cast<int32_t>(file.integer(kMaskToken, -1, std::numeric_limits<int32_t>::max(), -1));
     }
     llama_model_params params = llama_model_default_params();
     params.vocab_only = true;

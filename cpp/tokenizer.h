@@ -46,6 +46,8 @@ public:
     // Token ids, or -1.
     int32_t bos() const;
     int32_t eos() const;
+    // Of a draft model that guesses in parallel (PARD).
+    int32_t mask_token() const { return mask_token_; }
     // The first token that both vocabularies have and that differs in bytes, spelling or role, or -1.
     int32_t first_difference(const Tokenizer& other) const;
     // For each token of this vocabulary whether the other one has it under the same id.
@@ -73,6 +75,7 @@ private:
     const llama_vocab* vocab_ = nullptr;
     std::vector<Special> specials_;  // sorted by text
     std::vector<std::pair<std::string, std::string>> metadata_;
+    int32_t mask_token_ = -1;
 };
 
 }  // namespace pystaged

@@ -185,6 +185,9 @@ class Tokenizer:
     @property
     def eos(self) -> int:
         """The token that ends texts, or -1."""
+    @property
+    def mask_token(self) -> int:
+        """The mask token of a parallel draft model (PARD), or -1."""
     def first_difference(self, other: Tokenizer) -> int:
         """The first token that both have and that differs in bytes, spelling or role, or -1."""
     def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:

@@ -21,12 +21,13 @@ PLACES = 1 + len(LATER)  # tokens that one pass proposes
 
 def draft_proposer(
     session: Session,
-    mask: int | None = None,
+    mask: int = -1,
     cost: PassCost | None = None,
     substitutes: Mapping[int, int] | None = None,
 ) -> ModelProposer:
-    """The proposer of a draft model, a parallel one if it has a mask token. Arguments as in ParallelModelProposer."""
-    if mask is None:
+    """The proposer of a draft model, a parallel one if it has a mask token (-1 for none). Arguments as in
+    ParallelModelProposer."""
+    if mask < 0:
         return ModelProposer(session, cost, substitutes)
     return ParallelModelProposer(session, mask, cost, substitutes)
 

@@ -19,7 +19,7 @@ from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_draft, own_layer, substitutes
 from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.metadata import is_head, mask_token, reads_target
+from pystaged.loading.metadata import is_head, reads_target
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
@@ -40,7 +40,7 @@ class Bundle:
         vocabulary: fingerprint of the target's vocabulary.
         draft, features, head: the draft model, the draft that reads the target's hidden states, and the draft head,
             None where absent; at most one is loaded.
-        draft_mask: mask token of a parallel draft, None for any other.
+        draft_mask: mask token of a parallel draft, -1 for any other.
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
         costs: seconds of passes, measured or loaded.
@@ -106,18 +106,18 @@ class Bundle:
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}
         self.substitutes: dict[int, int] = {}
-        self.draft_mask: int | None = None
+        self.draft_mask = -1
         if self.draft_path and not features_path:
             try:
                 tokenizer = Tokenizer(os.fsencode(self.draft_path))
                 self.substitutes = substitutes(self.tokenizer, tokenizer)
-                self.draft_mask = mask_token(tokenizer.metadata, tokenizer.num_tokens)
+                self.draft_mask = tokenizer.mask_token
                 drafts = load(self.draft_path, tokenizer, draft_device)
             except (OSError, ValueError, MemoryError) as error:
                 if is_chosen:
                     raise
                 report(f"passed over: {self.draft_path}: {error}")
-                self.draft_path, self.draft_mask, self.substitutes = None, None, {}
+                self.draft_path, self.draft_mask, self.substitutes = None, -1, {}
         of_draft = self.draft_path if is_chosen and not features_path else None
         self.table = find_table(of_draft or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
@@ -173,7 +173,7 @@ class Bundle:
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
             return pairs[0]
-        lookup, places = NgramCost().lookup(1), PLACES if self.draft_mask is not None else 1
+        lookup, places = NgramCost().lookup(1), PLACES if self.draft_mask >= 0 else 1
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self.costs.of(self.path, pair[0], targets[pair[0]])

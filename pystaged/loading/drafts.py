@@ -12,7 +12,7 @@ import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.loading import cache
-from pystaged.loading.metadata import mask_token, predicts_ahead, reads_target
+from pystaged.loading.metadata import predicts_ahead, reads_target
 
 _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 
@@ -174,9 +174,7 @@ def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: N
     found = cached_draft(tokenizer, report)
     try:
         if found and not reads_target(found):
-            draft = Tokenizer(os.fsencode(found))
-            substitutes(tokenizer, draft)
-            mask_token(draft.metadata, draft.num_tokens)
+            substitutes(tokenizer, Tokenizer(os.fsencode(found)))
     except (OSError, ValueError) as error:
         report(f"passed over: {found}: {error}")
         return None

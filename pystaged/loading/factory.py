@@ -54,7 +54,7 @@ class DecoderFactory:
 
     def level_cost(self, draft_cost: PassCost) -> PassCost:
         """Seconds that another level of the draft's tree takes: a pass, or for a parallel draft a lookup."""
-        return draft_cost if self._bundle.draft_mask is None else self.ngram_cost.lookup
+        return draft_cost if self._bundle.draft_mask < 0 else self.ngram_cost.lookup
 
     def decoder(self, n_ctx: int, policy: TreePolicy | None, source: Decoder | None = None, length: int = 0) -> Decoder:
         """A new context with its drafters.

@@ -50,20 +50,6 @@ def first_with(paths: Iterable[Path], wanted: Mapping[str, str | None], report: 
     return None
 
 
-def mask_token(metadata: Mapping[str, str], num_tokens: int) -> int | None:
-    """The mask token of a parallel draft model (PARD), None for any other model.
-
-    Raises:
-        ValueError: it is not in the model's vocabulary of `num_tokens`.
-    """
-    text = metadata.get(PARD_TOKEN)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_tokens):
-        raise ValueError(f"the draft's {PARD_TOKEN}, {text[:20]}, is none of its {num_tokens} tokens; convert it again")
-    return int(text)
-
-
 def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
     """Whether a GGUF file holds a draft that reads its target's hidden states.
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.drafting import continuation
-from support.random_models import Floats, RandomModel, add_vocabulary, write
+from support.random_models import Floats, RandomModel, add_key, add_vocabulary, write
 
 from pystaged import Engine
-from pystaged._core import Model, Session
+from pystaged._core import Model, ModelError, Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
@@ -127,3 +127,17 @@ def test_all_places_of_a_draft_that_is_right_are_accepted(tmp_path: Path, monkey
     assert result.tokens == plain.tokens
     assert len(set(result.tokens)) > 20
     assert result.stats.new_tokens / result.stats.steps > 4
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [([MASK], "is not an integer"), ("7", "is not an integer"), (True, "is not an integer"), (VOCAB, "is 300")],
+)
+def test_a_mask_token_that_is_none_is_named(tmp_path: Path, value: object, words: str) -> None:
+    def vocabulary(writer: GGUFWriter, num_tokens: int) -> None:
+        add_vocabulary(writer, num_tokens)
+        add_key(writer, PARD_TOKEN, value)
+
+    draft = write(tmp_path / "draft.gguf", RandomModel("llama", vocabulary=vocabulary))
+    with pytest.raises(ModelError, match=f"pystaged.pard_token' {words}"):
+        Tokenizer(draft)

@@ -33,7 +33,7 @@ from support.random_models import gguf_file
 
 from pystaged import _core
 from pystaged.loading.families import ARCHITECTURES, FAMILIES
-from pystaged.loading.metadata import About, mask_token, read_metadata
+from pystaged.loading.metadata import About
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 from pystaged.loading.shapes import Shape
 from pystaged.loading.vocabulary import read_vocabulary
@@ -301,9 +301,7 @@ def test_the_mask_token_of_a_parallel_draft_is_kept(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "c", "llama", hidden_size=256, head_dim=64)
     change_json("config.json", pard_token=7)(folder)
     quantize_checkpoint(folder, tmp_path / "model.gguf", "q8_0", about=About("tiny"))
-    assert mask_token(read_metadata(tmp_path / "model.gguf"), NUM_TOKENS) == 7
-    with pytest.raises(ValueError, match=r"pystaged.pard_token, 7, is none of its 7 tokens"):
-        mask_token(read_metadata(tmp_path / "model.gguf"), 7)
+    assert _core.Tokenizer(tmp_path / "model.gguf").mask_token == 7
 
 
 @pytest.mark.parametrize(
