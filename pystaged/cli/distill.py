@@ -71,8 +71,8 @@ def distill(
     """Train a draft for a model: the model answers prompts, and a small network learns to guess several tokens of the
     answers at once. Needs the extra `train`.
 
-    By default it takes eight hours, which is enough for models of up to two billion parameters. Ctrl-C stops it, and
-    the same command resumes. A draft guesses best on prompts like those that it was trained on.
+    It takes eight hours by default. Ctrl-C stops it, and the same command resumes. A draft guesses best on prompts like
+    those that it was trained on.
 
     Example: pystaged distill qwen3-1.7b.gguf --prompts prompts.jsonl
     """

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
 from pystaged.files import whole_file
-from pystaged.loading.distilled import DEPTH, VOCABULARY, draft_name
+from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
 ARCHITECTURE = "dflash"
@@ -49,11 +49,11 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
         writer.add_array(f"{family}.target_layers", list(shape.taps))
         writer.add_uint32(f"{family}.target_hidden_size", shape.width)
         writer.add_bool(f"{family}.sample_from_anchor", True)
-        writer.add_bool(f"{family}.has_confidence_head", False)
         writer.add_bool(f"{family}.attention.causal", False)
         writer.add_uint32("tokenizer.ggml.mask_token_id", shape.mask)
         writer.add_string(VOCABULARY, Tokenizer(str(target)).fingerprint)
         writer.add_uint32(DEPTH, model.num_layers)
+        writer.add_string(TARGET, identity(target))
         _copy_vocabulary(writer, target)
         for name, value in tensors.items():
             _add(writer, f"{name.replace('enc_norm', 'enc.output_norm')}.weight", value.numpy(), quantization)

@@ -24,6 +24,7 @@ from pystaged.distill.plan import Plan
 from pystaged.distill.prompts import read_prompts
 from pystaged.distill.train import Report, Trainer, best_device, steps_of, train
 from pystaged.files import check_room
+from pystaged.loading.distilled import identity
 from pystaged.loading.progress import Progress
 
 _EVALUATED = 12  # prompts
@@ -82,8 +83,8 @@ class Job:
         operations, kind = plans.product_speed(self._device)
         speed = plans.Speed(self._writer.speed(self._tokenizer.encode("a")), operations, kind)
         chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        prompts = plans.identity(self._prompts) if self._prompts else ""
-        new = replace(Plan(plans.identity(self._path), prompts, kind), **chosen)
+        prompts = identity(self._prompts) if self._prompts else ""
+        new = replace(Plan(identity(self._path), prompts, kind), **chosen)
         found = Plan.load(self._folder)
         if found:
             other = [key for key in ("target", "prompts", *chosen) if getattr(found, key) != getattr(new, key)]

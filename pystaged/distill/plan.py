@@ -3,7 +3,6 @@ distillation's folder, so that it can resume."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, fields
@@ -21,7 +20,6 @@ EPOCHS, MOST_EPOCHS = 4, 16
 KINDS = ("float32", "bfloat16")  # of matrix products
 LEAST_TOKENS = 20_000
 MOST_BYTES = 20 << 30  # of answers
-_PART = 1 << 20  # bytes
 _ROWS = 2  # tokens of prompt and answer for each token of the answer, about
 _READING = 1.25  # time of reading prompts and writing answers, relative to writing alone
 _USE = 0.4  # share of the matrix products' measured speed that training reaches
@@ -129,16 +127,6 @@ def product_speed(device: str) -> tuple[float, str]:
 
     single, half = rate(torch.float32), rate(torch.bfloat16)
     return (half, "bfloat16") if half > 1.25 * single else (single, "float32")
-
-
-def identity(path: Path) -> str:
-    """Identifies a file by its size and parts of its content; a model's first part may be its vocabulary alone."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        for place in (0, size // 2, max(0, size - _PART)):
-            file.seek(place)
-            digest.update(file.read(_PART))
-    return f"{size}-{digest.hexdigest()[:16]}"
 
 
 def _file(folder: Path) -> Path:

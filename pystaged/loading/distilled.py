@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from pystaged.files import cache_folder
 from pystaged.loading.kept import KeptFiles
 from pystaged.loading.metadata import first_with
 
-VOCABULARY, DEPTH = "pystaged.vocabulary", "pystaged.target_depth"  # GGUF keys: of the target
+# GGUF keys: the target's vocabulary and depth, and the identity of its file.
+VOCABULARY, DEPTH, TARGET = "pystaged.vocabulary", "pystaged.target_depth", "pystaged.target"
 _WIDTH = "dflash.target_hidden_size"
 _NAME = "draft of "
+_PART = 1 << 20  # bytes
 
 
 class _Drafts(KeptFiles):
@@ -33,13 +36,23 @@ def work_folder(model: Path) -> Path:
     return cache_folder() / "distill" / DISTILLED.path(model).stem
 
 
+def identity(path: Path) -> str:
+    """Identifies a file by its size and parts of its content; a model's first part may be its vocabulary alone."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        for place in (0, size // 2, max(0, size - _PART)):
+            file.seek(place)
+            digest.update(file.read(_PART))
+    return f"{size}-{digest.hexdigest()[:16]}"
+
+
 def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
     """The draft that was distilled for a model's file, else one for a model of the same vocabulary, width and depth,
-    such as another quantization; None where there is none.
+    such as another quantization or a fine-tune; None where there is none.
 
     Args:
         tokenizer: the model's, with its file's metadata.
-        report: called with a line about a draft that cannot be read.
+        report: called with a line about a draft that cannot be read, or that was distilled for another file.
     """
     found = tokenizer.metadata
     family = found.get("general.architecture", "")
@@ -50,4 +63,10 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     }
     own = DISTILLED.path(model)
     paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
-    return first_with(paths, wanted, report)
+    draft = first_with(paths, wanted, report)
+    if draft and metadata(draft).get(TARGET) not in (None, identity(model)):
+        report(
+            f"the draft {draft.name} was distilled for another file than {model.name}; "
+            f"`pystaged info` shows how often it is right here, `pystaged distill` makes a new one"
+        )
+    return draft

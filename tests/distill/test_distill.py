@@ -24,7 +24,7 @@ from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.distill import prompts
 from pystaged.distill.prompts import Questions
 from pystaged.files import alone
-from pystaged.loading.distilled import DISTILLED, find_distilled
+from pystaged.loading.distilled import DISTILLED, find_distilled, identity
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -300,11 +300,11 @@ def test_distributions_are_compared() -> None:
 def test_another_model_of_the_same_size_is_another(place: int, tmp_path: Path) -> None:
     content = bytearray(10 << 20)
     (tmp_path / "model").write_bytes(content)
-    before = plans.identity(tmp_path / "model")
-    assert plans.identity(tmp_path / "model") == before
+    before = identity(tmp_path / "model")
+    assert identity(tmp_path / "model") == before
     content[place] = 1
     (tmp_path / "model").write_bytes(content)
-    assert plans.identity(tmp_path / "model") != before
+    assert identity(tmp_path / "model") != before
 
 
 def test_the_plan_fills_the_time_and_no_more_than_half_of_the_disk() -> None:
@@ -375,8 +375,13 @@ def test_the_command_goes_on_and_its_draft_is_found(
     assert [sampling for sampling, _ in gains] == ["greedy", "at temperature 1"]
     assert all(0.5 < float(tokens) <= 9 for _, tokens in gains)  # the end of a text is a step without a token
     assert [file.stat().st_mtime_ns for file in sorted((tmp_path / "work").glob("0*"))] == written
-    path = DISTILLED.path(target)
-    assert find_distilled(target, tokenizer) == path
+    path, said = DISTILLED.path(target), list[str]()
+    assert find_distilled(target, tokenizer, said.append) == path
+    assert not said
+    like = tmp_path / "like.gguf"
+    like.write_bytes(target.read_bytes() + b"changed")
+    assert find_distilled(like, Tokenizer(str(like)), said.append) == path
+    assert "was distilled for another file than like.gguf" in said.pop()
     twin = BlockTwin.of(path, Contents.of(target).tensors["token_embd.weight"])
     assert twin.keys["general.name"] == "draft of random weights"
     with pystaged.load(target, num_threads=1) as engine:
@@ -386,7 +391,6 @@ def test_the_command_goes_on_and_its_draft_is_found(
     listed = CliRunner().invoke(cli.app, ["models"])
     assert re.search(r"^random weights +0\.\d$", listed.stdout.partition("distilled drafts of")[2], re.MULTILINE)
     path.write_bytes(b"GGUF")
-    said: list[str] = []
     assert find_distilled(target, tokenizer, said.append) is None
     assert said[0].startswith("passed over: ")
     removed = CliRunner().invoke(cli.app, ["models", "remove", "--distilled", str(target)])
