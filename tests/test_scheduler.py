@@ -318,16 +318,21 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
 
 def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=30) for _ in range(2)]
+    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2)]
+    for stream in streams:
+        next(stream)  # the text waits for its reader before its end
     with monkeypatch.context() as patch:
 
         def fail(*_: object) -> None:
             raise AssertionError("a fault")
 
         patch.setattr(Stepper, "step", fail)
+        errors = []
         for stream in streams:
-            with pytest.raises(AssertionError, match="a fault"):
-                next(stream)
+            with pytest.raises(AssertionError, match="a fault") as caught:
+                stream.finish()
+            errors.append(caught.value)
+    assert errors[0] is not errors[1]  # each reader adds to the traceback of its own
     assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
 
 

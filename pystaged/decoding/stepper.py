@@ -10,6 +10,7 @@ token.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -167,12 +168,13 @@ class Stepper:
         self.passes = self.passes.plus(more)
 
     def _draft(self, texts: Sequence[BatchMember]) -> None:
-        """Make the requested draft passes, level by level; a draft that has more to prefill than a piece waits then."""
+        """Make the requested draft passes, level by level; a draft that has more to prefill than a piece waits then.
+        What reads the target's hidden states reads a piece of the target's at once, in a small part of its time."""
         have_read: set[BatchMember] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
                 if isinstance(text.request, Read):
-                    most = _DRAFT_PIECE if len(texts) > 1 else MOST_ROWS
+                    most = _DRAFT_PIECE if len(texts) > 1 and text.request.hidden is None else MOST_ROWS
                     text.request.num_rows = min(len(text.request.tokens), most)
                     if text.request.num_rows < len(text.request.tokens):
                         have_read.add(text)
@@ -219,7 +221,7 @@ class Stepper:
         except Exception as error:
             failure = error
         return [
-            failure if _was_made(request, before) else fulfil(request, self._clocks)
+            own(failure) if _was_made(request, before) else fulfil(request, self._clocks)
             for request, before in zip(requests, pending, strict=True)
         ]
 
@@ -234,6 +236,19 @@ class Stepper:
             Done(request.result(each), request.num_rows / rows, rows, past, seconds, cost)
             for request, each in zip(requests, found, strict=True)
         ]
+
+
+def own(error: BaseException) -> BaseException:
+    """A copy of an error that ends several sequences, for one of them; each reader that raises an exception adds to its
+    traceback. Errors that cannot be copied are returned themselves."""
+    if isinstance(error, MemoryError):  # there may be no memory for it
+        return error
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its constructor takes other arguments
+        return error
+    copied.__cause__ = error.__cause__
+    return copied.with_traceback(error.__traceback__)
 
 
 def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], spent: float) -> list[int]:

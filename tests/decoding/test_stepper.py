@@ -252,10 +252,11 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
         assert written[i] == alone.text(i, i)
 
 
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 @pytest.mark.parametrize("kind", ["plain", "draft"])
 @pytest.mark.parametrize("failing", range(7, 15))
-def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None:
-    """Where memory is short for what came of it, its texts end."""
+def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int, error: type[Exception]) -> None:
+    """Where memory is short for what came of it, its texts end, each with an error of its own."""
     passes = 0
 
     def make(works: list[Any]) -> list[Any]:
@@ -263,7 +264,7 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None
         passes += 1
         found = run(works)
         if passes == failing:
-            raise MemoryError
+            raise error("no memory") from KeyError("the cause")
         return found
 
     written: list[list[int]] = [[], []]
@@ -276,7 +277,9 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None
     stepper = Stepper(None, make=make)
     while going := [text for text in live if not text.is_over]:
         stepper.step(going)
-    assert [type(end) for end in ends] == [MemoryError] * 2
+    assert [type(end) for end in ends] == [error] * 2
+    assert (ends[0] is ends[1]) == (error is MemoryError)
+    assert {(str(end), str(end and end.__cause__)) for end in ends} == {("no memory", "'the cause'")}
     for i, said in enumerate(written):
         assert said == alone.text(i, i)[: len(said)] != []
 

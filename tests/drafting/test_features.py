@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.requests import finish
+from pystaged.decoding.requests import Read, finish
+from pystaged.decoding.stepper import BatchMember, Stepper
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
@@ -178,6 +180,48 @@ def test_a_long_text_is_not_read_again_for_a_draft_that_lacks_it(pair: Pair) -> 
     finish(decoder.start(CONTEXT[:40], speculate=False))
     assert finish(decoder.start(CONTEXT[:40])) == 0
     same(finish(decoder.drafters[0].draft(plain, 20)), first_tree(pair, CONTEXT[:40].tolist(), plain, decoder))
+
+
+def test_prompts_are_read_once_and_as_soon_as_without_a_draft(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads each piece of a prompt when the target has read it, so that no text waits for it."""
+    prompts = [np.random.default_rng(seed).integers(3, VOCAB, 600, dtype=np.int32) for seed in (1, 2)]
+    count = Read.result
+
+    def counted(request: Read, found: Any) -> int:
+        rows[request.session].append(request.num_rows)
+        return count(request, found)
+
+    monkeypatch.setattr(Read, "result", counted)
+    steps = {False: 0, True: 0}
+    for speculate in (False, True):
+        rows = defaultdict[Session, list[int]](list)
+        decoders = [pair.decoder(n_ctx=1024) for _ in prompts]
+        texts = []
+        for decoder, prompt in zip(decoders, prompts, strict=True):
+            texts.append(Text())
+            texts[-1].begin(decoder, decoder.text(prompt, SAMPLINGS["greedy"], 10, speculate=speculate))
+        stepper = Stepper(None)
+        while not all(text.steps for text in texts):
+            stepper.step(texts)
+            steps[speculate] += 1
+        for decoder in decoders:
+            pieces, read = (rows[session] for session in decoder.sessions)
+            assert sum(pieces) == 599
+            # The last row of what was read waits for the next piece.
+            assert read[: len(pieces)] == ([pieces[0] - 1, *pieces[1:]] if speculate else [])
+    assert steps[True] == steps[False]
+
+
+class Text(BatchMember):
+    """A text of a batch that counts its steps."""
+
+    steps = 0
+
+    def on_step(self, _: Any) -> None:
+        self.steps += 1
+
+    def on_end(self, error: BaseException | None) -> None:
+        assert error is None
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
