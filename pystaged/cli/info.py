@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -17,6 +18,7 @@ from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts, own_layer
 from pystaged.loading.features import describe, known_form
 from pystaged.loading.heads import find_head
+from pystaged.loading.metadata import is_head, reads_target
 
 
 def info(
@@ -62,6 +64,8 @@ def info(
             f"{engine.kv_memory / 1e9:.2g} GB for them, enough for "
             f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
+        if draft and not is_head(draft):
+            rows["draft's memory"] = _memory(draft, loaded)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
     typer.echo(f"{'device':<18}cpu: this package's kernels, byte for byte exact")
@@ -79,6 +83,19 @@ def _draft(draft: Path, target_path: Path, target: Model) -> str:
         return "its own layer that predicts further tokens (MTP)"
     form = known_form(draft, target, target_path)
     return f"{draft}, {describe(form)}" if form else str(draft)
+
+
+def _memory(draft: Path, target: Model) -> str:
+    """Memory that a draft takes beside its target, in words."""
+    lender = target if reads_target(draft) else None
+    try:
+        model = Model(os.fsencode(draft), target.kernel, target.num_threads, kv=target.kv, lender=lender)
+    except (OSError, ValueError) as error:
+        return f"unknown: {error}"
+    return (
+        f"{model.matrix_bytes / 1e6:.1f} MB of weights, "
+        f"{model.cell_bytes / 1e3:.1f} MB of keys and values per 1,000 tokens{_behind(model)}{_states(model)}"
+    )
 
 
 def _no_draft(known: list[KnownDraft]) -> str:

@@ -107,6 +107,7 @@ def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pyte
     if width == 64:
         shown = CliRunner().invoke(cli.app, ["info", str(target)]).output
         assert re.search(r"draft +.*tiny-eagle.draft\.gguf, right for \d+% of next tokens", shown)
+        assert re.search(r"draft's memory +0\.\d MB of weights, 0\.1 MB of keys and values per 1,000 tokens\n", shown)
 
 
 def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
