@@ -40,6 +40,7 @@ std::vector<BlockRange> ranges_of(const std::vector<Product>& products, int num_
         left += blocks_of(p) * block_bytes(p);
     }
     std::vector<BlockRange> ranges;
+    ranges.reserve(32);
     for (const Product& p : products) {
         const int blocks = blocks_of(p), unit = p.maxima ? kRun / kBlock : 1;
         for (int first = 0, last; first < blocks; first = last) {
