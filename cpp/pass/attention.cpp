@@ -143,6 +143,10 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             float* to = out + row * out_stride + size_t(head) * head_dim;
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
             kernel.fold(partials + i * stride, next, count, head_dim, total, done ? to : nullptr);
+            if (done && rows.gate_at > 0) {
+                const float* gates = rows.qkv + (rows.first_row + row) * rows.stride + rows.gate_at;
+                kernel.open(gates + size_t(head) * head_dim, false, head_dim, to);
+            }
             if (done && quantized) {
                 kernel.quantize(to, head_dim, row, from_block(*quantized, head * head_dim / kBlock));
             }

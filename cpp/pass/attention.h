@@ -42,10 +42,10 @@ struct AttentionRows {
     const float* cos = nullptr;              // [n][half]
     const float* sin = nullptr;              // [n][half]
     const float* row_scale = nullptr;        // [n] of the scores, or none
-    // [n][stride], of a row queries [num_heads][head_dim], and from these places on keys and values
-    // [num_kv_heads][head_dim]; between queries and keys there may be more.
+    // [n][stride], of a row queries [num_heads][head_dim], from `gate_at` on a gate of what each attends to, unless
+    // that is 0, and from these places on keys and values [num_kv_heads][head_dim].
     float* qkv = nullptr;
-    size_t stride = 0, k_at = 0, v_at = 0;
+    size_t stride = 0, gate_at = 0, k_at = 0, v_at = 0;
 };
 
 // Memory to attend in, of a size that does not depend on the contexts' lengths.

@@ -440,6 +440,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
     rows.qkv = products_.data();
     rows.stride = attention.qkv_stride;
+    rows.gate_at = attention.gate_at;
     rows.k_at = attention.k_at;
     rows.v_at = attention.v_at;
 
@@ -480,15 +481,8 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
         return {};
     }
     const size_t stride = padded(h.q_width(), kBlock);
-    const bool gated = model_.family().has(kGatedAttention);
-    const QuantizedRows* handed = h.head_dim % kBlock == 0 && !gated ? hand_to(attention.output, num_out) : nullptr;
+    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
-    if (gated) {
-        ThreadPool::shared().run(num_out, threads_for(num_out * h.q_width()), [&](int i, int) {
-            const float* gate = products_.data() + (first_row + i) * product.stride + attention.gate_at;
-            model_.kernel().open(gate, false, h.q_width(), mixed_.data() + i * stride);
-        });
-    }
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
                model_.layers()[index].mixer_post_norm);
 }
