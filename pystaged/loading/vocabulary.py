@@ -248,7 +248,11 @@ def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
             return "gpt-2" if regex and not whole_words else None
         case [{"type": "Digits", "individual_digits": True}]:
             return "smollm" if regex and not whole_words else None
-        case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}]:
+        # The patterns match whole texts, so nothing is lost where only what matches is kept.
+        case [
+            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}
+            | {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}
+        ]:
             return None if regex else _SPLITS.get(pattern, (None, None))[whole_words]
     return None
 

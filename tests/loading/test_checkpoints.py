@@ -374,9 +374,9 @@ TEXT = (
 )
 
 
-def split(pattern: str) -> list[dict[str, Any]]:
+def split(pattern: str, behavior: str = "Isolated") -> list[dict[str, Any]]:
     return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": behavior == "Removed"},
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     ]
 
@@ -411,6 +411,7 @@ def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merge
     [
         ("llama-bpe", split(LLAMA3_SPLIT), True),
         ("smaug-bpe", split(LLAMA3_SPLIT), False),
+        ("smaug-bpe", split(LLAMA3_SPLIT, "Removed"), False),
         ("qwen2", split(QWEN_SPLIT), False),
         ("qwen35", split(QWEN35_SPLIT), False),
         ("dbrx", split(PHI4_SPLIT), False),
