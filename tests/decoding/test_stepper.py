@@ -31,6 +31,7 @@ from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Ve
 from pystaged.decoding.stepper import BatchMember, Stepper, best_rows
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.pard import ParallelModelProposer
@@ -56,7 +57,7 @@ PROMPTS = [
     np.concatenate([BEGINNING[:40], BEGINNING[::-1]]),
     np.tile(BEGINNING[:5], 60),
 ]
-DRAFTERS = ["plain", "draft", "parallel draft", "draft and n-grams", "n-grams", "recycled", "lies", "by gain"]
+DRAFTERS = ["plain", "draft", "parallel draft", "draft and n-grams", "n-grams", "recycled", "lies", "by gain", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,26 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         self.paths = [
-            write(folder / f"{seed}.gguf", RandomModel("llama", quantization=type_, seed=seed))
+            write(folder / f"{seed}.gguf", RandomModel("llama", quantization=type_, seed=seed, ahead=1))
             for seed, type_ in ((1, "Q8_0"), (2, "Q4_0"))
         ]
         self.models: dict[tuple[int, int], Model] = {}
+        self.layers: dict[int, Model] = {}
         self.texts: dict[tuple[int, int], list[int]] = {}
 
     def model(self, which: int, num_threads: int) -> Model:
         key = which, num_threads
         if key not in self.models:
-            self.models[key] = Model(str(self.paths[which]), num_threads=num_threads)
+            model = self.models[key] = Model(self.paths[which], num_threads=num_threads)
+            model.tap([model.num_layers], all_rows=True)  # which its MTP layer reads
         return self.models[key]
+
+    def layer(self, num_threads: int) -> Model:
+        """The first model's MTP layer."""
+        if num_threads not in self.layers:
+            target = self.model(0, num_threads)
+            self.layers[num_threads] = Model(self.paths[0], num_threads=num_threads, lender=target)
+        return self.layers[num_threads]
 
     def text(self, prompt: int, sampling: int) -> list[int]:
         key = prompt, sampling
@@ -131,9 +141,14 @@ class Text(BatchMember):
 
 
 def decoder_of(
-    kind: str, session: Session, draft: Model, cost: PassCost, memory: RecycledCandidates | None = None
+    kind: str,
+    session: Session,
+    draft: Model,
+    cost: PassCost,
+    memory: RecycledCandidates | None = None,
+    layer: Model | None = None,
 ) -> Decoder:
-    """A context with a way of drafting."""
+    """A context with a way of drafting; `layer` is the target's MTP layer."""
     batch, meter, vocab = BatchLoad(), Meter(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
     drafters: list[Drafter] = []
@@ -149,6 +164,9 @@ def decoder_of(
         return Decoder(session, TreeDrafter(lookups(recycled=memory), tree, vocab), batch=batch, meter=meter)
     elif kind == "lies":
         drafters = [LyingDrafter(vocab)]
+    elif kind == "mtp":
+        assert layer
+        drafters = [TreeDrafter([feature_proposer(Session(layer, 512), layer, session)], tree, vocab, meter=meter)]
     elif kind == "by gain":
         policy = GainPolicy(cost, cost, batch=batch)
         drafters = [TreeDrafter([ModelProposer(Session(draft, 512), cost)], policy, vocab, meter=meter)]
@@ -167,7 +185,7 @@ def decoder_of(
 def test_every_text_of_a_batch_is_what_it_is_alone(
     alone: Alone, schedule: list[Arrival], num_threads: int, delay: float, trims: bool
 ) -> None:
-    target, draft = (alone.model(which, num_threads) for which in (0, 1))
+    target, draft, layer = alone.model(0, num_threads), alone.model(1, num_threads), alone.layer(num_threads)
     cost = PassCost({1: 0.001, 8: 0.0015, 32: 0.004})
     stepper = Stepper(cost if trims else None, delay)
     live: list[Text] = []
@@ -183,7 +201,7 @@ def test_every_text_of_a_batch_is_what_it_is_alone(
             session = (
                 before.target.fork(len(before.target.tokens)) if before and arrival.forks else Session(target, 512)
             )
-            before = decoder_of(arrival.drafter, session, draft, cost, memory)
+            before = decoder_of(arrival.drafter, session, draft, cost, memory, layer)
             text = before.text(prompt, SAMPLINGS[arrival.sampling], arrival.max_tokens)
             said = written[len(live)]
             live.append(Text(before, text, lambda step, said=said: said.extend(step.tokens), errors.append))
