@@ -247,6 +247,13 @@ class Model:
     @property
     def packed_problem(self) -> str:
         """Why the file of packed weights was not used; "" where it was, or where there was none."""
+    def cut_head(self, rows: int) -> None:
+        """From now on a draft that borrows its target's head has logits of the first `rows` tokens alone. Nothing
+        changes if it has a head of its own, or fewer rows.
+
+        Raises:
+            ValueError: there are sessions of it, or `rows` is below 1.
+        """
     @property
     def matrix_bytes(self) -> int:
         """Bytes that the weights' matrices take in memory."""

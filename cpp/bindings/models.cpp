@@ -128,6 +128,7 @@ void add_models(py::module_& m) {
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
              py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
+        .def("cut_head", &Model::cut_head, py::arg("rows"))
         .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)

@@ -269,6 +269,22 @@ void Model::tap(std::vector<int> layers, bool all_rows) {
     taps_all_rows_ = all_rows;
 }
 
+void Model::cut_head(int rows) {
+    const std::lock_guard<std::mutex> lock(Executor::making());
+    if (rows < 1 || !executor_.expired()) {
+        throw std::invalid_argument("a head is cut to 1 row at least, before the first session is opened");
+    }
+    if (!lender_ || head_.present() || !head_tokens_.empty() || numbers_.markov_rank > 0 ||
+        rows >= numbers_.head_size) {
+        return;
+    }
+    const PackedMatrix& whole = lender_->head().packed;
+    head_.packed = PackedMatrix(type_of(whole.packing()), rows, whole.cols(), whole.data());
+    head_bias_ = lender_->head_bias();
+    numbers_.head_size = rows;
+    weight_bytes_ -= whole.bytes() - head_.packed.bytes();
+}
+
 size_t Model::cell_bytes() const {
     const auto attends = [](const Layer& layer) { return std::holds_alternative<Attention>(layer.mixer); };
     return std::count_if(layers_.begin(), layers_.end(), attends) * layer_cell_bytes();

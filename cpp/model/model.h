@@ -58,6 +58,10 @@ public:
     // judged, or of all, those of prompts too. Throws std::invalid_argument where there are no such layers, where they
     // are on devices, and where there are sessions.
     void tap(std::vector<int> layers, bool all_rows = false);
+    // From now on a draft that borrows a head has logits of its first `rows` tokens alone; it reads the target's
+    // weights where they lie. Does nothing for a draft with a head of its own, or fewer rows. Throws
+    // std::invalid_argument where there are sessions.
+    void cut_head(int rows);
     const std::vector<int>& taps() const { return taps_; }
     bool taps_all_rows() const { return taps_all_rows_; }
     // Whether all rows go through the last layer, those without logits too.

@@ -35,6 +35,10 @@ _PATIENCE = 20.0  # seconds; generation stops then, with fewer tokens
 _ANCHORS = 3  # tokens from one block's root to the next one's
 _BETTER = 0.05  # right guesses per step by which another form must beat the usual one
 _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its time
+# A draft that reads more than this share of its target's bytes for each level of a tree, most of them for the head, has
+# logits of these tokens alone, with the lowest ids: those that BPE merged first, so the commonest. Of Qwen's 151,643
+# tokens they are 92 % of English text and 94 % of Python code.
+_MOST_SHARE, _COMMON = 0.2, 1 << 15
 _MOST_BYTES = 1 << 12
 _VERSION = 1  # of what is tried
 _GREEDY = SamplingConfig().native
@@ -116,7 +120,7 @@ def known_form(path: Path, target: Model, target_path: Path) -> Form | None:
 
 
 def _load(path: Path, target: Model, form: Form) -> Model:
-    return Model(
+    draft = Model(
         os.fsencode(path),
         target.kernel,
         target.num_threads,
@@ -125,6 +129,9 @@ def _load(path: Path, target: Model, form: Form) -> Model:
         other_pairs=form.other_pairs,
         other_feedback=form.other_feedback,
     )
+    if not draft.block_size and draft.weight_bytes > _MOST_SHARE * target.weight_bytes:
+        draft.cut_head(_COMMON)
+    return draft
 
 
 def _layers(draft: Model, form: Form) -> list[int]:

@@ -145,6 +145,28 @@ def test_an_mtp_layer_is_its_twin(tmp_path: Path, model: RandomModel, absent: li
         close(session.logits(row), after(*path_to))
 
 
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_1"])
+def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: str) -> None:
+    model = RandomModel("qwen2", layers=3, ahead=1, tie=False, head_bias=True, quantization=quantization)
+    path = write(tmp_path / "target.gguf", model)
+    target, whole = load(path, path)
+    cut = Model(path, "", 2, lender=target)
+    cut.cut_head(100)
+    hidden, sessions = read(target, 8), [Session(whole), Session(cut)]
+    found = [run([Work.propose(each, TOKENS[1:9], range(-1, 7), 8, 3, GREEDY, hidden=hidden)])[0] for each in sessions]
+    for row in range(8):
+        logits = sessions[0].logits(row)
+        np.testing.assert_array_equal(sessions[1].logits(row), logits[:100])
+        np.testing.assert_array_equal(found[1][0][row], np.argsort(-logits[:100], kind="stable")[:3])
+    assert cut.weight_bytes < whole.weight_bytes
+    with pytest.raises(ValueError, match="before the first session"):
+        cut.cut_head(50)
+    own = Model(write_eagle3(tmp_path / "own.gguf", Eagle3(own_head=True)), lender=target)
+    before = own.weight_bytes
+    own.cut_head(100)  # stays whole
+    assert own.weight_bytes == before
+
+
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Block) -> None:
     path = write_dflash(tmp_path / "draft.gguf", block, UNUSED if block.markov_rank else None)

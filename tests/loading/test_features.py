@@ -13,7 +13,9 @@ from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, write_d
 from support.random_models import write
 from support.right_drafts import KINDS, TARGET, write_right
 
+from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import features
 from pystaged.loading.features import Form, describe, known_form, load_features
 
@@ -127,3 +129,23 @@ def test_a_draft_that_is_seldom_right_is_told(target_path: Path, tmp_path: Path)
     target = Model(target_path)
     said = lines(lambda report: load_features(path, target, target_path, Tokenizer(target_path), report))
     assert "seldom right" in said[-1]
+
+
+def test_a_draft_whose_levels_are_costly_guesses_common_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "target.gguf", replace(TARGET, ahead=1))
+    block = write_dflash(tmp_path / "block.gguf", Block())
+
+    def load(path: Path, target_path: Path) -> Model:
+        return load_features(path, Model(target_path), target_path, Tokenizer(target_path), lambda _: None)
+
+    whole, blocks = load(path, path), load(block, path)
+    monkeypatch.setattr(features, "_COMMON", 64)
+    rows = 320 - 64  # 300 are padded to 320
+    assert whole.weight_bytes - load(path, path).weight_bytes == rows * TARGET.width * 4
+    assert load(block, path).weight_bytes == blocks.weight_bytes  # a block reads its head once for all levels
+    with Engine(path, policy=FixedPolicy(2, 3, 6)) as engine, Engine(path, draft=None) as plain:
+        result = engine.generate([5, 6, 7], max_tokens=40)
+        assert result.tokens == plain.generate([5, 6, 7], max_tokens=40).tokens
+        assert result.stats.stages["draft"].drafted > 0
