@@ -28,6 +28,7 @@ _TREE_ROOM = 64  # positions for the last draft tree
 class Benchmark:
     """What to measure; for each field see the option of `pystaged bench`.
 
+    accept: acceptance rates at depth 1, 2, ... of a simulated draft; empty for the usual benchmark.
     warm: number of the file's prompts that are continued first, unmeasured, to fill the recycled candidates.
     """
 
@@ -41,6 +42,7 @@ class Benchmark:
     threads: int = 0
     baselines: str = "all"
     llama_cpp: Sequence[Path] = ()
+    accept: Sequence[float] = ()
     warm: int = 0
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
@@ -60,11 +62,13 @@ class Benchmark:
         warm, chosen = found_prompts[: self.warm], found_prompts[self.warm :]
         if not chosen:
             raise ValueError(f"{file} has {len(warm)} prompts; choose a smaller --warm")
-        misleading = prompts.misleading(path)
+        misleading = [] if self.accept else prompts.misleading(path)
         longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
         setup, kernel = self._setup(path, draft, longest)
         remembered = {"warm": [prompt.tokens.tolist() for prompt in warm], "max_tokens": self.max_tokens}
-        chosen_methods = methods.ours(setup | remembered) + methods.baselines(setup, self.llama_cpp, self.baselines)
+        chosen_methods = methods.ours(setup | remembered, self.accept)
+        if not self.accept:
+            chosen_methods += methods.baselines(setup, self.llama_cpp, self.baselines)
         progress("passes of the target", 0.0, 0.0)
         times = passes.measure(path, repeats=5, num_threads=setup["threads"], baseline=False)
         outcome = Suite(chosen_methods, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
@@ -87,6 +91,7 @@ class Benchmark:
             },
             "max_tokens": self.max_tokens,
             "minutes": self.minutes,
+            "accept": list(self.accept),
             "warm": self.warm,
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),

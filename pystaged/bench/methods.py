@@ -7,7 +7,7 @@ runner's module and the runner's fastest options on this machine; a note in the 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,13 @@ class Method:
         return not self.is_baseline and self.way in ("plain", "staged")
 
 
-def ours(setup: Setup) -> list[Method]:
-    """pystaged's own methods; "tree" and "chain" need a draft model."""
+def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
+    """pystaged's own methods; with `accept`, plain decoding and drafting of that acceptance at depth 1, 2, ..."""
     with_model = without_head(setup)["draft"]
-    setups = [("", setup | {"runner": f"{__package__}.own_methods"})]
+    setups = [("", setup | {"runner": f"{__package__}.own_methods", "accept": accept})]
     named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
+    if accept:
+        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
     return [Method(name, way, "own", False, setups) for way, name in named.items()]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
+from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
@@ -39,14 +40,16 @@ class Runner:
     """Decodes with the methods of Spector & Ré's Table 2, and some more.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; warm: prompts (lists of tokens) that are continued first, by
-            max_tokens each, to fill the recycled candidates. Without any there are no recycled candidates.
+        setup: model, draft (path or None), threads, n_ctx; accept: rates by depth for "synthetic"; warm: prompts (lists
+            of tokens) that are continued first, by max_tokens each, to fill the recycled candidates. Without any there
+            are no recycled candidates.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._bundle = Bundle(setup["model"], setup["draft"], setup["threads"], lambda _: None)
         self._factory = DecoderFactory(self._bundle)
         self._n_ctx = setup["n_ctx"]
+        self._accept = setup.get("accept", [])
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
         # One decoder for each sampling, because acceptance rates differ between samplings.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
@@ -96,6 +99,14 @@ class Runner:
             policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
             return _Ready(target, TreeDrafter(lookups(bundle.table, bundle.recycled), policy, vocab_size))
         draft, draft_cost, target_cost = bundle.draft, self._factory.draft_cost(), self._factory.target_cost()
+        if way == "synthetic":
+            proposer = None
+            if draft and draft_cost:
+                session = Session(draft, self._n_ctx)
+                proposer = draft_proposer(session, bundle.draft_mask, substitutes=bundle.substitutes)
+            return _Ready(
+                target, ScriptedDrafter(self._accept, proposer, target_cost, draft_cost or (lambda _: 0.0), vocab_size)
+            )
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
         policy = GainPolicy(target_cost, self._factory.level_cost(draft_cost), children={"tree": 4, "chain": 1}[way])
@@ -106,6 +117,9 @@ class Runner:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last sequence, so that no method can reuse part of this prompt.
         finish(decoder.start(prompt[:1]))
+        for drafter in decoder.drafters:
+            if isinstance(drafter, ScriptedDrafter):
+                drafter.script = self.run(job | {"way": "plain"}).tokens
         tokens, first, ended = list[int](), 0.0, False
         begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
         for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):

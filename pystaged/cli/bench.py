@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pystaged._core import Session
-from pystaged.bench import methods, models
-from pystaged.bench import parts as parts_bench
+from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import Benchmark
@@ -27,8 +27,10 @@ from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import DecoderFactory
 
 app = typer.Typer()
 
@@ -90,6 +92,10 @@ def bench(
         list[Path] | None,
         typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
     ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
+    ] = None,
     warm: Warm = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
     as_json: Json = False,
@@ -102,12 +108,17 @@ def bench(
     Example: pystaged bench --model smollm2 --minutes 10
 
     Example: pystaged bench --model grown --llama-cpp ~/llama.cpp/build/bin --out report
+
+    Example: pystaged bench --model big.gguf --draft small.gguf --accept 0.8,0.7,0.6
     """
     if context.invoked_subcommand:
         given = [context.get_parameter_source(name) for name in context.params]
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
         return
+    rates = _rates(accept) if accept is not None else []
+    if rates and warm:
+        raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
     setup = {"draft": models.find_draft(model, found_draft, report)}
@@ -124,6 +135,7 @@ def bench(
         threads=threads,
         baselines=baselines,
         llama_cpp=llama_cpp or [],
+        accept=rates,
         warm=warm,
     )
     if out:
@@ -233,6 +245,53 @@ def texts(
 
 
 @app.command(cls=Command)
+def lossless(
+    model: ModelName = "",
+    draft: DraftName = "auto",
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = 96,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds for each sampling.")] = 2,
+) -> None:
+    """Check that each way of drafting gives plain decoding's output. Exits with status 1 if one does not.
+
+    Example: pystaged bench lossless --limit 10
+
+    Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
+    """
+    bundle, texts = _open(model, draft, quantization, prompts, limit)
+    session = Session(bundle.target)
+    ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
+    decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
+    factory = DecoderFactory(bundle)
+    decoders["as measured costs decide"] = factory.decoder(0, None)
+    decoders["as loaded, in trees of 12 nodes"] = factory.decoder(0, FixedPolicy(width=4, depth=6, budget=12))
+    plain = Decoder(session)
+    runs = {
+        f"{mode}, seed {seed}": replace(sampling, seed=seed)
+        for mode, sampling in pairs.MODES.items()
+        for seed in range(1 if sampling.is_greedy else seeds)
+    }
+    different: dict[str, list[int]] = {way: [] for way in decoders}
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("checking", total=len(runs) * len(decoders))
+        for sampling in runs.values():
+            expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
+            for way, decoder in decoders.items():
+                found = [pairs.continuation(decoder, text, sampling, max_tokens) for text in texts]
+                different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
+                progress.advance(task)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
+    table = Table("drafted by", *runs, title=title, box=None)
+    for way, counts in different.items():
+        table.add_row(way, *map(str, counts))
+    _console().print(table)
+    if any(map(any, different.values())):
+        raise typer.Exit(1)
+
+
+@app.command(cls=Command)
 def parts(
     model: ModelName = "",
     draft: DraftName = "auto",
@@ -260,12 +319,12 @@ def parts(
     title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
     passes = ["draft passes per token"] if bundle.draft else []
     table = Table("", "tokens per step", *passes, "acceptance at depth 1, 2, ...", title=title, box=None)
-    for mode, sampling in parts_bench.MODES.items():
-        for way, drafter in parts_bench.parts(bundle, session, nodes).items():
+    for mode, sampling in pairs.MODES.items():
+        for way, drafter in pairs.parts(bundle, session, nodes).items():
             decoder, options = Decoder(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
             if drafter.recycled:
-                parts_bench.run_texts(decoder, earlier, *options)
-            stats = parts_bench.run_texts(decoder, texts, *options)
+                pairs.run_texts(decoder, earlier, *options)
+            stats = pairs.run_texts(decoder, texts, *options)
             passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if bundle.draft else []
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
             table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *passes, depths)
@@ -308,3 +367,14 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
         if not least <= number <= most:
             raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
     return numbers
+
+
+def _rates(accept: str) -> list[float]:
+    """Parse the numbers of --accept."""
+    try:
+        rates = [float(word) for word in accept.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
+    return rates

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.drafting import continuation
 
 import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
@@ -27,6 +26,7 @@ from pystaged.backends import rpc
 from pystaged.backends.devices import load_model, open_session
 from pystaged.backends.rpc import RemoteSession
 from pystaged.backends.rpc_host import Host
+from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
 from pystaged.decoding.loop import Decoder
 from pystaged.sampling import bind

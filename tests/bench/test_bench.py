@@ -23,8 +23,9 @@ from rich.table import Table
 from support.draft_heads import RandomHead
 from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
+from typer.testing import CliRunner
 
-from pystaged._core import Model, Tokenizer
+from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench import conditions, methods, models, own_methods, prompts, summary, worker
 from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.methods import Method
@@ -32,12 +33,16 @@ from pystaged.bench.own_methods import Runner
 from pystaged.bench.prompts import Prompt
 from pystaged.bench.report import Report
 from pystaged.bench.suite import Outcome, Run, Suite
+from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement, Worker, WorkerError
+from pystaged.cli import app
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.drafting.model import ModelProposer
 from pystaged.loading import names
 from pystaged.loading.progress import Progress
+from pystaged.stats import GenerationStats
 
 GREEDY = SamplingConfig()
 WARM = SamplingConfig(temperature=1.0, top_k=50)
@@ -85,6 +90,39 @@ def memory_of(runner: Runner) -> bytes:
     """All that is remembered."""
     memory = runner._bundle.recycled
     return b"".join(each.tobytes() for each in memory.entries()) if memory else b""
+
+
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_scripted_acceptance_comes_true(random_gguf: Callable[..., Path], with_draft: bool) -> None:
+    target = Model(str(random_gguf(context=640)))
+    rates = [0.9, 0.5, 0.7]
+    draft = ModelProposer(Session(target)) if with_draft else None
+    drafter = ScriptedDrafter(
+        rates, draft, lambda rows: 1.0 + 0.001 * rows, lambda rows: 0.001 * rows, target.vocab_size, seed=1
+    )
+    assert drafter.length == 3
+    prompt = np.arange(8, dtype=np.int32)
+    expected = [token for step in Decoder(Session(target)).generate(prompt, WARM, 600) for token in step.tokens]
+    decoder, stats = Decoder(Session(target), drafter), GenerationStats()
+    drafter.script = expected
+    written = [token for step in decoder.generate(prompt, WARM, 600, stats=stats) for token in step.tokens]
+    assert written == expected
+    # Near the end and by chance a little off; 3.5 standard deviations of so many draws.
+    for depth, rate in enumerate(rates, 1):
+        tries = stats.offered[depth]
+        assert abs(stats.taken[depth] / tries - rate) < 3.5 * (rate * (1 - rate) / tries) ** 0.5
+    assert (drafter.work()["draft"].native_seconds > 0) == with_draft
+    decoder.close()
+
+
+def test_a_chain_is_as_long_as_pays() -> None:
+    def length(rates: list[float], row: float, draft: float) -> int:
+        return ScriptedDrafter(rates, None, lambda n: 1 + row * (n - 1), lambda n: draft * n, vocab_size=10).length
+
+    assert length([0.9] * 8, 0.0, 0.0) == 8
+    assert length([0.0] * 8, 0.1, 0.0) == 0
+    assert length([0.9, 0.9, 0.01, 0.9], 0.1, 0.1) == 2
+    assert length([0.9] * 8, 0.0, 2.0) == 0
 
 
 def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +474,19 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
+def test_command_with_synthetic_acceptance(two_prompts: Path) -> None:
+    child = command("--prompts", two_prompts, "--max-tokens", "16", "--accept", "1,1", "--json")
+    said, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    tables = json.loads(said)["tables"]
+    assert list(tables) == ["greedy", "T=1 top-k 50"]
+    for rows in (parts["all"] for parts in tables.values()):
+        assert [row["name"] for row in rows] == ["plain", "synthetic, accept 1, 1"]
+        assert rows[1]["different"] == 0
+        assert set(rows[1]["acceptance_at_depth"]) <= {1.0}
+
+
 PRESS = """
 import os, signal, sys
 
@@ -596,6 +647,18 @@ def test_the_head_of_made_models() -> None:
     assert {each.way for each in methods.ours(setup)} == {"plain", "staged", "n-grams"}
     assert all("draft" not in each.key for each in methods.baselines(setup, []))
     assert all(made["draft"] is None for each in methods.baselines(setup, []) for _, made in each.setups)
+
+
+def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
+    path = str(random_gguf(vocab_size=300, context=512))
+    options = ["--model", path, "--prompts", str(two_prompts), "--max-tokens", "6", "--seeds", "1"]
+    for draft, has_tree in (("auto", False), (path, True)):
+        done = CliRunner().invoke(app, ["bench", "lossless", *options, "--draft", draft])
+        assert done.exit_code == 0, done.output
+        rows = [line for line in done.stdout.splitlines() if line.strip()][2:]
+        assert all(row.split()[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
+        assert any("n-grams alone" in row for row in rows)
+        assert any("tree over n-grams" in row for row in rows) == has_tree
 
 
 # ---- Baselines ----

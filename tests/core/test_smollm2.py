@@ -10,13 +10,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.drafting import continuation, drafters
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass
 
 import pystaged
 from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
 from pystaged.decoding.loop import Decoder
 from pystaged.loading import names

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.drafting import continuation, drafters
 
 from pystaged import Stage
 from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, allows, constrained
 from pystaged.decoding.loop import Decoder

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.drafting import continuation, drafters
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.loop import Decoder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer

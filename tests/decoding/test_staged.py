@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.drafting import LyingDrafter, continuation, drafters
 from support.random_models import RandomModel, gguf_file, write
 
 import pystaged
 from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
+from pystaged.bench.pairs import LyingDrafter, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.drafting import LyingDrafter, continuation
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, RecycledCandidates, Session, kernels, run
+from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost

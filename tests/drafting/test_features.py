@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.drafting import continuation
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
 
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from support.drafting import continuation
 from support.random_models import Floats, RandomModel, add_key, add_vocabulary, write
 
 from pystaged import Engine
 from pystaged._core import Model, ModelError, Session, Tokenizer
+from pystaged.bench.pairs import continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
