@@ -144,18 +144,8 @@ const Text::Row& Text::checked_row(int row) const {
 }
 
 void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
-    std::vector<std::shared_ptr<const float>> rows;  // of hidden states, of all pieces
-    size_t read = 0;
-    do {
-        const size_t end = std::min(tokens.size(), read + text_.model->most_pending());
-        const Work work = Work::read(*this, {tokens.begin() + read, tokens.begin() + end});
-        run({&work}, interrupted);
-        read = end;
-        const HiddenRows piece = hidden();
-        rows.insert(rows.end(), piece.rows.begin(), piece.rows.end());
-    } while (read < tokens.size());
-    const Turn turn(*this);
-    text_.hidden.rows = std::move(rows);
+    const Work work = Work::read(*this, tokens);
+    run({&work}, interrupted);
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
@@ -173,7 +163,7 @@ Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<in
     return std::move(run({&work})[0]);
 }
 
-void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read) {
     const int start = static_cast<int>(committed.size());
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size()), parent = parents[i];
@@ -188,7 +178,7 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
             row.direct = before.direct;
             row.tail = before.tail;
         }
-        if (index >= model->most_pending()) {
+        if (index >= model->most_pending() && !are_read) {
             throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model->most_pending()) +
                                         " pending rows at most; commit or discard some before more are evaluated");
         }
@@ -439,6 +429,17 @@ void Session::discard() {
     const Turn turn(*this);
     text_.check_open();
     text_.drop_from(0);
+}
+
+void Session::keep_states(std::vector<int> lengths, int most) {
+    const Turn turn(*this);
+    text_.check_open();
+    if (most < 0) {
+        throw std::invalid_argument("most must be at least 0, not " + std::to_string(most));
+    }
+    std::sort(lengths.begin(), lengths.end());
+    lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+    text_.state->keep_states(lengths, most);
 }
 
 int Session::reachable(int length) {

@@ -57,7 +57,7 @@ struct Text {
     void check_nothing_pending(const char* call) const;
     int checked_reachable(int length) const;
     const Row& checked_row(int row) const;
-    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
+    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read);
     void append_block(const std::vector<int32_t>& tokens);
     void drop_from(size_t first);
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
@@ -111,7 +111,7 @@ public:
     Session(std::shared_ptr<const Model> model, int context);
 
     // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
-    // after any error, nothing is committed; but of a model with recurrent layers most_pending() tokens at a time are.
+    // after any error, nothing is committed.
     void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
 
     // Appends one pending row per token. parents[i] is the pending row before it, or -1 for the last committed token.
@@ -141,8 +141,11 @@ public:
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
     void discard();
+    // Recurrent layers are to keep their states after so many tokens when the text reaches them, for rewind() and
+    // fork(); see TextState.
+    void keep_states(std::vector<int> lengths, int most);
     // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
-    // not keep everything behind it; see KeptCells.
+    // not keep everything behind it, see KeptCells, and recurrent ones only some states.
     int reachable(int length);
     // Goes back to the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives
     // memory back where that is much. Returns how many are left; the caller reads the others again.

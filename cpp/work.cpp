@@ -94,9 +94,10 @@ public:
     std::vector<Outcome> finish();
 
 private:
-    // Pending rows [first, last) of a text; those from `judged` on get logits.
+    // Pending rows [first, last) of a text, perhaps of a reading; those from `judged` on get logits.
     struct Piece {
         Text* text;
+        bool is_reading;
         size_t first, judged, last;
     };
 
@@ -147,7 +148,7 @@ void Run::append() {
         if (is_block(*work)) {
             text.append_block(work->tokens);
         } else {
-            text.append(work->tokens, work->parents);
+            text.append(work->tokens, work->parents, work->kind == Work::Kind::read);
         }
         auto& pending = text.pending;
         const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
@@ -179,7 +180,8 @@ std::vector<std::vector<Run::Piece>> Run::split() const {
                 room = backend.max_rows();
             }
             last = std::min(end, first + room);
-            passes.back().push_back({&text, first, std::clamp(judged, first, last), last});
+            const bool is_reading = works_[i]->kind == Work::Kind::read;
+            passes.back().push_back({&text, is_reading, first, std::clamp(judged, first, last), last});
             room -= last - first;
         }
     };
@@ -221,10 +223,10 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     if (pieces.size() > 1) {
         spans.clear();
         for (const Piece& piece : pieces) {
-            spans.push_back({piece.text, piece.first, piece.judged, piece.judged});
+            spans.push_back({piece.text, piece.is_reading, piece.first, piece.judged, piece.judged});
         }
         for (const Piece& piece : pieces) {
-            spans.push_back({piece.text, piece.judged, piece.judged, piece.last});
+            spans.push_back({piece.text, piece.is_reading, piece.judged, piece.judged, piece.last});
         }
     }
     Pass pass;
@@ -241,7 +243,7 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         }
         const int num_rows = static_cast<int>(span.last - span.first);
         pass.segments.push_back({text.state.get(), pass.num_rows, num_rows, static_cast<int>(text.committed.size()),
-                                 static_cast<int>(span.first)});
+                                 static_cast<int>(span.first), span.is_reading});
         pass.num_rows += num_rows;
         pass.num_logits += static_cast<int>(span.last - span.judged);
         for (size_t i = span.first; i < span.last; ++i) {

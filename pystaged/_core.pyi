@@ -315,7 +315,10 @@ class Model:
         """Those of them that are in layers with a window, which do not keep them of all tokens."""
     @property
     def state_bytes(self) -> int:
-        """Bytes that recurrent layers keep of a context at most, however long it is."""
+        """Bytes that recurrent layers take for a context at most, however long it is, kept states aside."""
+    @property
+    def kept_state_bytes(self) -> int:
+        """Bytes of each state that they keep besides, to go back to."""
     @property
     def target_layers(self) -> list[int]:
         """Of a draft that reads its target's hidden states: the layers behind which it does so, 1 for the first."""
@@ -474,8 +477,7 @@ class Session:
 
         Raises:
             ContextFullError: more tokens than positions.
-            KeyboardInterrupt: Ctrl-C, between layers; nothing is committed. With recurrent layers 512 tokens at a time
-                are, and those before stay.
+            KeyboardInterrupt: Ctrl-C, between layers; nothing is committed.
         """
     def evaluate(self, tokens: _Ints, parents: _Ints, num_logits: int | None = None) -> None:
         """Append pending rows: int[n] tokens and int[n] parents, each an earlier row or -1 for the committed end.
@@ -546,12 +548,21 @@ class Session:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
     def discard(self) -> None:
         """Drop the pending rows."""
+    def keep_states(self, lengths: _Ints, most: int) -> None:
+        """Keep the states of recurrent layers after these numbers of tokens when the text reaches them, so that it can
+        go back there. Replaces what was asked for before; what is kept already stays. Nothing for other models.
+
+        most: states that are kept in all; where there are more, those go that save the least reading.
+
+        Raises:
+            ValueError: most is below 0.
+        """
     def reachable(self, length: int) -> int:
         """The longest beginning of the text, of `length` tokens at most, that it can go back to.
 
         All, but where layers have a window, which do not keep what lies far behind it: then to where the text was read
-        to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to every token of
-        the last pass, to the ends of readings and 16 tokens before them, of which four are kept, or to nothing.
+        to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to its end or, if
+        that was a tree, to every token of the last pass, to states that were kept, or to nothing.
 
         Raises:
             ValueError: fewer tokens are committed.
@@ -622,7 +633,10 @@ class Session:
         """Tokens whose keys and values layers with a window keep at most."""
     @property
     def state_bytes(self) -> int:
-        """Bytes that recurrent layers keep of it at most."""
+        """Bytes that recurrent layers take for it at most, kept states aside."""
+    @property
+    def kept_state_bytes(self) -> int:
+        """Bytes of each state that recurrent layers keep besides."""
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""

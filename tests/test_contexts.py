@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.children import forks, in_child, stuck
+from support.random_models import RandomModel, write
 from support.scheduling import held, wait_until
 
 import pystaged
@@ -43,7 +44,7 @@ def room(*texts: int) -> int:
 class SimulatedSession:
     """Holds tokens, and takes the memory of as many cells."""
 
-    windowed_cell_bytes = most_windowed = state_bytes = 0
+    windowed_cell_bytes = most_windowed = state_bytes = kept_state_bytes = 0
 
     def __init__(self, cell_bytes: int, n_ctx: int, tokens: Sequence[int] = ()) -> None:
         self.cell_bytes, self.n_ctx = cell_bytes, n_ctx
@@ -118,7 +119,10 @@ class RecurrentSession(SimulatedSession):
     """Takes memory of a fixed size besides, of which some is there as soon as it holds any token, and goes back to
     every 16th."""
 
-    state_bytes = 500
+    state_bytes, kept_state_bytes = 500, 100
+
+    def keep_states(self, lengths: Sequence[int], most: int) -> None:
+        self.kept = sorted(lengths), most
 
     def reachable(self, length: int) -> int:
         return super().reachable(length) if length == len(self.tokens) else length // 16 * 16
@@ -536,13 +540,27 @@ def test_texts_of_models_with_windows_take_less_memory() -> None:
 
 
 def test_states_of_recurrent_layers_count() -> None:
-    needed = sum(cell * (SPARE_CELLS + 140) + 500 for cell in (CELL, DRAFT_CELL))
+    needed = sum(cell * (SPARE_CELLS + 140) + 500 + 3 * 100 for cell in (CELL, DRAFT_CELL))
     texts = Simulation(2 * needed + needed // 2, session=RecurrentSession)
     for i in range(2):
         assert texts.begin([i] * 130) is not None
         assert texts.pool.num_bytes == (i + 1) * needed
     assert texts.begin([3]) is None  # for which there would be room without them
-    assert Simulation(10**6, session=RecurrentSession).pool.full_bytes == FULL + 2 * 500
+    assert Simulation(10**6, session=RecurrentSession).pool.full_bytes == FULL + 2 * (500 + 8 * 100)
+
+
+def test_states_are_kept_before_ends_of_prompts_and_where_prompts_part() -> None:
+    texts = Simulation(11_000, session=RecurrentSession)
+    texts.run([*SYSTEM, *[1] * 60])
+    other = texts.take([*SYSTEM[:75], *[2] * 80], 10)
+    assert other is not None
+    assert len(other.target.tokens) == 64  # states are kept of every 16th token
+    # Of the memory's sixteenth there is room for three of the target and three of the draft.
+    for session in cast(Any, other.sessions):
+        assert session.kept == ([154 - 256, 75, 154 - 16], 3)
+    assert texts.take([*SYSTEM[:75], *[2] * 70, 3], 10) is None  # waits until the other one has read so far
+    for session in cast(Any, other.sessions):
+        assert session.kept == ([154 - 256, 75, 154 - 16, 145], 3)
 
 
 def test_a_context_is_chosen_that_can_go_back() -> None:
@@ -651,6 +669,37 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
 
 
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    shape = RandomModel("lfm2", layers=2, recurrent=(0,), width=32, heads=2, kv_heads=1, context=512)
+    return write(tmp_path / "model.gguf", shape)
+
+
+def test_prompts_go_on_from_kept_states(hybrid: Path) -> None:
+    prompt = list(range(290))
+    with pystaged.load(hybrid, draft=None) as engine:
+        first = engine.generate(prompt, max_tokens=40, prompt_logprobs=0)
+        again = engine.generate(prompt, max_tokens=40)
+        assert again.tokens == first.tokens
+        assert again.stats.reused_tokens == 289 - 16
+        chat = [*prompt, *again.tokens, *range(50)]
+        assert engine.generate(chat, max_tokens=1).stats.reused_tokens == 290 + 40 - 1
+        other = [*prompt[:200], *range(100)]
+        assert engine.generate(other, max_tokens=1).stats.reused_tokens == 289 - 256
+        assert engine.generate([*prompt[:200], 7], max_tokens=1).stats.reused_tokens == 200
+
+
+def test_a_state_is_kept_where_waiting_prompts_part(hybrid: Path) -> None:
+    prompts = [[*range(200), *[i] * 60] for i in range(3)]
+    with pystaged.load(hybrid, draft=None) as engine, ThreadPoolExecutor(3) as threads:
+        streams = [engine.stream(prompt, max_tokens=5) for prompt in prompts]
+        with held(engine):
+            reading = [threads.submit(stream.finish) for stream in streams]
+            wait_until(lambda: all(stream.sequence.process for stream in streams))
+        results = [each.result(60) for each in reading]
+        assert sorted(result.stats.reused_tokens for result in results) == [0, 200, 200]
+
+
 def test_what_was_learnt_is_inherited() -> None:
     with pystaged.load("bundled") as engine:
         engine.generate(GREETING, max_tokens=60, temperature=0.5)
@@ -699,9 +748,11 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_memory_is_flat_over_many_short_texts(random_gguf: Callable[..., Path], hybrid: Path, kind: str) -> None:
     process, generator = psutil.Process(), np.random.default_rng(0)
-    with pystaged.load(random_gguf(vocab_size=300, context=96), kv_memory=4 << 20) as engine:
+    path = hybrid if kind == "hybrid" else random_gguf(vocab_size=300, context=96)
+    with pystaged.load(path, draft=None, kv_memory=4 << 20) as engine:
 
         def write(count: int) -> int:
             for _ in range(count):

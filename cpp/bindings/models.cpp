@@ -184,6 +184,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("has_markov", [](const Model& self) { return self.numbers().markov_rank > 0; })
         .def_property_readonly("mask_token", [](const Model& self) { return self.numbers().mask_token; })
         .def_property_readonly("state_bytes", &Model::state_bytes)
+        .def_property_readonly("kept_state_bytes", &Model::kept_state_bytes)
         .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });
 }
 

@@ -250,6 +250,14 @@ void add_sessions(py::module_& m) {
             },
             py::arg("path"))
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "keep_states",
+            [](Session& self, const py::object& lengths, int most) {
+                const std::vector<int32_t> rows = to_ints(lengths, "lengths");
+                const py::gil_scoped_release release;
+                self.keep_states(rows, most);
+            },
+            py::arg("lengths"), py::arg("most"))
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
@@ -293,6 +301,7 @@ void add_sessions(py::module_& m) {
                                [](const Session& self) { return self.model().windowed_cell_bytes(); })
         .def_property_readonly("most_windowed", [](const Session& self) { return self.model().most_windowed(); })
         .def_property_readonly("state_bytes", [](const Session& self) { return self.model().state_bytes(); })
+        .def_property_readonly("kept_state_bytes", [](const Session& self) { return self.model().kept_state_bytes(); })
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 

@@ -307,8 +307,15 @@ int64_t Model::most_windowed() const {
 size_t Model::state_bytes() const {
     size_t values = 0;
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += (1 + RecurrentState::kMostKept) * numbers_.state_size(layer) +
-                  RecurrentState::kFewRows * numbers_.input_size(layer);
+        values += RecurrentState::kFewRows * numbers_.input_size(layer);
+    }
+    return 2 * kept_state_bytes() + values * sizeof(float);
+}
+
+size_t Model::kept_state_bytes() const {
+    size_t values = 0;
+    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
+        values += numbers_.state_size(layer);
     }
     return values * sizeof(float);
 }

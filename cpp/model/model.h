@@ -86,9 +86,11 @@ public:
     size_t cell_bytes() const;
     size_t windowed_cell_bytes() const;
     int64_t most_windowed() const;
-    // Bytes that recurrent layers keep of a text at most, however long it is, but for rows that were just read.
+    // Bytes that recurrent layers take for a text, however long it is: while one is read two states, and the inputs of
+    // a tree's rows; and besides, for each state that is kept to go back to.
     size_t state_bytes() const;
-    // Rows of a text that may be pending: with recurrent layers, which keep their inputs, not any number.
+    size_t kept_state_bytes() const;
+    // Rows of a text's trees that may be pending: with recurrent layers, which keep their inputs, not any number.
     int most_pending() const;
     // As Manifest::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }

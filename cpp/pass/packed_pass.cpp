@@ -52,9 +52,13 @@ double PackedPass::bytes(const Hyperparameters& h) {
     const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
                           3.0 * padded(h.ffn_width, kBlock);
     const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
+    size_t inputs = 0;
+    for (int layer = 0; layer < h.num_layers; ++layer) {
+        inputs = std::max(inputs, h.input_size(layer));
+    }
     const double fused =
         (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
-    return sizeof(float) * (kMaxRows * (values + delta + fused) + kFewRows * double(h.logits_stride()));
+    return sizeof(float) * (kMaxRows * (values + delta + fused + inputs) + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
@@ -124,7 +128,8 @@ void PackedPass::compute(const Pass& pass) {
     ancestors_.clear();
     for (const Segment& segment : pass.segments) {
         auto& state = static_cast<PackedState&>(*segment.state);
-        state.begin(segment.num_committed, segment.first_pending, segment.num_rows, pass.parents + segment.first_row);
+        state.begin(segment.num_committed, segment.first_pending, segment.num_rows, pass.parents + segment.first_row,
+                    segment.is_reading);
         const auto is_its = [&](const Text& text) { return text.state == &state; };
         const auto text = std::find_if(texts_.begin(), texts_.end(), is_its);
         if (text != texts_.end()) {
@@ -150,7 +155,12 @@ void PackedPass::compute(const Pass& pass) {
                 text.rows[pending.back()] = segment.first_row + i;
             }
         }
-        text.walk = make_walk(pending, [&](int row) { return text.state->parent(row); });
+        // Rows of a reading's passes before are included in the state.
+        const int first = text.segments[0].is_reading ? text.segments[0].first_pending : 0;
+        text.walk = make_walk(pending, [&](int row) {
+            const int parent = text.state->parent(row);
+            return parent < first ? -1 : parent;
+        });
     }
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {

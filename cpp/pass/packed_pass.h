@@ -89,10 +89,12 @@ private:
     // Of a text, one head.
     void run_space(const StateSpace& mixer, const Text& text, int layer, int head, int first_row,
                    DeltaScratch& scratch);
-    // Makes a tile of the state at the committed end, and of it a copy to go along the tree from.
+    // Makes a tile of the state at the committed end, and of that before the pass's rows a copy to go along them from.
     template <class StepOf>
     void make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch);
-    // Memory for all threads to go along trees, before anything is applied; of a head of so many keys.
+    // Goes along them, by scratch.steps, and writes the tiles that a reading stops at.
+    void walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch);
+    // Memory of texts and threads, before anything is applied; of a head of so many keys, 0 where there are no tiles.
     void reserve_recurrent(int layer, int keys);
     // Of a text, one head of keys and the heads of values that share it.
     void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
@@ -139,6 +141,7 @@ private:
     QuantizedRows handed_rows_;
     AttentionScratch attention_scratch_;
     std::vector<DeltaScratch> delta_scratch_;  // [threads]
+    Lines<float> reading_inputs_;              // of a recurrent layer, of rows that are read
     std::vector<float> unit_;                  // weights of a norm that makes a delta net's keys as long as 1
 };
 

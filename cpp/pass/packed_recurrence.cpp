@@ -25,27 +25,36 @@ public:
 
     // Brings the state's part up to the committed end.
     void apply(int count) {
-        for (const RecurrentState::Stop& stop : state_.stops()) {
-            for (int i = 0; i < before_; ++i) {
-                const int row = i + stop.rows;
-                const float* from = row < before_ ? state_.state() + at_ + size_t(row) * channels_
-                                                  : state_.unapplied(row - before_) + first_;
-                std::copy_n(from, count, stop.state + at_ + size_t(i) * channels_);
-            }
-        }
+        write(state_.stops(), state_.state(), count, [&](int row) { return state_.unapplied(row) + first_; });
+    }
+    // Brings the part of a reading's state up to its last row.
+    void finish(int count) {
+        write(state_.reading_stops(), state_.base(), count, [&](int row) { return pending(state_.first() + row); });
     }
     float* pending(int row) { return state_.pending(row) + first_; }
     // ancestors[i]: what PackedState::ancestor() says of i + 1 rows before a pending row.
     void find(int row, const int* ancestors, const float** inputs) {
         for (int back = 1; back <= before_; ++back) {
-            const int ancestor = ancestors[back - 1];
-            inputs[before_ - back] =
-                ancestor >= 0 ? pending(ancestor) : state_.next_state() + at_ + size_t(before_ + ancestor) * channels_;
+            const int ancestor = ancestors[back - 1] - state_.first();
+            inputs[before_ - back] = ancestor >= 0 ? pending(state_.first() + ancestor)
+                                                   : state_.base() + at_ + size_t(before_ + ancestor) * channels_;
         }
         inputs[before_] = pending(row);
     }
 
 private:
+    // The inputs of the rows before each stop, of those that `from` holds and of those behind it.
+    template <class InputsOf>
+    void write(const std::vector<RecurrentState::Stop>& stops, const float* from, int count, const InputsOf& behind) {
+        for (const RecurrentState::Stop& stop : stops) {
+            for (int i = 0; i < before_; ++i) {
+                const int row = i + stop.rows;
+                std::copy_n(row < before_ ? from + at_ + size_t(row) * channels_ : behind(row - before_), count,
+                            stop.state + at_ + size_t(i) * channels_);
+            }
+        }
+    }
+
     RecurrentState& state_;
     size_t at_;
     int channels_, before_, first_;
@@ -63,9 +72,7 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
     const Hyperparameters& h = model_.numbers();
     const size_t stride = h.padded_width();
     const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).reserve();
-    }
+    reserve_recurrent(index, 0);
     const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_taps - 1;
     const auto convolve = [&](int task, int) {
         const Text& text = texts_[task / num_blocks];
@@ -96,6 +103,7 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
                 }
             }
         }
+        all.finish(count);
     };
     ThreadPool::shared().run(static_cast<int>(texts_.size()) * num_blocks, threads_for(size_t(product.n) * h.width),
                              convolve);
@@ -111,9 +119,17 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
 
 void PackedPass::reserve_recurrent(int index, int keys) {
     int num_copies = 1, num_steps = 0;
+    size_t num_read = 0;
+    const size_t input_size = model_.numbers().input_size(index);
+    for (const Text& text : texts_) {
+        num_read += text.state->recurrent(index).num_reading();
+    }
+    reading_inputs_.resize(std::max(reading_inputs_.size(), num_read * input_size));
+    num_read = 0;
     for (const Text& text : texts_) {
         RecurrentState& state = text.state->recurrent(index);
-        state.reserve();
+        state.reserve(reading_inputs_.data() + num_read * input_size);
+        num_read += state.num_reading();
         num_copies = std::max(num_copies, text.walk.num_copies);
         num_steps = std::max({num_steps, state.num_unapplied(), static_cast<int>(text.walk.steps.size())});
     }
@@ -140,7 +156,20 @@ void PackedPass::make_tile(RecurrentState& state, size_t tile, int keys, const S
         model_.kernel().delta(scratch.steps.data(), static_cast<int>(scratch.steps.size()), keys, next);
         now = next;
     }
-    std::copy_n(now, size, scratch.tiles.data());
+    std::copy_n(state.base() + tile, size, scratch.tiles.data());
+}
+
+void PackedPass::walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch) {
+    const auto walk = [&](int first, int last) {
+        model_.kernel().delta(scratch.steps.data() + first, last - first, keys, scratch.tiles.data());
+    };
+    int done = 0;
+    for (const RecurrentState::Stop& stop : state.reading_stops()) {
+        walk(done, stop.rows);
+        std::copy_n(scratch.tiles.data(), size_t(keys) * kLanes, stop.state + tile);
+        done = stop.rows;
+    }
+    walk(done, static_cast<int>(scratch.steps.size()));
 }
 
 PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, const Value& input, int index,
@@ -197,6 +226,7 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
                 }
             }
         }
+        all.finish(size);
     };
     convolve(head * size, true);
     convolve(d.keys() + head * size, true);
@@ -248,7 +278,7 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
                     steps.back().out = mixed_.data() + (row - first_row) * mixed_stride + column;
                 }
             }
-            kernel.delta(steps.data(), static_cast<int>(steps.size()), size, scratch.tiles.data());
+            walk_tile(state, tile, size, scratch);
         }
         for (const Segment& segment : text.segments) {
             for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
@@ -300,6 +330,7 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
                 }
             }
         }
+        all.finish(count);
     });
     const int threads_of_states = threads_for(size_t(product.n) * d.inner() * d.state_dim);
     ThreadPool::shared().run(num_texts * d.heads, threads_of_states, [&](int task, int worker) {
@@ -353,7 +384,8 @@ void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index,
             result.delta = kept + deltas_at + own + value;
             return result;
         };
-        make_tile(state, (own + value) * d.state_dim, d.state_dim, step, scratch);
+        const size_t tile = (own + value) * d.state_dim;
+        make_tile(state, tile, d.state_dim, step, scratch);
         scratch.steps.clear();
         for (const WalkStep& walked : text.walk.steps) {
             scratch.steps.push_back(step(state.pending(walked.row)));
@@ -366,8 +398,7 @@ void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index,
                 last.out = mixed_.data() + (row - first_row) * stride + own + value;
             }
         }
-        model_.kernel().delta(scratch.steps.data(), static_cast<int>(scratch.steps.size()), d.state_dim,
-                              scratch.tiles.data());
+        walk_tile(state, tile, d.state_dim, scratch);
     }
     for (const Segment& segment : text.segments) {
         for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {

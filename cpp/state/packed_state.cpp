@@ -65,13 +65,13 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     }
 }
 
-void PackedState::begin(int num_committed, int first, int num_rows, const int32_t* parents) {
+void PackedState::begin(int num_committed, int first, int num_rows, const int32_t* parents, bool is_reading) {
     parents_.resize(first);
     parents_.insert(parents_.end(), parents, parents + num_rows);
     touch(num_committed + first + num_rows);
     for (LayerState& layer : layers_) {
         if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
-            recurrent->touch(first + num_rows);
+            recurrent->begin(first, num_rows, is_reading);
         }
     }
 }
@@ -97,6 +97,14 @@ void PackedState::keep(int length, const std::vector<int32_t>& path, bool was_re
     ThreadPool::shared().run(static_cast<int>(layers_.size()), moves ? model_.num_threads() : 1, [&](int layer, int) {
         std::visit([&](auto& state) { state.keep(length, path, was_read); }, layers_[layer]);
     });
+}
+
+void PackedState::keep_states(const std::vector<int>& lengths, int most) {
+    for (LayerState& layer : layers_) {
+        if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
+            recurrent->keep_states(lengths, most);
+        }
+    }
 }
 
 int PackedState::reachable(int length) const {

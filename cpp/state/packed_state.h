@@ -42,6 +42,7 @@ public:
 
     int room() const override { return room_; }
     void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
+    void keep_states(const std::vector<int>& lengths, int most) override;
     int reachable(int length) const override;
     // Gives memory back to the system where it is much.
     int cut(int length) override;
@@ -49,8 +50,9 @@ public:
     void stretch(int length, int longer) override;
     size_t num_bytes(int length) const override;
 
-    // Pending rows from `first` on are about to be written, parents[i] the one before row first + i.
-    void begin(int num_committed, int first, int num_rows, const int32_t* parents);
+    // Pending rows from `first` on are about to be written, of a reading or else of a tree; parents[i] is the one
+    // before row first + i.
+    void begin(int num_committed, int first, int num_rows, const int32_t* parents, bool is_reading);
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
     int parent(int row) const { return parents_[row]; }

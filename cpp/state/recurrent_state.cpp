@@ -6,72 +6,129 @@
 namespace pystaged {
 
 RecurrentState::RecurrentState(size_t state_size, size_t input_size)
-    : state_size_(state_size), input_size_(input_size), inputs_(2 * kMostPending * input_size * sizeof(float)) {
-    kept_.reserve(kMostKept + 1);
+    : state_size_(state_size), input_size_(input_size), inputs_(2 * kMostPending * input_size * sizeof(float)) {}
+
+void RecurrentState::begin(int first, int num_rows, bool is_reading) {
+    first_ = is_reading ? first : 0;
+    num_reading_ = is_reading ? num_rows : 0;
+    if (first_ == 0) {
+        drop_reading();
+    }
+    if (!is_reading) {
+        touched_ = std::max(touched_, first_pending_ + first + num_rows);
+    }
 }
 
-void RecurrentState::reserve() {
-    stops_.clear();
-    before_.reset();
+// Without memory, those that are asked for between `length` and `num_rows` later.
+std::vector<RecurrentState::Kept> RecurrentState::states_to_keep(int length, int num_rows) const {
+    std::vector<Kept> found;
+    for (const int wanted : to_keep_) {
+        if (wanted > length && wanted < length + num_rows) {
+            found.push_back({wanted, std::make_shared<Values>(state_size_)});
+        }
+    }
+    return found;
+}
+
+void RecurrentState::reserve(float* inputs) {
+    const auto is_shared = [](const std::shared_ptr<Values>& state) { return state.use_count() > 1; };
+    next_.reset();
     if (!state_) {
         state_ = std::make_shared<Values>(state_size_);
     }
-    next_ = num_unapplied_ > 0 && state_.use_count() > 1 ? std::make_shared<Values>(state_size_) : state_;
-    if (num_unapplied_ > kBeforeEnd && length_ + num_unapplied_ == read_to_) {
-        before_ = std::make_shared<Values>(state_size_);
-        stops_.push_back({num_unapplied_ - kBeforeEnd, before_->data()});
+    passed_ = states_to_keep(length_, num_unapplied_);
+    stops_.clear();
+    for (const Kept& state : passed_) {
+        stops_.push_back({state.length - length_, state.state->data()});
     }
+    next_ = num_unapplied_ > 0 && is_shared(state_) ? std::make_shared<Values>(state_size_) : state_;
     if (num_unapplied_ > 0) {
         stops_.push_back({num_unapplied_, next_->data()});
     }
+    reading_stops_.clear();
+    if (num_reading_ == 0) {
+        return;
+    }
+    const int begin = length_ + num_unapplied_ + first_;
+    next_ahead_.reset();
+    std::vector<Kept> found = states_to_keep(begin, num_reading_);
+    for (const Kept& state : found) {
+        reading_stops_.push_back({state.length - begin, state.state->data()});
+    }
+    read_.reserve(read_.size() + found.size() + 1);
+    next_ahead_ = ahead_ && !is_shared(ahead_) ? ahead_ : std::make_shared<Values>(state_size_);
+    reading_stops_.push_back({num_reading_, next_ahead_->data()});
+    read_.insert(read_.end(), found.begin(), found.end());
+    if (std::binary_search(to_keep_.begin(), to_keep_.end(), begin + num_reading_)) {
+        read_.push_back({begin + num_reading_, next_ahead_});
+    }
+    reading_inputs_ = inputs;
 }
 
 void RecurrentState::applied() {
     state_ = std::move(next_);
     length_ += num_unapplied_;
     num_unapplied_ = 0;
-    if (before_) {
-        keep_state(length_ - kBeforeEnd, before_);
-        before_.reset();
+    for (const Kept& state : passed_) {
+        keep_state(state);
     }
-    if (length_ == read_to_ && length_ > 0) {
-        keep_state(length_, state_);
+    passed_.clear();
+    if (length_ > 0 && std::binary_search(to_keep_.begin(), to_keep_.end(), length_)) {
+        keep_state({length_, state_});
     }
+    if (num_reading_ > 0) {
+        ahead_ = std::move(next_ahead_);
+    }
+}
+
+void RecurrentState::keep_states(const std::vector<int>& lengths, int most) {
+    kept_.reserve(std::max<size_t>(kept_.size(), most) + 1);
+    to_keep_ = lengths;
+    most_kept_ = most;
 }
 
 // Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie the
 // closer the nearer the end is.
-void RecurrentState::keep_state(int length, const std::shared_ptr<Values>& state) {
-    if (!kept_.empty() && kept_.back().length >= length) {
+void RecurrentState::keep_state(const Kept& state) {
+    if (!kept_.empty() && kept_.back().length >= state.length) {
         return;
     }
-    kept_.push_back({length, state});
-    if (kept_.size() <= kMostKept) {
-        return;
+    kept_.push_back(state);
+    while (static_cast<int>(kept_.size()) > most_kept_) {
+        const auto gap = [&](size_t i) {
+            const int before = i == 0 ? 0 : kept_[i - 1].length;
+            return double(kept_[i].length - before) / (state.length - before);
+        };
+        size_t least = 0;
+        for (size_t i = 1; i + 1 < kept_.size(); ++i) {
+            least = gap(i) < gap(least) ? i : least;
+        }
+        kept_.erase(kept_.begin() + least);
     }
-    const auto gap = [&](size_t i) {
-        const int before = i == 0 ? 0 : kept_[i - 1].length;
-        return double(kept_[i].length - before) / (length - before);
-    };
-    size_t least = 0;
-    for (size_t i = 1; i + 1 < kept_.size(); ++i) {
-        least = gap(i) < gap(least) ? i : least;
-    }
-    kept_.erase(kept_.begin() + least);
+}
+
+void RecurrentState::drop_reading() {
+    ahead_.reset();
+    next_ahead_.reset();
+    read_.clear();
 }
 
 void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
-    // Inputs only move towards the front, so going along the path never overwrites those that are still to move.
-    for (const int32_t row : path) {
-        if (first_pending_ + row != num_unapplied_) {
-            std::memmove(input(num_unapplied_), pending(row), input_size_ * sizeof(float));
+    if (was_read) {
+        state_ = std::move(ahead_);
+        length_ = length + static_cast<int>(path.size());
+        for (const Kept& state : read_) {
+            keep_state(state);
         }
-        ++num_unapplied_;
+    }
+    drop_reading();
+    // Inputs only move towards the front, so going along the path never overwrites those that are still to move.
+    for (size_t i = 0; !was_read && i < path.size(); ++i, ++num_unapplied_) {
+        if (first_pending_ + path[i] != num_unapplied_) {
+            std::memmove(input(num_unapplied_), input(first_pending_ + path[i]), input_size_ * sizeof(float));
+        }
     }
     first_pending_ = num_unapplied_;
-    if (was_read) {
-        read_to_ = length + static_cast<int>(path.size());
-    }
     release_inputs();
 }
 
@@ -99,7 +156,7 @@ void RecurrentState::cut(int length) {
         kept_.pop_back();
     }
     next_.reset();
-    before_.reset();
+    drop_reading();
     if (length >= length_) {
         num_unapplied_ = length - length_;
     } else {
@@ -108,7 +165,6 @@ void RecurrentState::cut(int length) {
         num_unapplied_ = 0;
     }
     first_pending_ = num_unapplied_;
-    read_to_ = std::min(read_to_, length);
     release_inputs();
 }
 
@@ -116,10 +172,8 @@ void RecurrentState::copy(const RecurrentState& from, int length) {
     state_ = from.state_;
     length_ = from.length_;
     kept_ = from.kept_;
-    kept_.reserve(kMostKept + 1);
-    read_to_ = from.read_to_;
     cut(length);
-    touch(0);
+    touched_ = std::max(touched_, num_unapplied_);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
 }
 
@@ -128,8 +182,12 @@ void RecurrentState::stretch(int length, int longer) {
 }
 
 size_t RecurrentState::num_bytes(int length) const {
-    const size_t states = (length > 0 ? 1 : 0) + kept_.size(), rows = length > 0 ? touched_ : 0;
-    return (states * state_size_ + rows * input_size_) * sizeof(float);
+    if (length == 0) {
+        return 0;
+    }
+    const bool is_kept = !kept_.empty() && kept_.back().state == state_;
+    const size_t states = kept_.size() + (is_kept ? 0 : 1) + (ahead_ ? 1 : 0);
+    return (states * state_size_ + touched_ * input_size_) * sizeof(float);
 }
 
 }  // namespace pystaged

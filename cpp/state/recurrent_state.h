@@ -1,8 +1,9 @@
 // What a recurrent layer carries from row to row: a state, and the inputs by which rows change it.
 //
-// A row cannot be undone in a state, so a pass stores the inputs of its pending rows, not their states. The next pass
+// A row cannot be undone in a state, so a pass stores the inputs of a tree's rows, not their states. The next pass
 // first applies the inputs of the rows that were committed meanwhile, in order, and then computes its tree from there.
-// For texts that are rewound, states at the ends of readings and kBeforeEnd rows before them are kept.
+// A reading is committed whole or not at all, so its passes store no inputs: they write the state after its rows beside
+// the text's, which it replaces when the rows are committed.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +17,12 @@ namespace pystaged {
 
 class RecurrentState {
 public:
-    // Pending rows at most; a reading of more commits them in pieces.
+    // Pending rows of trees at most.
     static constexpr int kMostPending = 512;
-    // States that are kept besides the one in use.
-    static constexpr int kMostKept = 4;
     // Rows whose inputs keep their memory from pass to pass: those of a usual tree.
-    static constexpr int kFewRows = 64;
-    // A state is kept so many rows before the end of a reading, too: the next prompt of a chat may differ from this one
-    // in the last tokens, which begin an answer.
-    static constexpr int kBeforeEnd = 16;
+    static constexpr int kFewRows = 32;
 
-    // The state after the first `rows` of the rows that are not applied yet, and where to write it.
+    // The state after so many rows, and where to write it.
     struct Stop {
         int rows;
         float* state;
@@ -35,22 +31,32 @@ public:
     // In floats: a state, which is of zeros before a text, and the inputs of a row.
     RecurrentState(size_t state_size, size_t input_size);
 
-    // The inputs of the first `num_pending` pending rows are about to be written.
-    void touch(int num_pending) { touched_ = std::max(touched_, first_pending_ + num_pending); }
-    // For a pass, in this order. Reserves its memory; if it throws, nothing has changed.
-    void reserve();
-    // The state after the applied rows, and where to write the one after all committed rows; may be the same place.
+    // For a pass, in this order. It computes pending rows from `first` on, of a reading or else of a tree.
+    void begin(int first, int num_rows, bool is_reading);
+    // Reserves memory; if it throws, nothing has changed. The inputs of a reading's rows go to `inputs` meanwhile.
+    void reserve(float* inputs);
+    // Rows of the pass that are of a reading.
+    int num_reading() const { return num_reading_; }
+    // The first row that base() does not include: 0, or of a reading the first of the pass.
+    int first() const { return first_; }
+    // The state after the applied rows; and the one before the pass's rows, which may be in the same place.
     const float* state() const { return state_->data(); }
-    float* next_state() { return next_->data(); }
+    const float* base() const { return first_ > 0 ? ahead_->data() : next_->data(); }
     int num_unapplied() const { return num_unapplied_; }
-    // States to compute, in order, the last after all committed rows; none if all are applied.
+    // States to compute from state(), in order, the last after all committed rows; none if all are applied.
     const std::vector<Stop>& stops() const { return stops_; }
+    // States to compute from base(), after rows of the pass, the last after all of them; none unless it is of a
+    // reading. They may be in the place of base().
+    const std::vector<Stop>& reading_stops() const { return reading_stops_; }
     // Inputs of the committed rows that are not applied yet, then of pending rows.
     float* unapplied(int row) { return input(row); }
-    float* pending(int row) { return input(first_pending_ + row); }
-    // The states in stops() are computed.
+    float* pending(int row) {
+        return num_reading_ > 0 ? reading_inputs_ + (row - first_) * input_size_ : input(first_pending_ + row);
+    }
+    // The states in both stops are computed.
     void applied();
 
+    void keep_states(const std::vector<int>& lengths, int most);
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
     int reachable(int length) const;
     void cut(int length);
@@ -62,25 +68,35 @@ public:
 
 private:
     using Values = Lines<float>;
+    // Shared by texts with the same beginning, so nobody writes to it.
     struct Kept {
         int length;
         std::shared_ptr<Values> state;
     };
 
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
-    void keep_state(int length, const std::shared_ptr<Values>& state);
+    std::vector<Kept> states_to_keep(int length, int num_rows) const;
+    void keep_state(const Kept& state);
+    void drop_reading();
     // Gives the memory of many rows' inputs that are needed no more back to the system.
     void release_inputs();
 
     size_t state_size_, input_size_;
-    int length_ = 0;                         // rows that state_ includes
-    std::shared_ptr<Values> state_;          // none for zeros; others may share it, who must not see it change
-    std::shared_ptr<Values> next_, before_;  // of a pass
-    std::vector<Stop> stops_;
+    int length_ = 0;                 // rows that state_ includes
+    std::shared_ptr<Values> state_;  // none for zeros
+    std::shared_ptr<Values> next_;   // of a pass
+    std::vector<Kept> passed_;       // of a pass, on the way to next_
+    std::vector<Stop> stops_, reading_stops_;
     Memory inputs_;  // [rows][input_size]
     int num_unapplied_ = 0, first_pending_ = 0;
-    int touched_ = 0;         // rows whose inputs may have memory
-    int read_to_ = 0;         // where the last reading ended
+    int touched_ = 0;  // rows whose inputs may have memory
+    // Of a reading that is not committed: of its pass, the state after its rows, and states to keep with them.
+    int first_ = 0, num_reading_ = 0;
+    float* reading_inputs_ = nullptr;
+    std::shared_ptr<Values> ahead_, next_ahead_;
+    std::vector<Kept> read_;
+    std::vector<int> to_keep_;  // after how many rows states are kept, rising
+    int most_kept_ = 0;
     std::vector<Kept> kept_;  // of rising length
 };
 

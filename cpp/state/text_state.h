@@ -21,6 +21,9 @@ public:
     // Behind the first `length` rows, pending rows become committed: a path, from the committed end on, that was read
     // or else written. The other pending rows are lost, and what no later row needs may be given up. Nothing fails.
     virtual void keep(int length, const std::vector<int32_t>& path, bool was_read) = 0;
+    // Recurrent layers are to keep their states after so many rows, rising, when the text reaches them, so that it can
+    // go back to them; `most` at most, those from before included. Forgets what was asked for before.
+    virtual void keep_states(const std::vector<int>& /*lengths*/, int /*most*/) {}
     // The longest beginning of the text, of `length` rows at most, that rows can go on from.
     virtual int reachable(int length) const { return length; }
     // The text goes on from its first `length` rows, or as many of them as are reachable; returns how many.

@@ -145,7 +145,7 @@ class RemoteSession:
     """Stands in for _core.Session."""
 
     # Devices keep all tokens in layers with a sliding window, and refuse recurrent layers.
-    windowed_cell_bytes = most_windowed = state_bytes = 0
+    windowed_cell_bytes = most_windowed = state_bytes = kept_state_bytes = 0
 
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
         self.weight_bytes = model.weight_bytes

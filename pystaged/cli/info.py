@@ -122,7 +122,8 @@ def _behind(model: _core.Model) -> str:
 
 def _states(model: _core.Model) -> str:
     """Memory of recurrent layers' states, in words; "" for a model without such layers."""
-    return f", {model.state_bytes / 1e6:.1f} MB of states for each text" if model.state_bytes else ""
+    states, kept = model.state_bytes / 1e6, model.kept_state_bytes / 1e6
+    return f", {states:.1f} MB of states for each text, {kept:.1f} MB for each earlier one kept" if states else ""
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:

@@ -23,6 +23,10 @@ _WORTH_WAITING = 64  # tokens of prefill from which on waiting to copy another s
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 _SHARE = 4  # contexts get the free memory divided by this
+_KEPT_SHARE = 16  # states kept of a text may take the memory of contexts divided by this
+_MOST_KEPT = 8  # states kept of a text, however small they are
+_BEFORE_END = (16, 256)  # tokens before the end of a prompt where states are kept: the last tokens begin an answer, and
+# another question about the same text has another length
 _ON_DEVICES = 8  # full contexts, by default
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
@@ -43,11 +47,12 @@ class _Held(NamedTuple):
 
 class _Loan(NamedTuple):
     """A lent context, referred to weakly so that the loan ends with it; its prompt, int32[n], and the most bytes that
-    the sequence can fill."""
+    the sequence can fill. partings: after how many tokens other texts are known to differ from the prompt."""
 
     context: weakref.ref[Decoder]
     prompt: NDArray[np.int32]
     num_bytes: int
+    partings: set[int]
 
 
 class _Cells(NamedTuple):
@@ -62,9 +67,10 @@ class _Cells(NamedTuple):
     whole: bool
 
     @classmethod
-    def of(cls, session: Session, whole: bool) -> _Cells:
-        windowed = session.windowed_cell_bytes
-        return cls(session.cell_bytes, windowed, session.most_windowed, session.state_bytes, session.n_ctx, whole)
+    def of(cls, session: Session, whole: bool, num_kept: int) -> _Cells:
+        """num_kept: states of recurrent layers that are kept of a text."""
+        windowed, states = session.windowed_cell_bytes, session.state_bytes + num_kept * session.kept_state_bytes
+        return cls(session.cell_bytes, windowed, session.most_windowed, states, session.n_ctx, whole)
 
     @property
     def spare(self) -> int:
@@ -86,9 +92,12 @@ class ContextPool:
 
     The KV caches of all contexts take at most `memory` bytes. A sequence counts with its prompt and max_tokens, a
     context at rest with its contents; layers with a sliding window hold fewer than all tokens, and recurrent layers
-    states of a fixed size. On devices a context
-    counts with all its positions, which are allocated at once. A single sequence may exceed the bound if no other
-    context is lent. Contexts at rest are cut to make room, the least recently used first, each from its end.
+    states of a fixed size. On devices a context counts with all its positions, which are allocated at once. A single
+    sequence may exceed the bound if no other context is lent. Contexts at rest are cut to make room, the least recently
+    used first, each from its end.
+
+    A recurrent layer can only go back to states that it has kept. They are kept shortly before the end of each prompt,
+    and where a prompt turned out to differ from another one; as many as a share of `memory` holds, at least one.
 
     Thread-safe: calls are serialized.
 
@@ -111,7 +120,12 @@ class ContextPool:
         self._make = make
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close an engine during a call
         first = make(None, 0)
-        self._cells = [_Cells.of(session, whole) for session, whole in zip(first.sessions, on_device, strict=False)]
+        kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
+        kept_room = (memory or free // _SHARE) // _KEPT_SHARE
+        self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
+        self._cells = [
+            _Cells.of(session, whole, self._num_kept) for session, whole in zip(first.sessions, on_device, strict=False)
+        ]
         self.full_bytes = self._needed(first.target.n_ctx)
         usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // _SHARE, self.full_bytes)
         self.memory = memory or usual
@@ -163,7 +177,7 @@ class ContextPool:
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
-            source, length = self._most_like(prompt[: -1 if reuse else 0])
+            source, length, common = self._most_like(prompt[: -1 if reuse else 0])
             if reuse and not must and self._is_being_read(prompt, length):
                 return Wait.PROMPT
             held = self._at_rest.get(source) if source else None
@@ -176,7 +190,8 @@ class ContextPool:
                     self._wake(source, length)
                 else:
                     source = self._begin(source, length)
-            self._lent.append(_Loan(weakref.ref(source), prompt, need))
+            self._lent.append(_Loan(weakref.ref(source), prompt, need, {common}))
+            self._keep_states(source, self._lent[-1])
             return source
 
     def give_back(self, context: Decoder) -> None:
@@ -280,16 +295,18 @@ class ContextPool:
             self._free(context)
         return self._make(source, 0)
 
-    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int]:
-        """The context that can rewind to the longest common prefix, and the prefix's length. Among equals: one at rest,
-        then one that the prefix nearly fills, then the one used last."""
+    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int, int]:
+        """The context that can rewind to the longest prefix of the prompt, and that prefix's length. Among equals: one
+        at rest, then one that the prefix nearly fills, then the one used last. And the length of the longest prefix
+        that any context holds."""
         best: Decoder | None = None
-        most = (-1, False, False)
-        for context, held, length, rests in self._contents(prompt):
+        most, longest = (-1, False, False), 0
+        for context, held, common, length, rests in self._contents(prompt):
+            longest = max(longest, common)
             rank = (length, rests, _survives(held, length))
             if rank >= most:
                 best, most = context, rank
-        return best, max(most[0], 0)
+        return best, max(most[0], 0), longest
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Whether another sequence is prefilling so much more of a prompt that waiting for a copy is faster."""
@@ -301,22 +318,34 @@ class ContextPool:
                     # It has read them already; if `length` is less, it cannot rewind to them.
                     if common_prefix(context.target.tokens, prompt) >= common:
                         continue
+                    loan.partings.add(common)
+                    self._keep_states(context, loan)
                 return True
         return False
 
-    def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, bool]]:
-        """All contexts: tokens held, tokens of the prompt that it can rewind to, and whether it is at rest."""
+    def _keep_states(self, context: Decoder, loan: _Loan) -> None:
+        """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
+        wanted = [*loan.partings, *(len(loan.prompt) - 1 - before for before in _BEFORE_END)]
+        for session in context.sessions:
+            if session.kept_state_bytes:
+                session.keep_states(wanted, self._num_kept)
+
+    def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, int, bool]]:
+        """All contexts: tokens held, those that the prompt begins with, how many of these it can rewind to, and whether
+        it is at rest."""
         for loan in self._lent:
             context = loan.context()
             if context is not None:
                 try:
                     tokens = context.target.tokens
-                    length = context.target.reachable(common_prefix(tokens, prompt))
+                    common = common_prefix(tokens, prompt)
+                    length = context.target.reachable(common)
                 except _OUT_OF_REACH:
                     continue
-                yield context, len(tokens), length, False
+                yield context, len(tokens), common, length, False
         for context, (tokens, _) in list(self._at_rest.items()):
-            yield context, len(tokens), context.target.reachable(common_prefix(tokens, prompt)), True
+            common = common_prefix(tokens, prompt)
+            yield context, len(tokens), common, context.target.reachable(common), True
 
     def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
         """A context at rest that can rewind to exactly these tokens."""

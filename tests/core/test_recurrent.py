@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from support.memory import resident
 from support.random_models import RandomModel, write
 
 from pystaged import _core
-from pystaged._core import ModelError, Sampling, Session, Work
+from pystaged._core import LogitRules, ModelError, Sampling, Session, Work
 
 Floats = npt.NDArray[np.float32]
 
@@ -35,6 +36,8 @@ MODELS = {
         "granitehybrid", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)
     ),
 }
+# A sampling that fails after its pass; the models' vocabularies are no larger.
+NOTHING = Sampling(rules=LogitRules(logit_bias=[(token, -math.inf) for token in range(300)]))
 TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below
 
 
@@ -85,7 +88,7 @@ def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: int) -> None:
-    """Texts that share passes: they read, verify, draft, commit, go back and fork."""
+    """Texts that share passes: they read, verify, draft, commit, go back and fork; some passes fail."""
     generator, path = np.random.default_rng(schedule), path_of(name)
     kernels = _core.kernels()
     model = _core.Model(path, kernels[schedule % len(kernels)], 1 + schedule % 3)
@@ -95,9 +98,12 @@ def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: i
         works = []
         for i, session in enumerate(texts):
             committed = session.tokens.tolist()
+            ahead = len(committed) + generator.integers(-5, 40, 3)
+            session.keep_states(ahead, int(generator.integers(4)))
             kind = generator.choice(["read", "verify", "draft", "back", "fork"], p=[0.3, 0.3, 0.2, 0.1, 0.1])
             if kind == "read":
-                works.append(Work.read(session, generator.integers(0, 4, generator.integers(1, 40))))
+                most = 400 if generator.random() < 0.05 else 40  # perhaps in two passes
+                works.append(Work.read(session, generator.integers(0, 4, generator.integers(1, most))))
             elif kind == "verify":
                 sampling = Sampling(temperature=2.0, seed=int(generator.integers(100)), top_k=4)
                 works.append(Work.verify(session, *branches(generator, 12), sampling))
@@ -120,7 +126,14 @@ def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: i
                 length = int(generator.integers(0, len(committed) + 1))
                 texts[i] = session.fork(length)
                 assert texts[i].tokens.tolist() == committed[: session.reachable(length)]
-        _core.run(works)
+        if works and generator.random() < 0.2:
+            before = [session.tokens.tolist() for session in texts]
+            failing = Work.verify(Session(model), [1], [-1], NOTHING)
+            with pytest.raises(ValueError, match="exclude all tokens"):
+                _core.run([*works, failing])
+            assert [session.tokens.tolist() for session in texts] == before
+        else:
+            _core.run(works)
         assert_goes_on_plainly(texts[int(generator.integers(3))], plain)
     for session in texts:
         assert_goes_on_plainly(session, plain)
@@ -138,46 +151,54 @@ def test_prompts_cut_at_every_position(path_of: Callable[[str], Path], name: str
 
 
 def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
-    """To every position of the last pass, to ends of readings and 16 tokens before them, else to its beginning."""
+    """To every position of the last pass, if it was a tree, to states that were kept, else to its beginning."""
     model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
     session = Session(model)
     tokens = np.random.default_rng(2).integers(0, 4, 400)
+    session.keep_states([163, 125, 90, 130, 500], 4)
     session.prefill(tokens[:100])
     session.prefill(tokens[100:130])
-    assert [session.reachable(length) for length in (130, 120, 100, 99, 50)] == [130, 120, 100, 84, 0]
+    assert [session.reachable(length) for length in (130, 129, 124, 90, 89)] == [130, 125, 90, 90, 0]
     session.prefill(tokens[130:160])
     for token in tokens[160:200]:
         session.evaluate([token], [-1], 0)
         session.commit([0])
-    assert [session.reachable(length) for length in (200, 199, 198, 170, 159, 120)] == [200, 199, 160, 160, 144, 114]
+    assert [session.reachable(length) for length in (200, 199, 198, 162, 129)] == [200, 199, 163, 130, 125]
     fork = session.fork(180)
-    assert len(fork.tokens) == 160
+    assert len(fork.tokens) == 163
     assert_goes_on_plainly(fork, plain)
-    assert session.rewind(140) == 114
+    assert session.rewind(140) == 130
     assert_goes_on_plainly(session, plain)
-    assert session.rewind(99) == 84
+    assert session.rewind(99) == 90
     assert_goes_on_plainly(session, plain)
-    assert session.rewind(83) == 0
+    assert session.rewind(89) == 0
     session.prefill(tokens[:10])
     assert_goes_on_plainly(session, plain)
-    assert len(fork.tokens) == 160
+    assert len(fork.tokens) == 163
     assert_goes_on_plainly(fork, plain)
 
 
-def test_the_kept_states_of_a_long_prompt(path_of: Callable[[str], Path]) -> None:
-    """They are four, the closer to each other the nearer the end is, and counted."""
+def test_states_of_a_reading(path_of: Callable[[str], Path]) -> None:
+    """However long it is, one is left, and those that are kept, the closer to each other the nearer the end is."""
     model = _core.Model(path_of("lfm2"))
+    # layers; taps before a row, channels; two states and inputs of few rows; bytes
+    assert model.kept_state_bytes == 2 * 2 * 32 * 4
+    assert model.state_bytes == 2 * model.kept_state_bytes + 2 * 32 * 32 * 4
     session = Session(model)
     tokens = np.random.default_rng(3).integers(0, 4, 400)
-    for first in range(0, 400, 10):
-        session.prefill(tokens[first : first + 10])
+    session.prefill(tokens)
+    assert session.num_bytes == 400 * model.cell_bytes + model.kept_state_bytes
+    session.rewind(0)
+    session.keep_states(range(10, 400, 10), 4)
+    session.prefill(tokens)
     session.evaluate([1], [-1], 0)
     session.commit([0])
-    kept = sorted({session.reachable(length) for length in range(401)} - {0})
-    assert kept == [310, 360, 390, 400]
-    assert session.num_bytes <= 401 * model.cell_bytes + model.state_bytes + 401 * 2 * 32 * 4
-    # layers; states, taps before a row, channels; inputs of few rows; bytes
-    assert model.state_bytes == 2 * (5 * 2 * 32 + 64 * 32) * 4
+    kept = sorted({session.reachable(length) for length in range(400)} - {0})
+    assert kept == [310, 360, 380, 390]
+    row = 2 * 32 * 4
+    assert session.num_bytes == 401 * model.cell_bytes + 5 * model.kept_state_bytes + row
+    with pytest.raises(ValueError, match="most must be at least 0"):
+        session.keep_states([1], -1)
 
 
 def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
@@ -187,8 +208,6 @@ def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
     chain = np.arange(-1, 1299)
     with pytest.raises(ValueError, match="has 512 pending rows at most"):
         session.evaluate(tokens, chain, 0)
-    with pytest.raises(ValueError, match="has 512 pending rows at most"):
-        _core.run([Work.read(session, tokens)])
     assert (session.num_pending, len(session.tokens)) == (0, 0)
     session.prefill(tokens)
     in_trees = Session(model)
@@ -203,7 +222,7 @@ def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
-    """Inputs of rows that were read, where no later pass has as many."""
+    """Inputs of rows of a large tree, where no later pass has as many."""
     shape = RandomModel(
         "qwen35", layers=3, recurrent=(0, 1, 2), width=32, heads=2, kv_heads=1, delta_heads=(16, 64, 64), context=2000
     )
