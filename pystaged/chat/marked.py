@@ -109,11 +109,13 @@ def join(separator: str, parts: Iterable[str]) -> str:
 
 
 def mark(value: Any, with_mark: str = MESSAGE) -> Any:
-    """Copy plain data with all its strings marked, including dictionary keys.
+    """Copy plain data with all its strings marked, including dictionary keys; those that have marks keep them.
 
     Raises:
         TypeError: a value has no form in JSON.
     """
+    if isinstance(value, Marked):
+        return value
     if isinstance(value, str):
         text = str.__str__(value)
         return Marked(text, with_mark * len(text))

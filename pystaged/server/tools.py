@@ -12,6 +12,7 @@ from typing import Any
 
 from pystaged.chat.calls import HERMES, CallForm
 from pystaged.chat.format import ChatFormat
+from pystaged.chat.marked import join, mark
 from pystaged.chat.turn import Dialect, TurnReader
 from pystaged.server.errors import ApiError
 from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
@@ -155,10 +156,14 @@ def reasoning(
 
 
 def with_calls(messages: Sequence[dict[str, Any]], form: CallForm) -> list[dict[str, Any]]:
-    """Messages whose content contains their calls, for templates that do not write these."""
+    """Messages whose content contains their calls, for templates that do not write these; the marks around all calls of
+    a message become control tokens, as if the template had written them."""
+
+    def content(message: dict[str, Any]) -> str:
+        return join("\n", filter(None, (mark(_text(message.get("content"))), _spelled(message["tool_calls"], form))))
+
     return [
-        {key: value for key, value in message.items() if key != "tool_calls"}
-        | {"content": "\n".join(filter(None, (_text(message.get("content")), _spelled(message["tool_calls"], form))))}
+        {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content(message)}
         if message.get("tool_calls")
         else message
         for message in messages
@@ -205,7 +210,7 @@ def _spelled(calls: Sequence[dict[str, Any]], form: CallForm) -> str:
         else:
             written = json.dumps(arguments, ensure_ascii=False)
         words.append(f"{head}{written}{form.tail.format()}")
-    return f"{form.opening}{(form.between or '').join(words)}{form.closing}"
+    return join("", [form.opening, mark((form.between or "").join(words)), form.closing])
 
 
 def _text(content: Any) -> str:
