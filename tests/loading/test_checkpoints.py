@@ -210,8 +210,9 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, cas
     with llama_context(path, num_threads=2, exact=True) as context:
         tolerance = 1e-2 if "gemma" in case else 1e-3  # its GELU is a table of F16 numbers
         assert np.abs(llama_pass(context, TOKENS, 0) - expected).max() <= tolerance
-    # Our keys and values are F16.
-    assert np.abs(engine_logits(path, TOKENS) - expected).max() <= 1e-2
+    # Our keys and values are F16; recurrent states are not.
+    tolerance = 2e-3 if FAMILIES[CASES[case][0]].mixer else 1e-2
+    assert np.abs(engine_logits(path, TOKENS) - expected).max() <= tolerance
 
 
 @pytest.mark.slow
