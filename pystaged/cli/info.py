@@ -9,7 +9,7 @@ import typer
 
 import pystaged
 from pystaged import _core, _llama
-from pystaged._core import Model
+from pystaged._core import Model, Tokenizer
 from pystaged.cli.console import model_name, report
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
@@ -65,7 +65,7 @@ def info(
             f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
         if draft and not is_head(draft):
-            rows["draft's memory"] = _memory(draft, loaded)
+            rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
     typer.echo(f"{'device':<18}cpu: this package's kernels, byte for byte exact")
@@ -85,9 +85,9 @@ def _draft(draft: Path, target_path: Path, target: Model) -> str:
     return f"{draft}, {describe(form)}" if form else str(draft)
 
 
-def _memory(draft: Path, target: Model) -> str:
+def _memory(draft: Path, target: Model, tokenizer: Tokenizer) -> str:
     """Memory that a draft takes beside its target, in words."""
-    lender = target if reads_target(draft) else None
+    lender = target if reads_target(draft, tokenizer.metadata) else None
     try:
         model = Model(os.fsencode(draft), target.kernel, target.num_threads, kv=target.kv, lender=lender)
     except (OSError, ValueError) as error:
