@@ -149,7 +149,7 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-enum class Activation { none, gelu, silu };  // gelu in its tanh form
+enum class Activation { none, gelu, silu, squared_relu };  // gelu in its tanh form
 
 // What happens to a sum before it is stored:
 //   out = softcap(gate * activation(sum + bias) * scale) + residual

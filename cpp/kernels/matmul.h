@@ -6,7 +6,11 @@
 
 // A function of its own, because there are hundreds of tiles.
 [[gnu::noinline]] F activate(F x, Activation activation) {
-    return activation == Activation::gelu ? gelu(x) : silu(x);
+    switch (activation) {
+        case Activation::gelu: return gelu(x);
+        case Activation::silu: return silu(x);
+        default: return squared_relu(x);
+    }
 }
 
 [[gnu::noinline]] F cap(F x, float most) {

@@ -138,6 +138,12 @@ inline V silu(V x) {
     return x / (V::set(1.0f) + exp(x * V::set(-1.0f)));
 }
 
+template <class V>
+inline V squared_relu(V x) {
+    x = max(V::set(0.0f), x);  // in this order, which keeps NaN
+    return x * x;
+}
+
 // cap * tanh(x / cap), as cap - 2 cap / (exp(2 x / cap) + 1); NaN where x is not finite.
 template <class V>
 inline V softcapped(V x, float cap) {

@@ -28,7 +28,12 @@ constexpr Family kFamilies[] = {
     {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
      kAllWindowed},
     {"qwen35", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead, kDeltaNets | kFfnNormBehind | kGatedAttention},
-    {"granitehybrid", Pairs::adjacent, Gate::silu, kPreNorms, kHead, kScaleKeys | kMayNotRotate | kStateSpaces},
+    {"granitehybrid", Pairs::adjacent, Gate::silu, kPreNorms | kSpaceNorm, kHead,
+     kScaleKeys | kMayNotRotate | kStateSpaces},
+    {"nemotron_h", Pairs::none, Gate::none, kAttnNorm | kSpaceNorm, kHead | kBiases,
+     kStateSpaces | kBranchesApart | kSquaredRelu},
+    {"falcon-h1", Pairs::halves, Gate::silu, kAttnNorm, kHead | kQkvBias | kFfnBias | kSpaceNorm,
+     kStateSpaces | kBothMixers | kBareFfnNorm},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
@@ -40,6 +45,7 @@ struct Recurrence {
     const char* key;
     unsigned rule;
 };
+constexpr unsigned kRecurrent = kShortConvolutions | kDeltaNets | kStateSpaces;
 constexpr Recurrence kRecurrences[] = {
     {"ssm.conv_kernel", kDeltaNets | kStateSpaces}, {"ssm.state_size", kDeltaNets | kStateSpaces},
     {"ssm.inner_size", kDeltaNets | kStateSpaces},  {"wkv.head_size", 0},
@@ -56,18 +62,22 @@ const Family& find_family(const GgufFile& file) {
                   "choose a dense model");
     }
     const Family* found = nullptr;
-    std::string names;
+    std::string names, recurrent;
     for (const Family& family : kFamilies) {
         if (name == family.name) {
             found = &family;
         }
         names += std::string(names.empty() ? "" : ", ") + family.name;
+        if (family.rules & kRecurrent) {
+            recurrent += std::string(recurrent.empty() ? "" : ", ") + family.name;
+        }
     }
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
-            file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
-                      "') in a way that is not supported; choose a model of attention alone, an lfm2, a qwen35 or a "
-                      "dense granitehybrid");
+            file.fail(
+                "architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
+                "') in a way that is not supported; choose a model of attention alone, or one without experts of: " +
+                recurrent);
         }
     }
     if (found) {

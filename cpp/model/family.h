@@ -33,6 +33,7 @@ enum Part : unsigned {
     kHeadBias = 1 << 12,     //
     kRopeFactors = 1 << 13,  // rope_freqs
     kLongFactors = 1 << 14,  // rope_factors_long and rope_factors_short
+    kSpaceNorm = 1u << 31,   // of what Mamba-2 makes, group by group
 };
 
 // What holds for some architectures and not for others.
@@ -53,7 +54,11 @@ enum Rule : unsigned {
     kDeltaNets = 1 << 13,           // in all layers but each full_attention_interval-th, or as recurrent_layers says
     kFfnNormBehind = 1 << 14,       // the norm before the feed-forward network is named as if it were behind attention
     kStateSpaces = 1 << 16,         // Mamba-2 in layers without heads of keys and values
-    kGatedAttention = 1 << 15       // each head of attn_q has, behind its query, a gate of what it attends to
+    kGatedAttention = 1 << 15,      // each head of attn_q has, behind its query, a gate of what it attends to
+    kBothMixers = 1 << 17,          // each layer attends and has Mamba-2, both of the same rows
+    kBranchesApart = 1 << 18,       // a layer mixes, or is a feed-forward network where that has a width
+    kSquaredRelu = 1 << 19,         // in place of GELU
+    kBareFfnNorm = 1 << 20          // the norm before the feed-forward network is named without ".weight"
 };
 
 struct Family {

@@ -27,9 +27,17 @@ public:
     int number(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
         return static_cast<int>(file_.integer(name(key), least, most, otherwise));
     }
-    // An array with a number for each layer, or none.
-    std::optional<std::vector<int64_t>> numbers_of_layers(const char* key) const {
+    // The numbers of an array, or none where the key is missing.
+    std::optional<std::vector<int64_t>> array(const char* key) const {
         auto values = file_.integers(name(key));
+        if (!values && has(key)) {
+            file_.fail("metadata '" + name(key) + "' is not an array");
+        }
+        return values;
+    }
+    // An array with a number for each layer; none where the key is missing or, if it may be, one for all.
+    std::optional<std::vector<int64_t>> numbers_of_layers(const char* key, bool or_one = true) const {
+        auto values = or_one ? file_.integers(name(key)) : array(key);
         const int num_layers = number("block_count", 1, kMostLayers);
         if (values && int64_t(values->size()) != num_layers) {
             file_.fail("metadata '" + name(key) + "' has " + std::to_string(values->size()) + " entries for " +
@@ -37,23 +45,30 @@ public:
         }
         return values;
     }
-    // One for all layers, or an array that says the same for each, layers without any aside.
-    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise, bool some = false) const {
-        auto values = numbers_of_layers(key);
-        if (values && some) {
-            values->erase(std::remove(values->begin(), values->end(), 0), values->end());
+    // One for all layers, or an array that says the same for each layer that uses it.
+    template <class Uses>
+    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise, const Hyperparameters& h,
+                         const Uses& uses) const {
+        const auto values = numbers_of_layers(key);
+        if (!values) {
+            return number(key, least, most, otherwise);
         }
-        if (!values || values->empty()) {
-            return values ? static_cast<int>(otherwise) : number(key, least, most, otherwise);
+        std::optional<int64_t> found;
+        for (int i = 0; i < h.num_layers; ++i) {
+            const int64_t value = (*values)[h.first_layer + i];
+            if (!uses(h.layers[i])) {
+                continue;
+            }
+            if (found && value != *found) {
+                file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
+            }
+            if (value < least || value > most) {
+                file_.fail("metadata '" + name(key) + "' is " + std::to_string(value) + ", outside " +
+                           std::to_string(least) + " to " + std::to_string(most));
+            }
+            found = value;
         }
-        if (size_t(std::count(values->begin(), values->end(), values->front())) != values->size()) {
-            file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
-        }
-        if (values->front() < least || values->front() > most) {
-            file_.fail("metadata '" + name(key) + "' is " + std::to_string(values->front()) + ", outside " +
-                       std::to_string(least) + " to " + std::to_string(most));
-        }
-        return static_cast<int>(values->front());
+        return static_cast<int>(found.value_or(otherwise));
     }
     float real(const char* key, float otherwise) const {
         const float value = file_.real(name(key), otherwise);
@@ -76,11 +91,11 @@ private:
 };
 
 void read_delta_nets(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
-    const auto recurrent = keys.numbers_of_layers("attention.recurrent_layers");
+    const auto recurrent = keys.numbers_of_layers("attention.recurrent_layers", false);
     const int interval = keys.number("full_attention_interval", 1, kMostLayers, 4);
     for (int i = 0; i < h.num_layers; ++i) {
         const bool attends = recurrent ? (*recurrent)[i] == 0 : (i + 1) % interval == 0;
-        h.layers[i].mixer = attends ? MixerKind::attention : MixerKind::delta_net;
+        h.layers[i].mixers = {attends ? MixerKind::attention : MixerKind::delta_net};
     }
     h.conv_taps = keys.number("ssm.conv_kernel", 2, kMostTaps);
     h.delta.head_dim = keys.number("ssm.state_size", kLanes, 1024);
@@ -122,9 +137,20 @@ void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, H
         return;
     }
     const auto recurrent = family.has(kStateSpaces) ? MixerKind::state_space : MixerKind::short_convolution;
-    if (const auto kv_heads = keys.numbers_of_layers("attention.head_count_kv")) {
-        for (int i = 0; i < h.num_layers; ++i) {
-            h.layers[i].mixer = (*kv_heads)[i] == 0 ? recurrent : MixerKind::attention;
+    const auto kv_heads = keys.numbers_of_layers("attention.head_count_kv");
+    const auto ffn_widths = keys.numbers_of_layers("feed_forward_length", !family.has(kBranchesApart));
+    for (int i = 0; i < h.num_layers; ++i) {
+        LayerNumbers& layer = h.layers[i];
+        if (family.has(kBothMixers)) {
+            layer.mixers.push_back(recurrent);
+        } else if (kv_heads && (*kv_heads)[i] == 0) {
+            layer.mixers = {recurrent};
+        }
+        if (family.has(kBranchesApart)) {
+            layer.feeds_forward = !ffn_widths || (*ffn_widths)[i] != 0;
+            if (layer.feeds_forward) {
+                layer.mixers.clear();
+            }
         }
     }
     if (family.has(kStateSpaces)) {
@@ -152,7 +178,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         file.fail("metadata '" + keys.name("rope.freq_base") + "' is not above 1");
     }
     // Positions of images have three parts; those of texts are three times the same, but some pairs may have none.
-    if (const auto sections = file.integers(keys.name("rope.dimension_sections"))) {
+    if (const auto sections = keys.array("rope.dimension_sections")) {
         const int64_t pairs = rope.dims / 2;
         bool turns = sections->size() >= 3;
         for (int64_t i = 0; turns && i < pairs; ++i) {
@@ -229,7 +255,7 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
         pattern ? 0 : keys.number("attention.sliding_window_pattern", 0, kMostLayers, family.window_period);
     for (int i = 0; i < h.num_layers; ++i) {
         const bool has_window = pattern ? (*pattern)[i] != 0 : period == 0 || i % period < period - 1;
-        h.layers[i].windowed = has_window && h.layers[i].mixer == MixerKind::attention;
+        h.layers[i].windowed = has_window && h.layers[i].attends();
     }
 }
 
@@ -286,7 +312,7 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     }
     const bool is_ahead = family.reads == Reads::joined_with_tokens;
     const std::string key = keys.name("target_layers");
-    auto layers = file.integers(key);
+    auto layers = keys.array("target_layers");
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
     if (is_ahead) {
         if (h.first_layer != target->num_layers) {
@@ -355,7 +381,7 @@ float Hyperparameters::query_scale(int position) const {
 }
 
 size_t Hyperparameters::state_size(int layer) const {
-    switch (layers[layer].mixer) {
+    switch (layers[layer].recurrence()) {
         case MixerKind::short_convolution: return size_t(conv_taps - 1) * width;
         case MixerKind::delta_net:
             return size_t(delta.values()) * delta.head_dim + size_t(conv_taps - 1) * delta.channels();
@@ -366,7 +392,7 @@ size_t Hyperparameters::state_size(int layer) const {
 }
 
 size_t Hyperparameters::input_size(int layer) const {
-    switch (layers[layer].mixer) {
+    switch (layers[layer].recurrence()) {
         case MixerKind::short_convolution: return width;
         case MixerKind::delta_net:
             return size_t(delta.channels()) + delta.keys() + delta.values() + padded(delta.value_heads, kLanes);
@@ -409,18 +435,25 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
             "file as its draft");
     }
     h.layers.resize(h.num_layers);
-    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0);
+    read_mixers(file, family, keys, h);
+    for (h.last_mixing = h.num_layers - 1; h.layers[h.last_mixing].mixers.empty(); --h.last_mixing) {
+        if (h.last_mixing == 0) {
+            file.fail("metadata '" + keys.name("feed_forward_length") + "' leaves no layer that mixes rows");
+        }
+    }
+    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
+    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, attends);
     if (h.num_heads == 0) {
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
     }
-    read_mixers(file, family, keys, h);
-    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h.is_recurrent());
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends);
     if (h.num_heads % h.num_kv_heads != 0) {
         file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
                   " heads of keys and values evenly");
     }
     h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
-                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0);
+                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
+                                        [](const LayerNumbers& layer) { return layer.feeds_forward; });
     if (h.ffn_width == 0) {
         file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
     }
@@ -436,7 +469,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
                   " numbers are absurdly many");
     }
-    const char* epsilon = family.has(kLayerNorm) ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon";
+    const char *of_layer_norms = "attention.layer_norm_epsilon", *epsilon = "attention.layer_norm_rms_epsilon";
+    if (family.has(kLayerNorm) || (!keys.has(epsilon) && keys.has(of_layer_norms))) {
+        epsilon = of_layer_norms;
+    }
     if (!family.has(kDefaultNumbers) && !keys.has(epsilon)) {
         file.fail("metadata '" + keys.name(epsilon) + "' is missing");
     }

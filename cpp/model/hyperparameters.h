@@ -20,9 +20,14 @@ constexpr const char* kHeadTokens = "d2t";
 enum class MixerKind { attention, short_convolution, delta_net, state_space };
 
 struct LayerNumbers {
-    MixerKind mixer = MixerKind::attention;
+    std::vector<MixerKind> mixers = {MixerKind::attention};  // side by side, or none; one recurrent at most
+    bool feeds_forward = true;
     bool rotates = true;
     bool windowed = false;
+
+    bool attends() const { return !mixers.empty() && mixers.front() == MixerKind::attention; }
+    // The kind that carries a state from row to row; attention where none does.
+    MixerKind recurrence() const { return mixers.empty() ? MixerKind::attention : mixers.back(); }
 };
 
 // Of delta nets: heads of keys and queries, each shared by several heads of values, all as wide.
@@ -72,6 +77,7 @@ struct Hyperparameters {
     int window = 0;                                  // positions a windowed layer sees, the row's own included
     int num_windowed_layers = 0;
     std::vector<LayerNumbers> layers;
+    int last_mixing = 0;  // layer
     Rope rope, windowed_rope;
     // Of a draft that reads its target's hidden states.
     std::vector<int> target_layers;  // it reads the states behind these, the first being 1

@@ -96,7 +96,7 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                 kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15, kGatedQ = Parts(1) << 32,
-                kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34;
+                kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -136,6 +136,7 @@ constexpr Entry kNorms[] = {
     {Role::attn_post_norm, "post_attention_norm.weight", Size::width, Size::none, kPostNorms},
     {Role::ffn_norm, "ffn_norm.weight", Size::width, Size::none, kFfnNorm},
     {Role::ffn_norm, "post_attention_norm.weight", Size::width, Size::none, kFfnNormBehindMixer},
+    {Role::ffn_norm, "ffn_norm", Size::width, Size::none, kUnnamedFfnNorm},
     {Role::ffn_norm_bias, "ffn_norm.bias", Size::width, Size::none, kFfnNorm | kNormBias},
     {Role::ffn_post_norm, "post_ffw_norm.weight", Size::width, Size::none, kPostNorms},
 };
@@ -193,7 +194,7 @@ constexpr Entry kStateSpace[] = {
     {Role::space_decay, "ssm_a", Size::one_row, Size::space_heads, 0},
     {Role::space_step, "ssm_dt.bias", Size::space_heads, Size::none, 0},
     {Role::space_skip, "ssm_d", Size::one_row, Size::space_heads, 0},
-    {Role::space_norm, "ssm_norm.weight", Size::space_group, Size::space_groups, 0},
+    {Role::space_norm, "ssm_norm.weight", Size::space_group, Size::space_groups, kSpaceNorm},
     {Role::space_output, "ssm_out.weight", Size::space_inner, Size::width, 0},
 };
 constexpr Entry kDense[] = {
@@ -250,12 +251,12 @@ unsigned features_of(const GgufFile& file, const Family& family, const Hyperpara
 
 Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparameters& h) {
     const bool fused_gate = family.required & kFusedGate;
-    const Parts required = family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
-                           (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) |
-                           (family.gate != Gate::none && !fused_gate ? kGate : 0) |
-                           (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
-                           (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) |
-                           (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
+    const Parts required =
+        family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
+        (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) | (family.gate != Gate::none && !fused_gate ? kGate : 0) |
+        (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
+        (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
+        (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
     const Parts known = required | family.optional | kTapsBias | kAheadNorm;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
@@ -318,13 +319,17 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     for (int layer = 0; layer < h.num_layers; ++layer) {
         const std::string prefix = prefix_of(layer);
         claim_all(kNorms, prefix, layer);
-        switch (h.layers[layer].mixer) {
-            case MixerKind::attention: claim_attention(prefix, layer); break;
-            case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
-            case MixerKind::delta_net: claim_all(kDeltaNet, prefix, layer); break;
-            case MixerKind::state_space: claim_all(kStateSpace, prefix, layer); break;
+        for (const MixerKind mixer : h.layers[layer].mixers) {
+            switch (mixer) {
+                case MixerKind::attention: claim_attention(prefix, layer); break;
+                case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
+                case MixerKind::delta_net: claim_all(kDeltaNet, prefix, layer); break;
+                case MixerKind::state_space: claim_all(kStateSpace, prefix, layer); break;
+            }
         }
-        claim_all(kDense, prefix, layer);
+        if (h.layers[layer].feeds_forward) {
+            claim_all(kDense, prefix, layer);
+        }
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
     if (family.reads == Reads::as_context) {

@@ -67,7 +67,7 @@ struct StateSpace {
     std::vector<Linear> input;  // one
     Vector taps, taps_bias;     // [taps][channels], the oldest row's first; [channels], or none
     Vector decay, step, skip;   // [heads]
-    Vector norm;                // [groups][padded width of a group]
+    Vector norm;                // [groups][padded width of a group], or none
     Linear output;
 
     // Calls act(linear) for each matrix.

@@ -149,8 +149,12 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
             part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
         };
         for (const Layer& layer : layers_) {
-            std::visit(count, layer.mixer);
-            std::visit(count, layer.feed_forward);
+            for (const Mixer& mixer : layer.mixers) {
+                std::visit(count, mixer);
+            }
+            if (layer.feed_forward) {
+                std::visit(count, *layer.feed_forward);
+            }
         }
     } else {
         device_memory_ = std::make_unique<DeviceMemory>(devices);
@@ -237,15 +241,19 @@ void Model::load(Loader& loader) {
         Layer layer;
         layer.mixer_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
         layer.mixer_post_norm.weight = loader.vector(Role::attn_post_norm);
-        switch (numbers_.layers[i].mixer) {
-            case MixerKind::attention: layer.mixer = loader.attention(); break;
-            case MixerKind::short_convolution: layer.mixer = loader.short_convolution(); break;
-            case MixerKind::delta_net: layer.mixer = loader.delta_net(); break;
-            case MixerKind::state_space: layer.mixer = loader.state_space(); break;
+        for (const MixerKind mixer : numbers_.layers[i].mixers) {
+            switch (mixer) {
+                case MixerKind::attention: layer.mixers.emplace_back(loader.attention()); break;
+                case MixerKind::short_convolution: layer.mixers.emplace_back(loader.short_convolution()); break;
+                case MixerKind::delta_net: layer.mixers.emplace_back(loader.delta_net()); break;
+                case MixerKind::state_space: layer.mixers.emplace_back(loader.state_space()); break;
+            }
         }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
-        layer.feed_forward = loader.dense();
+        if (numbers_.layers[i].feeds_forward) {
+            layer.feed_forward = loader.dense();
+        }
         layers_.push_back(std::move(layer));
     }
 }
@@ -286,8 +294,8 @@ void Model::cut_head(int rows) {
 }
 
 size_t Model::cell_bytes() const {
-    const auto attends = [](const Layer& layer) { return std::holds_alternative<Attention>(layer.mixer); };
-    return std::count_if(layers_.begin(), layers_.end(), attends) * layer_cell_bytes();
+    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
+    return std::count_if(numbers_.layers.begin(), numbers_.layers.end(), attends) * layer_cell_bytes();
 }
 
 size_t Model::windowed_cell_bytes() const {

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,12 +21,13 @@ namespace pystaged {
 
 class Executor;
 
-// A layer is a mixer and a feed-forward network, each a branch that is added to the residual stream.
+// A layer is mixers of the same rows and a feed-forward network, each a branch that is added to the residual stream;
+// some layers have no mixer, or no feed-forward network.
 struct Layer {
     Norm mixer_norm, mixer_post_norm;
-    Mixer mixer;
+    std::vector<Mixer> mixers;
     Norm ffn_norm, ffn_post_norm;
-    FeedForward feed_forward;
+    std::optional<FeedForward> feed_forward;
 };
 
 // How a draft that reads hidden states may differ from what its file says, or does not say.
@@ -64,8 +66,8 @@ public:
     void cut_head(int rows);
     const std::vector<int>& taps() const { return taps_; }
     bool taps_all_rows() const { return taps_all_rows_; }
-    // Whether all rows go through the last layer, those without logits too.
-    bool taps_end() const { return taps_all_rows_ && !taps_.empty() && taps_.back() == numbers_.num_layers; }
+    // Whether all rows go through the last layer that mixes, those without logits too.
+    bool taps_end() const { return taps_all_rows_ && !taps_.empty() && taps_.back() > numbers_.last_mixing; }
     // Numbers that sessions hand out of a row.
     size_t state_size() const { return taps_.size() * numbers_.width; }
     size_t file_bytes() const { return file_bytes_; }

@@ -201,12 +201,12 @@ DevicePass::Value DevicePass::norm(const Value& x, const Norm& norm) {
 
 DevicePass::Value DevicePass::mix(const Value& x, const Value& input, int index, int first_row) {
     return std::visit([&](const auto& mixer) { return branch(mixer, x, input, index, first_row); },
-                      model_.layers()[index].mixer);
+                      model_.layers()[index].mixers[0]);
 }
 
 DevicePass::Value DevicePass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
     return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
-                      layer.feed_forward);
+                      *layer.feed_forward);
 }
 
 std::array<ggml_tensor*, 3> DevicePass::qkv(const Attention& attention, ggml_tensor* x) {

@@ -15,8 +15,10 @@ namespace {
 // Rows there is memory for as soon as there is any.
 constexpr int kFewRows = 64;
 
-Activation activation_of(Gate gate) {
-    return gate == Gate::silu ? Activation::silu : Activation::gelu;
+Activation activation_of(const Family& family) {
+    return family.has(kSquaredRelu)    ? Activation::squared_relu
+           : family.gate == Gate::silu ? Activation::silu
+                                       : Activation::gelu;
 }
 
 }  // namespace
@@ -31,17 +33,19 @@ PackedPass::PackedPass(const Model& model)
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
     for (const Layer& layer : model.layers()) {
-        if (const auto* attention = std::get_if<Attention>(&layer.mixer)) {
-            product_stride_ = std::max(product_stride_, attention->qkv_stride);
-        } else if (const auto* delta = std::get_if<DeltaNet>(&layer.mixer)) {
-            product_stride_ = std::max(product_stride_, delta->stride);
-        } else if (const auto* space = std::get_if<StateSpace>(&layer.mixer)) {
-            product_stride_ = std::max<size_t>(product_stride_, space->input[0].packed.padded_rows());
-        } else {
-            product_stride_ = std::max<size_t>(product_stride_, padded(3 * h.width, kBlock));
+        for (const Mixer& mixer : layer.mixers) {
+            if (const auto* attention = std::get_if<Attention>(&mixer)) {
+                product_stride_ = std::max(product_stride_, attention->qkv_stride);
+            } else if (const auto* delta = std::get_if<DeltaNet>(&mixer)) {
+                product_stride_ = std::max(product_stride_, delta->stride);
+            } else if (const auto* space = std::get_if<StateSpace>(&mixer)) {
+                product_stride_ = std::max<size_t>(product_stride_, space->input[0].packed.padded_rows());
+            } else {
+                product_stride_ = std::max<size_t>(product_stride_, padded(3 * h.width, kBlock));
+            }
         }
-        if (const auto* dense = std::get_if<Dense>(&layer.feed_forward)) {
-            has_gate_ = has_gate_ || dense->gate.present();
+        if (layer.feed_forward) {
+            has_gate_ = has_gate_ || std::get<Dense>(*layer.feed_forward).gate.present();
         }
     }
     inputs_.resize(3);
@@ -404,13 +408,16 @@ PackedPass::Value PackedPass::mix(const Value& x, const Value& input, int index,
     if (pass_->interrupted) {
         (*pass_->interrupted)();
     }
-    return std::visit([&](const auto& mixer) { return branch(mixer, x, input, index, first_row); },
-                      model_.layers()[index].mixer);
+    Value sum = x;
+    for (const Mixer& each : model_.layers()[index].mixers) {
+        sum = std::visit([&](const auto& mixer) { return branch(mixer, sum, input, index, first_row); }, each);
+    }
+    return sum;
 }
 
 PackedPass::Value PackedPass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
     return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
-                      layer.feed_forward);
+                      *layer.feed_forward);
 }
 
 PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride, int part,
@@ -440,7 +447,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     rows.n = input.n;
     rows.first_row = first_row;
     for (const Segment& segment : pass_->segments) {
-        auto& state = std::get<KvState>(static_cast<PackedState&>(*segment.state).layer(index));
+        auto& state = static_cast<PackedState&>(*segment.state).kv(index);
         rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
     }
     rows.contexts = pass_->contexts;
@@ -499,7 +506,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
 
 PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {
     const size_t stride = padded(model_.numbers().ffn_width, kBlock);
-    const Activation activation = activation_of(model_.family().gate);
+    const Activation activation = activation_of(model_.family());
     Product gate, up;
     up.weights = &dense.up.packed;
     up.epilogue = epilogue(dense.up, hidden_.data(), stride);

@@ -346,7 +346,7 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
     ThreadPool::shared().run(num_out, threads, [&](int i, int) {
         float* out = mixed_.data() + i * stride;
         kernel.open(products_.data() + (first_row + i) * in_stride, true, d.inner(), out);
-        for (int g = 0; g < d.groups; ++g) {
+        for (int g = 0; mixer.norm.present() && g < d.groups; ++g) {
             kernel.rms_norm(out + g * group, mixer.norm.data() + size_t(g) * padded(group, kBlock), h.norm_epsilon,
                             group, group, out + g * group);
         }

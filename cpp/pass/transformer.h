@@ -11,7 +11,7 @@ namespace pystaged {
 //   Value tail(Value, first_row)                      the rows from there on
 //   Value norm(Value, Norm)                           rows as matrices read them
 //   Value mix(Value x, Value input, layer, first_row)
-//       x plus the mixer's branch, for the rows from `first_row` on; the mixer takes in all rows of `input`. No rows
+//       x plus the mixers' branches, for the rows from `first_row` on; mixers take in all rows of `input`. No rows
 //       where none are wanted: the text's state is all that such a pass is for
 //   Value feed_forward(Value x, Value input, Layer)   x plus the feed-forward network's branch
 //   void tap(Value, layer)                            may keep the rows of the residual stream behind a layer
@@ -19,25 +19,29 @@ namespace pystaged {
 // A branch is normalized where the layer says so, and scaled as the model has it.
 template <class Ops>
 typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, int num_logits) {
-    const int num_layers = model.numbers().num_layers, first_judged = num_rows - num_logits;
-    int first_row = 0;
+    const int first_judged = num_rows - num_logits;
+    const int first_wanted = model.taps_end() ? 0 : first_judged;  // behind the last mixer
     auto x = ops.embed(num_rows);
-    for (int i = 0; i < num_layers; ++i) {
+    for (int i = 0; i < model.numbers().num_layers; ++i) {
         const Layer& layer = model.layers()[i];
-        first_row = i + 1 == num_layers && !model.taps_end() ? first_judged : 0;
+        const int first_row = i == model.numbers().last_mixing ? first_wanted : 0;
         auto input = ops.norm(x, layer.mixer_norm);
-        x = ops.mix(ops.tail(x, first_row), input, i, first_row);
+        if (!layer.mixers.empty()) {
+            x = ops.mix(ops.tail(x, first_row), input, i, first_row);
+        }
         if (first_row == num_rows) {
             return x;
         }
-        // Where the branches are parallel, both read the same; where only their results are normalized, nothing is
-        // here.
-        const bool parallel = layer.mixer_norm.present() && !layer.ffn_norm.present();
-        input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
-        x = ops.feed_forward(x, input, layer);
+        if (layer.feed_forward) {
+            // Where the branches are parallel, both read the same; where only their results are normalized, nothing is
+            // here.
+            const bool parallel = layer.mixer_norm.present() && !layer.ffn_norm.present();
+            input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
+            x = ops.feed_forward(x, input, layer);
+        }
         ops.tap(x, i);
     }
-    return num_logits == 0 ? x : ops.logits(ops.norm(ops.tail(x, first_judged - first_row), model.output_norm()));
+    return num_logits == 0 ? x : ops.logits(ops.norm(ops.tail(x, first_judged - first_wanted), model.output_norm()));
 }
 
 // Of rows that are context, `context(num_rows)`: every layer's mixer takes them in as they are, and that is all.

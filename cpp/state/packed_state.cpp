@@ -50,12 +50,17 @@ void KvState::stretch(int length, int longer) {
 PackedState::PackedState(const Model& model, int num_rows, int context)
     : model_(model), room_(padded(num_rows, kLanes)) {
     const Hyperparameters& h = model.numbers();
-    layers_.reserve(h.num_layers);
+    kv_at_.resize(h.num_layers);
+    recurrent_at_.resize(h.num_layers);
     for (int layer = 0; layer < h.num_layers; ++layer) {
-        if (h.layers[layer].mixer == MixerKind::attention) {
-            layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
-        } else {
-            layers_.emplace_back(std::in_place_type<RecurrentState>, h.state_size(layer), h.input_size(layer));
+        for (const MixerKind mixer : h.layers[layer].mixers) {
+            if (mixer == MixerKind::attention) {
+                kv_at_[layer] = static_cast<int>(layers_.size());
+                layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
+            } else {
+                recurrent_at_[layer] = static_cast<int>(layers_.size());
+                layers_.emplace_back(std::in_place_type<RecurrentState>, h.state_size(layer), h.input_size(layer));
+            }
         }
     }
     if (h.rope.dims > 0) {

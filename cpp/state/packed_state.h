@@ -1,4 +1,4 @@
-// The state of a text on the CPU: a LayerState for each layer, the alternative that the layer's mixer needs.
+// The state of a text on the CPU: a LayerState for each mixer of each layer, the alternative that it needs.
 #pragma once
 
 #include <variant>
@@ -56,8 +56,9 @@ public:
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
     int parent(int row) const { return parents_[row]; }
-    LayerState& layer(int index) { return layers_[index]; }
-    RecurrentState& recurrent(int index) { return std::get<RecurrentState>(layers_[index]); }
+    // Of a layer that has one.
+    KvState& kv(int layer) { return std::get<KvState>(layers_[kv_at_[layer]]); }
+    RecurrentState& recurrent(int layer) { return std::get<RecurrentState>(layers_[recurrent_at_[layer]]); }
     // Of rotary positions, in layers without a window and with one.
     const std::vector<double>& frequencies(bool windowed) const {
         return windowed ? windowed_frequencies_ : frequencies_;
@@ -72,8 +73,9 @@ private:
     const Model& model_;
     int room_;
     std::vector<LayerState> layers_;
-    int touched_ = 0;               // rows that may have memory
-    std::vector<int32_t> parents_;  // of pending rows
+    std::vector<int> kv_at_, recurrent_at_;  // by layer, where in layers_
+    int touched_ = 0;                        // rows that may have memory
+    std::vector<int32_t> parents_;           // of pending rows
     std::vector<double> frequencies_, windowed_frequencies_;
 };
 

@@ -345,6 +345,8 @@ ARCHITECTURES = (
     "lfm2",
     "qwen35",
     "granitehybrid",
+    "nemotron_h",
+    "falcon-h1",
 )
 # Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
 DRAFT_ARCHITECTURES = ("eagle3", "dflash")

@@ -70,10 +70,15 @@ def test_kernels_against_numpy_and_llama_cpp(written: Callable[[str], Path], cas
     path, tokens = written(case), text(CASES[case].vocab_size)
     exact = FamilyReference(path).logits(tokens)
     found = model_logits(Model(str(path)), tokens)
-    assert np.abs(found - exact).max() <= 1e-3
+    # A few keys and values round to the next float16: that shows in single logits, not in the mean.
+    error = np.abs(found - exact)
+    assert error.max() <= 1e-3
+    assert error.mean() <= 5e-5
     # ggml looks GELU up in a table of float16, our kernels compute it.
     tolerance = 4e-3 if CASES[case].family in GELU else 1e-3
-    assert np.abs(found - llama_logits(path, tokens)).max() <= tolerance
+    error = np.abs(found - llama_logits(path, tokens))
+    assert error.max() <= tolerance
+    assert error.mean() <= tolerance / 10
 
 
 @pytest.mark.slow
@@ -152,6 +157,8 @@ SINGLE_TYPES = {
     "phi3": RandomModel("phi3", fused=True, quantization="Q5_0"),
     "olmo2": RandomModel("olmo2", tie=False, quantization="Q8_0"),
     "stablelm": RandomModel("stablelm", rotary=4, tie=False, quantization="Q5_1"),
+    "nemotron_h": RandomModel("nemotron_h", layers=4, recurrent=(0,), feeding=(1, 3), quantization="Q8_0"),
+    "falcon-h1": RandomModel("falcon-h1", quantization="Q5_0"),
 }
 
 
@@ -228,6 +235,7 @@ def poison(name: str) -> Change:
 
 
 QWEN3, LLAMA, LFM2, QWEN35 = CASES["qwen3"], CASES["llama"], CASES["lfm2"], CASES["qwen35"]
+NEMOTRON, FALCON = CASES["nemotron_h"], CASES["falcon-h1"]
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (
@@ -241,6 +249,53 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         "architecture 'qwen3moe' with 'expert_count'",
     ),
     "hybrid": (RandomModel("mamba2", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "hybrid-moe": (
+        RandomModel("nemotron_h_moe", metadata={"expert_count": 8}),
+        None,
+        "architecture 'nemotron_h_moe' with 'expert_count' is a mixture of experts",
+    ),
+    "nothing-mixes": (
+        RandomModel("nemotron_h", feeding=(0, 1)),
+        None,
+        "metadata 'nemotron_h.feed_forward_length' leaves no layer that mixes rows",
+    ),
+    "unequal-networks": (
+        RandomModel("nemotron_h", layers=3, feeding=(1, 2), metadata={"feed_forward_length": [0, 96, 48]}),
+        None,
+        "metadata 'nemotron_h.feed_forward_length' differs between layers",
+    ),
+    "real-widths": (
+        RandomModel("nemotron_h", metadata={"feed_forward_length": [0.0, 96.0]}),
+        None,
+        "metadata 'nemotron_h.feed_forward_length' is not an array of 32-bit integers or booleans",
+    ),
+    "text-widths": (
+        RandomModel("nemotron_h", metadata={"feed_forward_length": "96"}),
+        None,
+        "metadata 'nemotron_h.feed_forward_length' is not an array",
+    ),
+    "mixes-and-feeds": (
+        NEMOTRON,
+        put("blk.0.ffn_up.weight", 96, 64),
+        "tensor 'blk.0.ffn_up.weight' is none of architecture 'nemotron_h'",
+    ),
+    "no-space-norm": (NEMOTRON, drop("blk.0.ssm_norm.weight"), "tensor 'blk.0.ssm_norm.weight' is missing"),
+    "half-space-norms": (
+        FALCON,
+        drop("blk.1.ssm_norm.weight"),
+        "tensor 'blk.1.ssm_norm.weight' is missing, although 'blk.0.ssm_norm.weight' is there",
+    ),
+    "no-attention-beside": (FALCON, drop("blk.1.attn_v.weight"), "tensor 'blk.1.attn_v.weight' is missing"),
+    "text-for-layers": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), metadata={"attention.recurrent_layers": "0,1,2"}),
+        None,
+        "metadata 'qwen35.attention.recurrent_layers' is not an array",
+    ),
+    "a-section": (
+        RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), metadata={"rope.dimension_sections": 8}),
+        None,
+        "metadata 'qwen35.rope.dimension_sections' is not an array",
+    ),
     "no-decay": (QWEN35, drop("blk.1.ssm_a"), "tensor 'blk.1.ssm_a' is missing"),
     "no-gates": (
         QWEN35,
@@ -472,7 +527,7 @@ from pystaged._core import Model, ModelError, Session
 base, folder = open(sys.argv[1], "rb").read(), sys.argv[2]
 family = base[base.index(b"general.architecture") + 32:].split(b"\\0")[0][:3]
 keys = base[: base.index(b"tokenizer.ggml.model")]
-values = [found.end() + 4 for found in re.finditer(family + rb"[a-z0-9]*[.][a-z_.]+", keys)]
+values = [found.end() + 4 for found in re.finditer(family + rb"[a-z0-9_-]*[.][a-z_.]+", keys)]
 names = base.index(b"token_embd.weight")
 for number in range(int(sys.argv[3])):
     rng = np.random.default_rng(number)
@@ -512,6 +567,8 @@ for number in range(int(sys.argv[3])):
         "lfm2",
         "qwen35",
         "granitehybrid",
+        "nemotron_h",
+        "falcon-h1",
     ],
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:

@@ -35,6 +35,19 @@ MODELS = {
     "granitehybrid": RandomModel(
         "granitehybrid", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)
     ),
+    "nemotron_h": RandomModel(
+        "nemotron_h",
+        layers=5,
+        recurrent=(1,),
+        feeding=(0, 3, 4),
+        width=32,
+        heads=2,
+        kv_heads=1,
+        spaces=(4, 2, 16),
+        context=2000,
+        quantization="Q8_0",
+    ),
+    "falcon-h1": RandomModel("falcon-h1", width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)),
 }
 # A sampling that fails after its pass; the models' vocabularies are no larger.
 NOTHING = Sampling(rules=LogitRules(logit_bias=[(token, -math.inf) for token in range(300)]))
@@ -258,8 +271,9 @@ def test_states_out_of_proportion_are_refused(tmp_path: Path) -> None:
         _core.Model(write(tmp_path / "model.gguf", shape))
 
 
-def test_a_long_reading_hands_out_the_hidden_states_of_all_its_rows(path_of: Callable[[str], Path]) -> None:
-    model = _core.Model(path_of("lfm2"))
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h"])
+def test_a_long_reading_hands_out_the_hidden_states_of_all_its_rows(path_of: Callable[[str], Path], name: str) -> None:
+    model = _core.Model(path_of(name))
     model.tap([1, 3], all_rows=True)
     tokens = np.random.default_rng(7).integers(0, 4, MOST_PENDING + 100)
     session, in_pieces = Session(model), Session(model)

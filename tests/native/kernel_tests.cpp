@@ -149,6 +149,7 @@ double activated(double x, Activation activation) {
     switch (activation) {
         case Activation::gelu: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
         case Activation::silu: return x / (1 + std::exp(-x));
+        case Activation::squared_relu: return std::max(x, 0.0) * std::max(x, 0.0);
         default: return x;
     }
 }
@@ -157,8 +158,9 @@ double activated(double x, Activation activation) {
 Epilogue some_epilogue() {
     static int turn = 0;
     Epilogue epilogue;
-    epilogue.activation = std::array{Activation::gelu, Activation::none, Activation::silu}[turn % 3];
-    epilogue.scale = turn % 2 ? 0.25f : 1.0f;
+    epilogue.activation =
+        std::array{Activation::gelu, Activation::none, Activation::silu, Activation::squared_relu}[turn % 4];
+    epilogue.scale = turn % 3 == 1 ? 0.25f : 1.0f;
     epilogue.softcap = turn % 5 == 4 ? 1.5f : 0.0f;
     ++turn;
     return epilogue;

@@ -29,7 +29,10 @@ class FamilyReference:
         self._values = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
         self.family: str = self._values["general.architecture"]
         self.weights: dict[str, Doubles] = {
-            tensor.name: np.array(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float64)
+            # Falcon-H1 has a norm without the ending.
+            tensor.name + ".weight" * tensor.name.endswith("ffn_norm"): np.array(
+                quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float64
+            )
             for tensor in reader.tensors
         }
         self.layers: int = self._key("block_count") - self._key("nextn_predict_layers", 0)
@@ -72,14 +75,15 @@ class FamilyReference:
         scale = self._key("residual_scale", 1.0)
         block = f"blk.{layer}."
         read = self._norm(block + "attn_norm", x)
+        branch = np.zeros_like(x)
         if f"{block}shortconv.conv.weight" in self.weights:
             branch = self._short_convolution(block, read)
         elif f"{block}ssm_in.weight" in self.weights:
             branch = self._state_space(block, read)
         elif f"{block}ssm_conv1d.weight" in self.weights:
             branch = self._delta_net(block, read)
-        else:
-            branch = self._attention(layer, read, context)
+        if f"{block}attn_output.weight" in self.weights:
+            branch = branch + self._attention(layer, read, context)
         if self.family == "qwen35":
             x = x + branch
             read = self._norm(block + "post_attention_norm", x)
@@ -87,6 +91,8 @@ class FamilyReference:
             x = x + scale * self._norm(block + "post_attention_norm", branch)
         if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
             read = self._norm(block + "ffn_norm", x)
+        if f"{block}ffn_down.weight" not in self.weights:
+            return x
         return x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
 
     def _logits(self, x: Doubles) -> Doubles:
@@ -197,7 +203,7 @@ class FamilyReference:
 
     def _rotate(self, layer: int, x: Doubles, context: int) -> Doubles:
         skipped = self.family == "smollm3" and layer % 4 == 3
-        if skipped or self.family == "gpt2" or not self._key("rope.scaling.finetuned", True):
+        if skipped or self.family in ("gpt2", "nemotron_h") or not self._key("rope.scaling.finetuned", True):
             return x
         n, dims = len(x), self._key("rope.dimension_count", self.dim)
         base, factor = self._key("rope.freq_base", 10000.0), self._key("rope.scaling.factor", 1.0)
@@ -241,6 +247,8 @@ class FamilyReference:
         up = self._linear(block + "ffn_up", x)
         if self.family in ("gpt2", "starcoder2"):
             return self._linear(block + "ffn_down", gelu(up))
+        if self.family == "nemotron_h":
+            return self._linear(block + "ffn_down", np.square(np.maximum(up, 0)))
         if self.family == "phi3":
             gate, up = np.split(up, 2, axis=1)
         else:

@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
-RECURRENT = {"lfm2", "qwen35", "granitehybrid"}
+SPACES = {"granitehybrid", "nemotron_h", "falcon-h1"}
+RECURRENT = {"lfm2", "qwen35", *SPACES}
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
@@ -33,10 +34,12 @@ class RandomModel:
         biases: of every matrix of a layer that the family may have them for.
         fused: one matrix for queries, keys and values.
         recurrent: layers that are recurrent, where the family has such.
+        feeding: layers that are feed-forward networks alone, where the family has such.
         ahead: layers behind the last that predict further tokens (MTP).
         delta_heads: of a delta net's keys and of its values, and how wide they are.
         spaces: heads of a state space, groups of them, and numbers of a state; together they are twice as wide as the
             model.
+        space_norm: whether there is a norm of what state spaces make.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -59,9 +62,11 @@ class RandomModel:
     biases: bool = False
     fused: bool = False
     recurrent: tuple[int, ...] = ()
+    feeding: tuple[int, ...] = ()
     ahead: int = 0
     delta_heads: tuple[int, int, int] = (2, 4, 16)
     spaces: tuple[int, int, int] = (8, 2, 32)
+    space_norm: bool = True
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -105,7 +110,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         }
         if m.head_dim:
             keys |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
-        if m.family in LAYER_NORM:
+        if m.family in (*LAYER_NORM, "nemotron_h"):
             keys["attention.layer_norm_epsilon"] = 1e-5
         else:
             keys["attention.layer_norm_rms_epsilon"] = 1e-6
@@ -113,11 +118,14 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             keys["rope.dimension_count"] = m.rotary or m.dim
         if m.family == "granite":
             keys["logit_scale"] = 8.0
-        if m.family in ("lfm2", "granitehybrid"):
-            keys["attention.head_count_kv"] = [0 if i in m.recurrent else m.kv_heads for i in range(m.layers)]
+        if m.family in ("lfm2", "granitehybrid", "nemotron_h"):
+            apart = (*m.recurrent, *m.feeding)
+            keys["attention.head_count_kv"] = [0 if i in apart else m.kv_heads for i in range(m.layers)]
+        if m.family == "nemotron_h":
+            keys["feed_forward_length"] = [m.ffn_width if i in m.feeding else 0 for i in range(m.layers)]
         if m.family == "lfm2":
             keys["shortconv.l_cache"] = TAPS
-        if m.family == "granitehybrid":
+        if m.family in SPACES:
             keys["ssm.conv_kernel"], keys["ssm.inner_size"] = LONG_TAPS, 2 * m.width
             keys["ssm.time_step_rank"], keys["ssm.group_count"], keys["ssm.state_size"] = m.spaces
         if m.family == "qwen35":
@@ -275,7 +283,10 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
             if family == "qwen35":
                 norm(f"{block}.post_attention_norm", m.width)
-            elif not m.parallel:
+            elif family == "falcon-h1":
+                norm(f"{block}.ffn_norm", m.width)
+                found[f"{block}.ffn_norm"] = found.pop(f"{block}.ffn_norm.weight")
+            elif not m.parallel and family != "nemotron_h":
                 norm(f"{block}.ffn_norm", m.width, bias=layer_norm)
         if family in ("olmo2", "gemma2", "gemma3"):
             norm(f"{block}.post_attention_norm", m.width)
@@ -297,7 +308,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             found[f"{block}.ssm_dt.bias"] = generator.standard_normal(value_heads).astype(np.float32)
             norm(f"{block}.ssm_norm", size)
             matrix(f"{block}.ssm_out", m.width, value_heads * size)
-        elif layer in m.recurrent and family == "granitehybrid":
+        elif (layer in m.recurrent and family in SPACES) or family == "falcon-h1":
             count, groups, size = m.spaces
             inner, channels = 2 * m.width, 2 * m.width + 2 * groups * size
             matrix(f"{block}.ssm_in", inner + channels + count, m.width)
@@ -305,7 +316,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             found[f"{block}.ssm_a"] = -np.exp(generator.standard_normal((count, 1)) / 2).astype(np.float32)
             found[f"{block}.ssm_dt.bias"] = generator.standard_normal(count).astype(np.float32)
             found[f"{block}.ssm_d"] = generator.standard_normal((count, 1)).astype(np.float32)
-            norm(f"{block}.ssm_norm", groups, inner // groups)
+            if m.space_norm:
+                norm(f"{block}.ssm_norm", groups, inner // groups)
             matrix(f"{block}.ssm_out", m.width, inner)
         elif layer in m.recurrent:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
@@ -321,8 +333,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.attn_q_norm", m.heads, m.dim)
             norm(f"{block}.attn_k_norm", m.kv_heads, m.dim)
         always = family in NO_GATE
-        other = always or (m.biases and family in ("llama", "mistral3", "granite"))
-        if layer not in m.recurrent:
+        other = always or (m.biases and family in ("llama", "mistral3", "granite", "nemotron_h"))
+        if layer not in (*m.recurrent, *m.feeding):
             if m.fused or family == "gpt2":
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
@@ -330,10 +342,12 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                 for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
                     matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
+        if family == "nemotron_h" and layer not in m.feeding:
+            continue
         if family == "phi3":
             matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
         else:
-            if family not in NO_GATE:
+            if family not in (*NO_GATE, "nemotron_h"):
                 matrix(f"{block}.ffn_gate", m.ffn_width, m.width, other)
             matrix(f"{block}.ffn_up", m.ffn_width, m.width, other)
         matrix(f"{block}.ffn_down", m.width, m.ffn_width, other)
