@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.family_reference import FamilyReference
 from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
+from support.logits import llama_ahead
 from support.random_models import Floats, RandomModel, write
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
@@ -143,6 +144,16 @@ def test_an_mtp_layer_is_its_twin(tmp_path: Path, model: RandomModel, absent: li
     run([Work.propose(session, [9, 10], [0, 1], 2, 1, GREEDY, hidden=first)])
     for row, path_to in enumerate(([7], [8], [7, 9], [8, 10])):
         close(session.logits(row), after(*path_to))
+
+
+def test_an_mtp_layer_is_llama_cpps(tmp_path: Path) -> None:
+    path = write(tmp_path / "target.gguf", HYBRID)
+    target, draft = load(path, path)
+    hidden, session = read(target, 40), Session(draft)
+    run([Work.propose(session, TOKENS[1:41], range(-1, 39), 40, 1, GREEDY, hidden=hidden)])
+    states = FamilyReference(path).judged(hidden.numpy().astype(np.float64)).astype(np.float32)
+    for row, logits in enumerate(llama_ahead(path, states, TOKENS[1:41].tolist())):
+        close(session.logits(row), logits)
 
 
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_1"])

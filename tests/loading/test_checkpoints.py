@@ -287,6 +287,7 @@ def test_blocks_for_multi_token_prediction(tmp_path: Path) -> None:
     np.testing.assert_array_equal(engine_logits(tmp_path / "ahead.gguf", TOKENS[:20]), expected)
     with llama_context(tmp_path / "ahead.gguf") as context:
         assert np.abs(llama_pass(context, TOKENS[:20], 0) - expected).max() <= 1e-2
+    assert _core.Model(tmp_path / "ahead.gguf", lender=_core.Model(tmp_path / "ahead.gguf")).target_layers == [2]
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].mixer])

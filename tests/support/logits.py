@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,14 @@ def model_logits(model: _core.Model, tokens: list[int]) -> Floats:
 
 @contextmanager
 def llama_context(
-    path: Path, gpu_layers: int = 0, *, n_ctx: int = 256, rows: int = 256, num_threads: int = 0, exact: bool = False
+    path: Path,
+    gpu_layers: int = 0,
+    *,
+    n_ctx: int = 256,
+    rows: int = 256,
+    num_threads: int = 0,
+    exact: bool = False,
+    ahead: bool = False,
 ) -> Iterator[Any]:
     """A context of llama.cpp, without the repacked weights that crash on some CPUs.
 
@@ -41,11 +49,13 @@ def llama_context(
         rows: of a pass at most.
         num_threads: 0 for one per physical core.
         exact: whether keys and values are F32.
+        ahead: of the model's MTP layer.
     """
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model_params.n_gpu_layers = gpu_layers
+    model_params.load_mtp = ahead
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     assert model, path
     params = llama_cpp.llama_context_default_params()
@@ -55,6 +65,8 @@ def llama_context(
     if exact:
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if ahead:
+        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
     context = llama_cpp.llama_init_from_model(model, params)
     try:
         yield context
@@ -88,6 +100,23 @@ def llama_pass(context: Any, tokens: list[int], position: int) -> Floats:
     """Logits after each token of one pass of llama.cpp."""
     decode(context, tokens, position)
     return llama_output(context, len(tokens))
+
+
+def llama_ahead(path: Path, states: Floats, tokens: list[int]) -> Floats:
+    """Logits of a chain of rows of a model's MTP layer by llama.cpp: of tokens, and of what the head reads of the token
+    before each, float32[n, width]."""
+    with llama_context(path, exact=True, ahead=True) as context:
+        batch = llama_cpp.llama_batch_ext_init(context)
+        for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
+            values = state.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            llama_cpp.llama_batch_ext_add_token(batch, 0, token)
+            position = (ctypes.c_int32 * 4)(i, i, i, 0)
+            assert llama_cpp.llama_batch_ext_set_embd_token(batch, i, llama_cpp.llama_embd(values, 1, len(state)))
+            assert llama_cpp.llama_batch_ext_set_pos(batch, i, position)
+            assert llama_cpp.llama_batch_ext_set_output_logits(batch, i, True)
+        assert llama_cpp.llama_process(context, llama_cpp.LLAMA_PROCESS_TYPE_DECODE, batch) == 0
+        llama_cpp.llama_batch_ext_free(batch)
+        return llama_output(context, len(tokens))
 
 
 def llama_output(context: Any, num_rows: int) -> Floats:
