@@ -381,8 +381,8 @@ def test_forms_within_forms_do_not_end_the_process() -> None:
 
 @pytest.mark.slow
 def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
-    """Each of many needs all after it: half a million needs."""
-    names = [f"a{i}" for i in range(1000)]
+    """Each of many needs all after it: a hundred thousand needs."""
+    names = [f"a{i}" for i in range(450)]
     rules = {
         name: {"type": "object", "properties": {other: {"$ref": f"#/$defs/{other}"} for other in names[i + 1 :]}}
         | {"required": names[i + 1 :]}
@@ -390,7 +390,7 @@ def test_what_needs_much_of_much_is_told_to_end_at_once() -> None:
     }
     schema: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": rules}
     assert has_finite_value(schema)
-    rules["a999"] = {"$ref": "#/$defs/a0"}
+    rules["a449"] = {"$ref": "#/$defs/a0"}
     assert not has_finite_value(schema)
 
 

@@ -291,8 +291,7 @@ def test_a_window_that_changes_its_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("presses", [1, 3])
-@pytest.mark.parametrize("extra", [[], ["--color", "stages"], ["--show-tree"]], ids=str)
+@pytest.mark.parametrize(("extra", "presses"), [([], 1), (["--color", "stages"], 3), (["--show-tree"], 3)], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses: int) -> None:
     arguments = ("generate", PROMPT, "--model", "bundled", "--max-tokens", "900", *extra)
     # The slowest kernel, so that there is text left to stop.
