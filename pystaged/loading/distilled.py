@@ -9,7 +9,7 @@ from pathlib import Path
 from pystaged._core import Tokenizer, metadata
 from pystaged.files import cache_folder
 from pystaged.loading.kept import KeptFiles
-from pystaged.loading.metadata import first_with
+from pystaged.loading.metadata import depth_and_width, first_with
 
 # GGUF keys: the target's vocabulary and depth, and the identity of its file.
 VOCABULARY, DEPTH, TARGET = "pystaged.vocabulary", "pystaged.target_depth", "pystaged.target"
@@ -54,13 +54,8 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
         tokenizer: the model's, with its file's metadata.
         report: called with a line about a draft that cannot be read, or that was distilled for another file.
     """
-    found = tokenizer.metadata
-    family = found.get("general.architecture", "")
-    wanted = {
-        VOCABULARY: tokenizer.fingerprint,
-        _WIDTH: found.get(f"{family}.embedding_length"),
-        DEPTH: found.get(f"{family}.block_count"),
-    }
+    depth, width = depth_and_width(tokenizer.metadata)
+    wanted = {VOCABULARY: tokenizer.fingerprint, _WIDTH: str(width), DEPTH: str(depth)}
     own = DISTILLED.path(model)
     paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
     draft = first_with(paths, wanted, report)

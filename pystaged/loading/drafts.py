@@ -12,7 +12,7 @@ import numpy as np
 
 from pystaged._core import Tokenizer
 from pystaged.loading import cache
-from pystaged.loading.metadata import predicts_ahead, reads_target
+from pystaged.loading.metadata import depth_and_width, predicts_ahead, reads_target
 
 _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 
@@ -121,20 +121,19 @@ KNOWN = (
 
 def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
     """The drafts on the hub for a target, given the metadata of its file; the most promising first."""
-    architecture = metadata.get("general.architecture", "")
-    family = architecture, metadata.get("tokenizer.ggml.pre")
-    width, layers = (metadata.get(f"{architecture}.{key}", "") for key in ("embedding_length", "block_count"))
+    family = metadata.get("general.architecture", ""), metadata.get("tokenizer.ggml.pre")
+    layers, width = depth_and_width(metadata)
     name = re.sub(r"[^a-z0-9]", "", metadata.get("general.name", "").lower())
-    if not (width.isdecimal() and layers.isdecimal()):
+    if not (layers and width):
         return []
     return [
         draft
         for draft in KNOWN
         if family == (draft.architecture, draft.pre_tokenizer)
         and (
-            (int(width), int(layers)) == (draft.width, draft.layers) and draft.called in name
+            (width, layers) == (draft.width, draft.layers) and draft.called in name
             if draft.layers
-            else int(width) > draft.width
+            else width > draft.width
         )
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pystaged._core import DraftHead, Model, Tokenizer, metadata
 from pystaged.loading import names
-from pystaged.loading.metadata import HEAD, first_with
+from pystaged.loading.metadata import HEAD, depth_and_width, first_with
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
@@ -42,11 +42,10 @@ def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: No
         tokenizer: the target's, with its file's metadata.
         report: called with a line about a head that cannot be read.
     """
-    found = tokenizer.metadata
-    family = found.get("general.architecture", "")
+    depth, width = depth_and_width(tokenizer.metadata)
     wanted = {
         f"{HEAD}.vocabulary": tokenizer.fingerprint,
-        f"{HEAD}.embedding_length": found.get(f"{family}.embedding_length"),
-        f"{HEAD}.target_layers": found.get(f"{family}.block_count"),
+        f"{HEAD}.embedding_length": str(width),
+        f"{HEAD}.target_layers": str(depth),
     }
     return first_with((path for path in names.heads() if path.exists()), wanted, report)

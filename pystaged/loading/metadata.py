@@ -68,18 +68,21 @@ def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
 def predicts_ahead(found: Mapping[str, str], target: Mapping[str, str]) -> bool:
     """Whether a file has the layer of a target that predicts further tokens (MTP), by the metadata of both files, which
     may be the same: one for a model of the target's family, width and depth."""
-    family = target.get("general.architecture", "")
+    same_family = found.get("general.architecture") == target.get("general.architecture")
+    same = same_family and depth_and_width(found) == depth_and_width(target)
+    return same and _number(found, "nextn_predict_layers") > 0
 
-    def number(metadata: Mapping[str, str], key: str) -> int:
-        text = metadata.get(f"{family}.{key}", "")
-        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
-    def shape(metadata: Mapping[str, str]) -> tuple[int, int]:
-        layers = number(metadata, "block_count") - number(metadata, "nextn_predict_layers")
-        return layers, number(metadata, "embedding_length")
+def depth_and_width(metadata: Mapping[str, str]) -> tuple[int, int]:
+    """A model's number of layers, without MTP layers, and its width, by its file's metadata; 0 where they are not
+    stated."""
+    layers, ahead = (_number(metadata, key) for key in ("block_count", "nextn_predict_layers"))
+    return max(0, layers - ahead), _number(metadata, "embedding_length")
 
-    same = found.get("general.architecture") == family and shape(found) == shape(target)
-    return same and number(found, "nextn_predict_layers") > 0
+
+def _number(metadata: Mapping[str, str], key: str) -> int:
+    text = metadata.get(f"{metadata.get('general.architecture', '')}.{key}", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def is_head(path: Path) -> bool:

@@ -62,6 +62,8 @@ def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pyt
     names = [draft.name for draft in known_drafts(qwen)]
     assert names[0] == "deepseek-ai/dspark_qwen3_8b_block7"
     assert names[-1] == "amd/PARD-Qwen3-0.6B"
+    with_ahead = qwen | {"qwen3.block_count": "37", "qwen3.nextn_predict_layers": "1"}
+    assert [draft.name for draft in known_drafts(with_ahead)] == names
     others = known_drafts(qwen | {"qwen3.block_count": "35"})
     assert [draft.name for draft in others] == ["amd/PARD-Qwen3-0.6B"]
     llama = {
