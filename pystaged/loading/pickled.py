@@ -35,7 +35,17 @@ _CALLS: dict[str, Any] = {
 _EMPTY: dict[str, Any] = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "NEWFALSE": bool}
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "NONE", "NEWTRUE"}
 _FOREIGN = "its pickle is not that of a dictionary of tensors"
-_DAMAGED = (ValueError, LookupError, TypeError, OverflowError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile)
+_DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    OverflowError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    zipfile.BadZipFile,
+)
 
 
 class Place(NamedTuple):
@@ -60,18 +70,19 @@ def tensors_of(path: Path) -> dict[str, Place]:
 
     Raises:
         ValueError: it is damaged, or holds anything else than a dictionary of tensors.
-        OSError: it cannot be read.
+        OSError: it cannot be opened.
     """
-    try:
-        with _SmallReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+    with _SmallReads(io.FileIO(path)) as file:
+        try:
+            archive = zipfile.ZipFile(file)
             folder = archive.namelist()[0].partition("/")[0]
             data = _entry(archive, f"{folder}/data.pkl", 0)
             if data.file_size > _MOST_BYTES:
                 raise ValueError("its pickle is too large")
             found = _unpickled(archive.read(data))
             return {name: _place(file, archive, f"{folder}/data/", tensor) for name, tensor in found.items()}
-    except _DAMAGED as error:
-        raise ValueError(f"{path} cannot be read ({str(error)[:200]}); save its tensors as safetensors") from None
+        except _DAMAGED as error:
+            raise ValueError(f"{path} cannot be read ({str(error)[:200]}); save its tensors as safetensors") from None
 
 
 def _entry(archive: zipfile.ZipFile, name: str, size: int) -> zipfile.ZipInfo:
