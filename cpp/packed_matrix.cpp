@@ -62,6 +62,21 @@ RowOrder gates_behind(int num_heads, int head_dim) {
     return order;
 }
 
+RowOrder part_by_part(int num_groups, const std::vector<int>& sizes) {
+    const int stride = std::accumulate(sizes.begin(), sizes.end(), 0);
+    RowOrder order;
+    int first = 0;
+    for (const int size : sizes) {
+        for (int group = 0; group < num_groups; ++group) {
+            for (int i = 0; i < size; ++i) {
+                order.push_back(group * stride + first + i);
+            }
+        }
+        first += size;
+    }
+    return order;
+}
+
 RowOrder stacked(RowOrder order, const RowOrder& next) {
     const int first = order.empty() ? 0 : *std::max_element(order.begin(), order.end()) + 1;
     for (const int row : next) {

@@ -34,6 +34,8 @@ constexpr Family kFamilies[] = {
      kStateSpaces | kBranchesApart | kSquaredRelu},
     {"falcon-h1", Pairs::halves, Gate::silu, kAttnNorm, kHead | kQkvBias | kFfnBias | kSpaceNorm,
      kStateSpaces | kBothMixers | kBareFfnNorm},
+    {"qwen3next", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead,
+     kDeltaNets | kFfnNormBehind | kGatedAttention | kGroupedValues},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,

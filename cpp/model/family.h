@@ -58,7 +58,8 @@ enum Rule : unsigned {
     kBothMixers = 1 << 17,          // each layer attends and has Mamba-2, both of the same rows
     kBranchesApart = 1 << 18,       // a layer mixes, or is a feed-forward network where that has a width
     kSquaredRelu = 1 << 19,         // in place of GELU
-    kBareFfnNorm = 1 << 20          // the norm before the feed-forward network is named without ".weight"
+    kBareFfnNorm = 1 << 20,         // the norm before the feed-forward network is named without ".weight"
+    kGroupedValues = 1 << 21        // a delta net's heads of values that share a head of keys lie side by side
 };
 
 struct Family {

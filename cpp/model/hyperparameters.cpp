@@ -90,7 +90,7 @@ private:
     std::string prefix_;
 };
 
-void read_delta_nets(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
+void read_delta_nets(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     const auto recurrent = keys.numbers_of_layers("attention.recurrent_layers", false);
     const int interval = keys.number("full_attention_interval", 1, kMostLayers, 4);
     for (int i = 0; i < h.num_layers; ++i) {
@@ -110,6 +110,7 @@ void read_delta_nets(const GgufFile& file, const Keys& keys, Hyperparameters& h)
                   keys.name("ssm.group_count") + "')");
     }
     keys.number("ssm.inner_size", h.delta.values(), h.delta.values());
+    h.delta.grouped = family.has(kGroupedValues);
 }
 
 void read_state_spaces(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
@@ -131,7 +132,7 @@ void read_state_spaces(const GgufFile& file, const Keys& keys, Hyperparameters& 
 
 void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     if (family.has(kDeltaNets)) {
-        read_delta_nets(file, keys, h);
+        read_delta_nets(file, family, keys, h);
     }
     if (!(family.rules & (kShortConvolutions | kStateSpaces))) {
         return;

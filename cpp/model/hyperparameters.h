@@ -33,13 +33,14 @@ struct LayerNumbers {
 // Of delta nets: heads of keys and queries, each shared by several heads of values, all as wide.
 struct DeltaNumbers {
     int key_heads = 0, value_heads = 0, head_dim = 0;
+    bool grouped = false;
 
     int keys() const { return key_heads * head_dim; }
     int values() const { return value_heads * head_dim; }
     int channels() const { return 2 * keys() + values(); }  // of queries, keys and values, in this order
     // Heads of values that share head `key` of keys: so many, the i-th of them this one.
     int group() const { return value_heads / key_heads; }
-    int value_head(int key, int i) const { return key + i * key_heads; }
+    int value_head(int key, int i) const { return grouped ? key * group() + i : key + i * key_heads; }
 };
 
 // Of Mamba-2: heads, and groups of them that share what leads into their states and out of them.

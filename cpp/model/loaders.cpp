@@ -187,12 +187,28 @@ ShortConvolution PackedLoader::short_convolution() {
 DeltaNet PackedLoader::delta_net() {
     DeltaNet result;
     const DeltaNumbers& delta = numbers_.delta;
-    result.input =
-        pack_side_by_side({{find(Role::delta_qkv), nullptr, in_order(delta.channels()), &result.qkv_at},
-                           {find(Role::delta_gate), nullptr, in_order(delta.values()), &result.gate_at},
-                           {find(Role::delta_beta), nullptr, in_order(delta.value_heads), &result.beta_at},
-                           {find(Role::delta_alpha), nullptr, in_order(delta.value_heads), &result.alpha_at}},
-                          result.stride);
+    std::vector<Part> parts;
+    if (const TensorView* joined = find(Role::delta_qkv_gate)) {
+        const int size = delta.head_dim, values = delta.group() * size;
+        parts.push_back({joined, nullptr, part_by_part(delta.key_heads, {size, size, values, values}), &result.qkv_at});
+    } else {
+        parts.push_back({find(Role::delta_qkv), nullptr, in_order(delta.channels()), &result.qkv_at});
+        parts.push_back({find(Role::delta_gate), nullptr, in_order(delta.values()), &result.gate_at});
+    }
+    if (const TensorView* joined = find(Role::delta_beta_alpha)) {
+        parts.push_back(
+            {joined, nullptr, part_by_part(delta.key_heads, {delta.group(), delta.group()}), &result.beta_at});
+    } else {
+        parts.push_back({find(Role::delta_beta), nullptr, in_order(delta.value_heads), &result.beta_at});
+        parts.push_back({find(Role::delta_alpha), nullptr, in_order(delta.value_heads), &result.alpha_at});
+    }
+    result.input = pack_side_by_side(parts, result.stride);
+    if (find(Role::delta_qkv_gate)) {
+        result.gate_at = result.qkv_at + delta.channels();
+    }
+    if (find(Role::delta_beta_alpha)) {
+        result.alpha_at = result.beta_at + delta.value_heads;
+    }
     result.taps = taps(Role::delta_taps);
     result.decay = vector(Role::delta_decay);
     result.step = vector(Role::delta_step);

@@ -36,6 +36,8 @@ enum class Size {
     delta_values,
     delta_heads,
     delta_head,
+    channels_gate,
+    delta_rates,
     space_input,
     space_channels,
     space_heads,
@@ -71,6 +73,8 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::delta_values: return h.delta.values();
         case Size::delta_heads: return h.delta.value_heads;
         case Size::delta_head: return h.delta.head_dim;
+        case Size::channels_gate: return int64_t(h.delta.channels()) + h.delta.values();
+        case Size::delta_rates: return int64_t(2) * h.delta.value_heads;
         case Size::space_input: return int64_t(h.space.inner()) + h.space.channels() + h.space.heads;
         case Size::space_channels: return h.space.channels();
         case Size::space_heads: return h.space.heads;
@@ -96,7 +100,8 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kOwnEmbedding = 1u << 26, kReadsFeatures = 1u << 25, kBeside = 1u << 24, kNormOfFeatures = 1u << 23,
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                 kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15, kGatedQ = Parts(1) << 32,
-                kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35;
+                kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35,
+                kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -176,11 +181,16 @@ constexpr Entry kShortConvolution[] = {
     {Role::conv_taps, "shortconv.conv.weight", Size::taps, Size::width, 0},
     {Role::conv_output, "shortconv.out_proj.weight", Size::width, Size::width, 0},
 };
-constexpr Entry kDeltaNet[] = {
+// What a delta net reads, in one matrix or in two.
+constexpr Entry kDeltaInput = {Role::delta_qkv_gate, "ssm_in.weight", Size::width, Size::channels_gate, 0};
+constexpr Entry kDeltaInputs[] = {
     {Role::delta_qkv, "attn_qkv.weight", Size::width, Size::channels, 0},
     {Role::delta_gate, "attn_gate.weight", Size::width, Size::delta_values, 0},
-    {Role::delta_beta, "ssm_beta.weight", Size::width, Size::delta_heads, 0},
-    {Role::delta_alpha, "ssm_alpha.weight", Size::width, Size::delta_heads, 0},
+};
+constexpr Entry kDeltaNet[] = {
+    {Role::delta_beta, "ssm_beta.weight", Size::width, Size::delta_heads, kRatesApart},
+    {Role::delta_alpha, "ssm_alpha.weight", Size::width, Size::delta_heads, kRatesApart},
+    {Role::delta_beta_alpha, "ssm_ba.weight", Size::width, Size::delta_rates, kRatesJoined},
     {Role::delta_taps, "ssm_conv1d.weight", Size::taps, Size::channels, 0},
     {Role::delta_decay, "ssm_a", Size::delta_heads, Size::none, 0},
     {Role::delta_step, "ssm_dt.bias", Size::delta_heads, Size::none, 0},
@@ -224,8 +234,10 @@ bool is_matrix(Role role) {
         case Role::conv_output:
         case Role::delta_qkv:
         case Role::delta_gate:
+        case Role::delta_qkv_gate:
         case Role::delta_beta:
         case Role::delta_alpha:
+        case Role::delta_beta_alpha:
         case Role::delta_output:
         case Role::space_input:
         case Role::space_output:
@@ -256,7 +268,8 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) | (family.gate != Gate::none && !fused_gate ? kGate : 0) |
         (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
         (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
-        (family.has(kGatedAttention) ? kGatedQ : kPlainQ) | features_of(file, family, h);
+        (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
+        features_of(file, family, h);
     const Parts known = required | family.optional | kTapsBias | kAheadNorm;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
@@ -323,7 +336,14 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
             switch (mixer) {
                 case MixerKind::attention: claim_attention(prefix, layer); break;
                 case MixerKind::short_convolution: claim_all(kShortConvolution, prefix, layer); break;
-                case MixerKind::delta_net: claim_all(kDeltaNet, prefix, layer); break;
+                case MixerKind::delta_net:
+                    if (family.has(kGroupedValues) && file.has_tensor(prefix + kDeltaInput.name)) {
+                        claim(kDeltaInput, prefix, layer);
+                    } else {
+                        claim_all(kDeltaInputs, prefix, layer);
+                    }
+                    claim_all(kDeltaNet, prefix, layer);
+                    break;
                 case MixerKind::state_space: claim_all(kStateSpace, prefix, layer); break;
             }
         }

@@ -327,7 +327,8 @@ FAMILIES: Mapping[str, Family] = {
 # Checkpoints of text and pictures, of which only the language model is converted.
 WITH_PICTURES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 MODEL_TYPES = (*FAMILIES, *WITH_PICTURES)
-# Architectures that the engine loads from GGUF files; not all can be converted.
+# Architectures that the engine loads from GGUF files; not all can be converted. It also loads dense models of
+# qwen3next, but those that are published are mixtures of experts.
 ARCHITECTURES = (
     "gpt2",
     "llama",

@@ -114,6 +114,82 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
             assert (found == expected).all()
 
 
+NEXT = RandomModel("qwen3next", layers=4, recurrent=(0, 1, 2), rotary=8, tie=False, head_dim=16)
+
+
+def test_dense_qwen3next_against_transformers(tmp_path: Path) -> None:
+    """llama.cpp has mixtures of this family alone, transformers has dense layers, too."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    path, tokens = write(tmp_path / "model.gguf", NEXT), text(300)
+    key_heads, value_heads, size = NEXT.delta_heads
+    config = transformers.Qwen3NextConfig(
+        vocab_size=NEXT.vocab_size,
+        hidden_size=NEXT.width,
+        intermediate_size=NEXT.ffn_width,
+        num_hidden_layers=NEXT.layers,
+        num_attention_heads=NEXT.heads,
+        num_key_value_heads=NEXT.kv_heads,
+        head_dim=NEXT.dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": NEXT.rotary / NEXT.dim},
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        mlp_only_layers=list(range(NEXT.layers)),
+    )
+    network = transformers.Qwen3NextForCausalLM(config).double().eval()
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
+        **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+    weights = {}
+    for tensor in GGUFReader(path).tensors:
+        *block, name = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.weight|\.bias)?", tensor.name).groups()
+        values = np.array(tensor.data, dtype=np.float64)
+        if name == "ssm_a":
+            values = np.log(-values)
+        elif name == "ssm_conv1d":
+            values = values[:, None]
+        elif name.endswith("norm") and name != "ssm_norm":
+            values = values - 1
+        layer = f"model.layers.{block[0]}." if block[0] else ""
+        ending = "" if name in ("ssm_a", "ssm_dt") else ".weight"
+        weights[f"{layer}{names[name]}{ending}"] = torch.from_numpy(values)
+    network.load_state_dict(weights)
+    with torch.no_grad():
+        expected = network(torch.tensor([tokens])).logits[0].numpy()
+    found = model_logits(Model(path), tokens)
+    assert np.abs(found - expected).max() <= 1e-3
+    assert np.abs(found - expected).mean() <= 1e-4
+
+    def separate(tensors: dict[str, Floats]) -> None:  # as in newer files
+        for layer in NEXT.recurrent:
+            heads = tensors.pop(f"blk.{layer}.ssm_in.weight").reshape(key_heads, -1, NEXT.width)
+            values = value_heads // key_heads * size
+            parts = np.split(heads, [size, 2 * size, 2 * size + values], axis=1)
+            q, k, v, gate = (part.reshape(-1, NEXT.width) for part in parts)
+            tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate([q, k, v])
+            tensors[f"blk.{layer}.attn_gate.weight"] = gate
+
+    newer = write(tmp_path / "newer.gguf", NEXT, separate)
+    assert (model_logits(Model(newer), tokens) == found).all()
+
+
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_scores_of_the_largest_gemmas(tmp_path: Path, family: str, layers: int) -> None:
     """They are scaled as if heads shared the model's width."""
@@ -249,6 +325,13 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         "architecture 'qwen3moe' with 'expert_count'",
     ),
     "hybrid": (RandomModel("mamba2", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
+    "qwen3next-moe": (
+        RandomModel("qwen3next", metadata={"expert_count": 512}),
+        None,
+        "architecture 'qwen3next' with 'expert_count' is a mixture of experts, which needs a router",
+    ),
+    "no-rates": (NEXT, drop("blk.1.ssm_ba.weight"), "tensor 'blk.1.ssm_ba.weight' is missing"),
+    "no-inputs": (NEXT, drop("blk.1.ssm_in.weight"), "tensor 'blk.1.attn_qkv.weight' is missing"),
     "hybrid-moe": (
         RandomModel("nemotron_h_moe", metadata={"expert_count": 8}),
         None,

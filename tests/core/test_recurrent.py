@@ -32,6 +32,9 @@ MODELS = {
     "qwen35": RandomModel(
         "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), quantization="Q8_0"
     ),
+    "qwen3next": RandomModel(
+        "qwen3next", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16)
+    ),
     "granitehybrid": RandomModel(
         "granitehybrid", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)
     ),

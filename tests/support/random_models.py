@@ -20,7 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
 SPACES = {"granitehybrid", "nemotron_h", "falcon-h1"}
-RECURRENT = {"lfm2", "qwen35", *SPACES}
+DELTA_NETS = {"qwen35", "qwen3next"}
+RECURRENT = {"lfm2", *DELTA_NETS, *SPACES}
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
@@ -128,7 +129,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         if m.family in SPACES:
             keys["ssm.conv_kernel"], keys["ssm.inner_size"] = LONG_TAPS, 2 * m.width
             keys["ssm.time_step_rank"], keys["ssm.group_count"], keys["ssm.state_size"] = m.spaces
-        if m.family == "qwen35":
+        if m.family in DELTA_NETS:
             key_heads, value_heads, size = m.delta_heads
             keys["ssm.conv_kernel"], keys["ssm.state_size"] = LONG_TAPS, size
             keys["ssm.group_count"], keys["ssm.time_step_rank"] = key_heads, value_heads
@@ -281,7 +282,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
         block = f"blk.{layer}"
         if family != "olmo2":
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
-            if family == "qwen35":
+            if family in DELTA_NETS:
                 norm(f"{block}.post_attention_norm", m.width)
             elif family == "falcon-h1":
                 norm(f"{block}.ffn_norm", m.width)
@@ -296,13 +297,17 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.nextn.enorm", m.width)
             norm(f"{block}.nextn.hnorm", m.width)
             norm(f"{block}.nextn.shared_head_norm", m.width)
-        if layer in m.recurrent and family == "qwen35":
+        if layer in m.recurrent and family in DELTA_NETS:
             key_heads, value_heads, size = m.delta_heads
             channels = (2 * key_heads + value_heads) * size
-            matrix(f"{block}.attn_qkv", channels, m.width)
-            matrix(f"{block}.attn_gate", value_heads * size, m.width)
-            matrix(f"{block}.ssm_beta", value_heads, m.width)
-            matrix(f"{block}.ssm_alpha", value_heads, m.width)
+            if family == "qwen3next":  # in the order of its older files
+                matrix(f"{block}.ssm_in", channels + value_heads * size, m.width)
+                matrix(f"{block}.ssm_ba", 2 * value_heads, m.width)
+            else:
+                matrix(f"{block}.attn_qkv", channels, m.width)
+                matrix(f"{block}.attn_gate", value_heads * size, m.width)
+                matrix(f"{block}.ssm_beta", value_heads, m.width)
+                matrix(f"{block}.ssm_alpha", value_heads, m.width)
             matrix(f"{block}.ssm_conv1d", channels, LONG_TAPS)
             found[f"{block}.ssm_a"] = -np.exp(generator.standard_normal(value_heads) / 2).astype(np.float32)
             found[f"{block}.ssm_dt.bias"] = generator.standard_normal(value_heads).astype(np.float32)
@@ -323,7 +328,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
             matrix(f"{block}.shortconv.conv", m.width, TAPS)
             matrix(f"{block}.shortconv.out_proj", m.width, m.width)
-        elif family in ("qwen3", "gemma3", "lfm2", "qwen35"):
+        elif family in ("qwen3", "gemma3", "lfm2", *DELTA_NETS):
             norm(f"{block}.attn_q_norm", m.dim)
             norm(f"{block}.attn_k_norm", m.dim)
         elif family == "olmo2":
@@ -338,7 +343,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             if m.fused or family == "gpt2":
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
-                gates = q if family == "qwen35" else 0
+                gates = q if family in DELTA_NETS else 0
                 for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
                     matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
