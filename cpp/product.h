@@ -16,8 +16,8 @@ struct Product {
     const QuantizedRows* quantized = nullptr;  // the outputs too, by the thread that has them at hand; or none
     const Product* before = nullptr;           // whose outputs of the same places are made first: the gates of this one
     float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
-    // Where each `part` outputs belong together, of which rows() is a multiple: what is called with the first of a part
-    // by the thread that makes its last output.
+    // If not 0, so many outputs belong together; rows() is a multiple. `finish` is called with the first output of each
+    // such part, by the thread that makes its last one.
     int part = 0;
     std::function<void(int first)> finish = nullptr;
 };

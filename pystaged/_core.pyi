@@ -210,8 +210,8 @@ class Model:
         kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
         packed: file of packed weights (see save_packed), mapped instead of packing if they are this model's; or where
             one will be.
-        lender: the target of a draft that reads its target's hidden states, whose embedding and head the draft
-            borrows where it has none; with it a model's file is loaded as that model's MTP layer.
+        lender: the target of a draft that reads its target's hidden states; the draft borrows its embedding and head
+            where it has none. Of a model's own file, the MTP layer is then loaded.
         other_pairs, other_feedback: see Form in pystaged.loading.features.
 
     Raises:
@@ -315,10 +315,10 @@ class Model:
         """Those of them that are in layers with a window, which do not keep them of all tokens."""
     @property
     def state_bytes(self) -> int:
-        """Bytes that recurrent layers take for a context at most, however long it is, kept states aside."""
+        """Most bytes that recurrent layers take for a context of any length, without kept states."""
     @property
     def kept_state_bytes(self) -> int:
-        """Bytes of each state that they keep besides, to go back to."""
+        """Bytes of each earlier state that recurrent layers keep, to go back to."""
     @property
     def target_layers(self) -> list[int]:
         """Of a draft that reads its target's hidden states: the layers behind which it does so, 1 for the first."""
@@ -550,9 +550,9 @@ class Session:
         """Drop the pending rows."""
     def keep_states(self, lengths: _Ints, most: int) -> None:
         """Keep the states of recurrent layers after these numbers of tokens when the text reaches them, so that it can
-        go back there. Replaces what was asked for before; what is kept already stays. Nothing for other models.
+        go back there. Replaces earlier requests, but not states already kept. Does nothing for other models.
 
-        most: states that are kept in all; where there are more, those go that save the least reading.
+        most: most states to keep in all; beyond that, those go that save the least reading.
 
         Raises:
             ValueError: most is below 0.
@@ -561,8 +561,8 @@ class Session:
         """The longest beginning of the text, of `length` tokens at most, that it can go back to.
 
         All, but where layers have a window, which do not keep what lies far behind it: then to where the text was read
-        to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to its end or, if
-        that was a tree, to every token of the last pass, to states that were kept, or to nothing.
+        to last, from there or from its end by 256 tokens, or to nothing. Where layers are recurrent, to its end, to any
+        token of the last pass if it verified a tree, to states that were kept, or to nothing.
 
         Raises:
             ValueError: fewer tokens are committed.
@@ -633,10 +633,10 @@ class Session:
         """Tokens whose keys and values layers with a window keep at most."""
     @property
     def state_bytes(self) -> int:
-        """Bytes that recurrent layers take for it at most, kept states aside."""
+        """Most bytes that recurrent layers take for it, without kept states."""
     @property
     def kept_state_bytes(self) -> int:
-        """Bytes of each state that recurrent layers keep besides."""
+        """Bytes of each earlier state that recurrent layers keep, to go back to."""
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""

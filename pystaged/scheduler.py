@@ -13,7 +13,7 @@ from typing import Any
 from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.stepper import Stepper, own
+from pystaged.decoding.stepper import Stepper, own_copy
 from pystaged.sequence import Sequence
 
 MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
@@ -153,7 +153,7 @@ class Scheduler:
             self._fault = RuntimeError(_ENDS)
         if self._fault:
             for sequence in self._sequences:
-                sequence.close(own(self._fault))
+                sequence.close(own_copy(self._fault))
             self._fault = None
         while True:
             try:

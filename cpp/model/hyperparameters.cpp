@@ -35,7 +35,7 @@ public:
         }
         return values;
     }
-    // An array with a number for each layer; none where the key is missing or, if it may be, one for all.
+    // An array with a number for each layer; none where the key is missing or, with `or_one`, has one number for all.
     std::optional<std::vector<int64_t>> numbers_of_layers(const char* key, bool or_one = true) const {
         auto values = or_one ? file_.integers(name(key)) : array(key);
         const int num_layers = number("block_count", 1, kMostLayers);
@@ -317,8 +317,8 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
     if (is_ahead) {
         if (h.first_layer != target->num_layers) {
-            file.fail("layer " + std::to_string(h.first_layer) + " predicts further tokens for a model of as many " +
-                      "layers, but the target has " + std::to_string(target->num_layers));
+            file.fail("layer " + std::to_string(h.first_layer) + " predicts further tokens (MTP) for a model of as " +
+                      "many layers, but the target has " + std::to_string(target->num_layers));
         }
         layers = {target->num_layers};
     } else if (states_none && target->num_layers > 6) {
@@ -432,7 +432,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         h.num_ahead = 0;
     } else if (h.num_ahead > 0 && !has_layer(file, 0)) {
         file.fail(
-            "the file has only the layer of a model that predicts further tokens; load the model, and name this "
+            "the file has only a model's layer that predicts further tokens (MTP); load the model, and name this "
             "file as its draft");
     }
     h.layers.resize(h.num_layers);

@@ -33,7 +33,7 @@ struct LayerNumbers {
 // Of delta nets: heads of keys and queries, each shared by several heads of values, all as wide.
 struct DeltaNumbers {
     int key_heads = 0, value_heads = 0, head_dim = 0;
-    bool grouped = false;
+    bool grouped = false;  // whether heads of values that share a head of keys lie side by side
 
     int keys() const { return key_heads * head_dim; }
     int values() const { return value_heads * head_dim; }
@@ -78,7 +78,7 @@ struct Hyperparameters {
     int window = 0;                                  // positions a windowed layer sees, the row's own included
     int num_windowed_layers = 0;
     std::vector<LayerNumbers> layers;
-    int last_mixing = 0;  // layer
+    int last_mixing = 0;  // the last layer that has a mixer
     Rope rope, windowed_rope;
     // Of a draft that reads its target's hidden states.
     std::vector<int> target_layers;  // it reads the states behind these, the first being 1

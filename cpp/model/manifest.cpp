@@ -353,7 +353,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
     if (family.reads == Reads::as_context) {
-        // DSpark's confidence head: how often a guess is right is learnt from what was accepted.
+        // DSpark's confidence head is not used: acceptance rates are learnt instead.
         claimed.insert({"conf_proj.weight", "conf_proj.bias"});
     }
     // Of a model and the layer behind it that predicts further tokens, what belongs to the other one.

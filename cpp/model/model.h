@@ -45,8 +45,8 @@ public:
     // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
     // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
     // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. With
-    // `lender`, the file's draft of that target, which reads the target's hidden states, and borrows its embedding and
-    // its head where it has none of its own; of a model's file that is the layer that predicts further tokens.
+    // `lender`, the file is loaded as a draft of that target: it reads the target's hidden states, and borrows its
+    // embedding and head where it has none of its own. Of a model's own file, the MTP layer is then loaded.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
           std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});
@@ -88,8 +88,8 @@ public:
     size_t cell_bytes() const;
     size_t windowed_cell_bytes() const;
     int64_t most_windowed() const;
-    // Bytes that recurrent layers take for a text, however long it is: while one is read two states, and the inputs of
-    // a tree's rows; and besides, for each state that is kept to go back to.
+    // Most bytes that recurrent layers take for a text of any length: two states, and the inputs of a tree's rows; and
+    // those of each earlier state that they keep to go back to.
     size_t state_bytes() const;
     size_t kept_state_bytes() const;
     // Rows of a text's trees that may be pending: with recurrent layers, which keep their inputs, not any number.

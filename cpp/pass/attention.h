@@ -42,8 +42,8 @@ struct AttentionRows {
     const float* cos = nullptr;              // [n][half]
     const float* sin = nullptr;              // [n][half]
     const float* row_scale = nullptr;        // [n] of the scores, or none
-    // [n][stride], of a row queries [num_heads][head_dim], from `gate_at` on a gate of what each attends to, unless
-    // that is 0, and from these places on keys and values [num_kv_heads][head_dim].
+    // [n][stride]. A row has queries [num_heads][head_dim]; from `gate_at` on, unless that is 0, the gates of what they
+    // attend to, as many; and from `k_at` and `v_at` on keys and values, [num_kv_heads][head_dim] each.
     float* qkv = nullptr;
     size_t stride = 0, gate_at = 0, k_at = 0, v_at = 0;
 };
@@ -60,8 +60,8 @@ struct AttentionScratch {
     std::vector<std::atomic<int>> unfinished;  // [segments][kv heads], tasks of a round
 };
 
-// Makes the head ready that lies at this place of all rows: one of queries or keys is normed and rotated in place, one
-// of keys or values goes into the caches' cells of this pass.
+// Prepares the head that begins at `at` in all rows: queries and keys are normed and rotated in place, keys and values
+// are written into the caches' cells of this pass.
 void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at);
 
 // Attends, all heads being ready, for the rows from `first_row` on into out[n - first_row][out_stride], zero behind the

@@ -21,8 +21,8 @@ struct Segment {
     int first_row = 0, num_rows = 0;
     int num_committed = 0;  // of the text's rows
     int first_pending = 0;  // row first_row + i is the text's pending row first_pending + i
-    // Whether they are of a reading: behind the committed rows and those of its passes before, a chain that is
-    // committed whole or not at all.
+    // Whether they are of a reading: a chain behind the committed rows, in one pass or several, that is committed whole
+    // or not at all.
     bool is_reading = false;
 
     // Where layers with keys and values write those of the first row; the others' follow.

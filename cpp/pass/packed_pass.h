@@ -89,10 +89,10 @@ private:
     // Of a text, one head.
     void run_space(const StateSpace& mixer, const Text& text, int layer, int head, int first_row,
                    DeltaScratch& scratch);
-    // Makes a tile of the state at the committed end, and of that before the pass's rows a copy to go along them from.
+    // Computes a tile of the state at the committed end, and copies the tile of the state before the pass's rows.
     template <class StepOf>
     void make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch);
-    // Goes along them, by scratch.steps, and writes the tiles that a reading stops at.
+    // Applies scratch.steps to that copy, and writes the tile at each stop of a reading.
     void walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch);
     // Memory of texts and threads, before anything is applied; of a head of so many keys, 0 where there are no tiles.
     void reserve_recurrent(int layer, int keys);
@@ -105,8 +105,8 @@ private:
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 
-    // What a draft reads of the rows of an embedding and of hidden ones: both joined into one row, or the hidden ones
-    // as the residual stream, whose first layer reads both.
+    // A draft's first rows, of an embedding's rows and hidden ones: join() makes one row of both; beside() makes the
+    // hidden ones the residual stream, and the first layer reads both.
     Value join(const Value& x);
     Value beside(const Value& x);
     // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].

@@ -19,7 +19,7 @@ void RecurrentState::begin(int first, int num_rows, bool is_reading) {
     }
 }
 
-// Without memory, those that are asked for between `length` and `num_rows` later.
+// Memory for the states that are asked for between `length` and `num_rows` later.
 std::vector<RecurrentState::Kept> RecurrentState::states_to_keep(int length, int num_rows) const {
     std::vector<Kept> found;
     for (const int wanted : to_keep_) {

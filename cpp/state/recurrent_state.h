@@ -90,7 +90,7 @@ private:
     Memory inputs_;  // [rows][input_size]
     int num_unapplied_ = 0, first_pending_ = 0;
     int touched_ = 0;  // rows whose inputs may have memory
-    // Of a reading that is not committed: of its pass, the state after its rows, and states to keep with them.
+    // Of a reading that is not committed yet: its rows in this pass, the state after them, and states to keep then.
     int first_ = 0, num_reading_ = 0;
     float* reading_inputs_ = nullptr;
     std::shared_ptr<Values> ahead_, next_ahead_;

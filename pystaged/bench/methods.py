@@ -1,7 +1,7 @@
 """The methods that a benchmark compares: pystaged's own, and the baselines installed on this machine.
 
-All get the same setup: model and draft (paths; draft is None for n-grams alone), threads, n_ctx. Each method adds its
-runner's module and the runner's fastest options on this machine; a note in the report names these options.
+All get the same setup: model and draft (paths; draft is None for n-grams alone), threads and n_ctx. Each method adds
+its runner's module and the runner's fastest options on this machine; a note in the report names these options.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _separated(
     between: str,
     value: Callable[[str, Mapping[str, Any]], str],
 ) -> str:
-    """Members in order, each a key, `equals` and a value, with a text between two of them."""
+    """Members in order, each a key, `equals` and a value; two of them are separated by `between`."""
     # tail_i writes the members from i on after another one, head_i as the first ones.
     heads, tails = grammar.rule(f"{name}_h{len(members)}", '""'), grammar.rule(f"{name}_t{len(members)}", '""')
     for i, (key, each, required) in reversed(list(enumerate(members))):

@@ -41,7 +41,7 @@ class CallForm:
     opening, head, tail, between, closing: how a grammar spells calls: the text before and after all, before and after
     a call's arguments, with {name} and {quoted} for the tool's name, and between two calls; None for one call only.
     style: how the grammar spells arguments. quote: the mark around strings in the "gemma" style. member, member_end:
-    what is around an argument's value in the "xml" style.
+    the text before and after an argument's value in the "xml" style, with {key} for its name.
     """
 
     template: tuple[str, ...]
@@ -376,7 +376,7 @@ def _python_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[boo
 
 
 def _next(source: Source) -> Parser[str]:
-    """The next character behind white space, which is read; "" at the end."""
+    """The next character after white space, which is skipped; "" at the end."""
     yield from source.skip_space()
     return source.text[:1]
 
@@ -446,7 +446,7 @@ def _python_key(source: Source) -> Parser[bool]:
 
 
 def _word(source: Source) -> Parser[str]:
-    """Read a number or name; "" if there is none that is complete."""
+    """Read a complete number or name; "" if there is none."""
     while not (found := _WORD.match(source.text)):
         if _WORD_ENDS.match(source.text) or not (yield from _waits(source, _WORD_ENDS)):
             return ""
@@ -456,7 +456,7 @@ def _word(source: Source) -> Parser[str]:
 def _python_text(source: Source) -> Parser[bool]:
     """Pass on a string in Python as JSON; returns whether it is complete.
 
-    A quote within a string, which models forget to escape, does not end it: behind its end there is punctuation.
+    Models forget to escape quotes within a string, so a quote ends it only before punctuation or the end of the text.
     """
     while len(source.text) < 3 and (yield from source.more()):
         pass

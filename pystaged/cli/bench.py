@@ -86,7 +86,7 @@ def bench(
     threads: Threads = 0,
     baselines: Annotated[
         str,
-        typer.Option(help="Other engines to compare with: 'all', 'none', or beginnings of names, as ik,llama.cpp."),
+        typer.Option(help="Other engines to compare with: 'all', 'none', or beginnings of names, like ik,llama.cpp."),
     ] = "all",
     llama_cpp: Annotated[
         list[Path] | None,

@@ -80,7 +80,7 @@ def info(
 def _draft(draft: Path, target_path: Path, target: Model) -> str:
     """A draft's file, and how often it was right when it was tried."""
     if draft == target_path:
-        return "its own layer that predicts further tokens (MTP)"
+        return "its own MTP layer"
     form = known_form(draft, target, target_path)
     return f"{draft}, {describe(form)}" if form else str(draft)
 
@@ -123,7 +123,7 @@ def _behind(model: _core.Model) -> str:
 def _states(model: _core.Model) -> str:
     """Memory of recurrent layers' states, in words; "" for a model without such layers."""
     states, kept = model.state_bytes / 1e6, model.kept_state_bytes / 1e6
-    return f", {states:.1f} MB of states for each text, {kept:.1f} MB for each earlier one kept" if states else ""
+    return f", {states:.1f} MB of states for each text, {kept:.1f} MB for each earlier state kept" if states else ""
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:

@@ -25,8 +25,9 @@ SPARE_CELLS = 64  # positions counted per session besides its tokens, for the cu
 _SHARE = 4  # contexts get the free memory divided by this
 _KEPT_SHARE = 16  # states kept of a text may take the memory of contexts divided by this
 _MOST_KEPT = 8  # states kept of a text, however small they are
-_BEFORE_END = (16, 256)  # tokens before the end of a prompt where states are kept: the last tokens begin an answer, and
-# another question about the same text has another length
+# States are kept so many tokens before the end of a prompt: the next prompt may differ in the last tokens, which begin
+# an answer, or in the question at its end.
+_BEFORE_END = (16, 256)
 _ON_DEVICES = 8  # full contexts, by default
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
@@ -296,9 +297,9 @@ class ContextPool:
         return self._make(source, 0)
 
     def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int, int]:
-        """The context that can rewind to the longest prefix of the prompt, and that prefix's length. Among equals: one
-        at rest, then one that the prefix nearly fills, then the one used last. And the length of the longest prefix
-        that any context holds."""
+        """The context that can rewind to the longest prefix of the prompt, that prefix's length, and the length of the
+        longest prefix that any context holds. Among equal contexts: one at rest, then one that the prefix nearly fills,
+        then the one used last."""
         best: Decoder | None = None
         most, longest = (-1, False, False), 0
         for context, held, common, length, rests in self._contents(prompt):

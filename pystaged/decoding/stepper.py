@@ -169,7 +169,7 @@ class Stepper:
 
     def _draft(self, texts: Sequence[BatchMember]) -> None:
         """Make the requested draft passes, level by level; a draft that has more to prefill than a piece waits then.
-        What reads the target's hidden states reads a piece of the target's at once, in a small part of its time."""
+        Pieces of drafts that read the target's hidden states are larger, as they take a small part of its time."""
         have_read: set[BatchMember] = set()
         while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
             for text in drafting:
@@ -221,7 +221,7 @@ class Stepper:
         except Exception as error:
             failure = error
         return [
-            own(failure) if _was_made(request, before) else fulfil(request, self._clocks)
+            own_copy(failure) if _was_made(request, before) else fulfil(request, self._clocks)
             for request, before in zip(requests, pending, strict=True)
         ]
 
@@ -238,7 +238,7 @@ class Stepper:
         ]
 
 
-def own(error: BaseException) -> BaseException:
+def own_copy(error: BaseException) -> BaseException:
     """A copy of an error that ends several sequences, for one of them; each reader that raises an exception adds to its
     traceback. Errors that cannot be copied are returned themselves."""
     if isinstance(error, MemoryError):  # there may be no memory for it

@@ -1,4 +1,4 @@
-"""Read numbers of a checkpoint's config.json by the names that most families use."""
+"""Reads and checks a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class ConfigReader:
 
 
 def language_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json for text and pictures; others unchanged."""
+    """The language model's part of a config.json for text and images; others unchanged."""
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in WITH_PICTURES or not isinstance(text, dict):
         return config
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's says
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's wins
     return config | text | tied | {"model_type": WITH_PICTURES[kind]}
 
 

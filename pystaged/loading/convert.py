@@ -130,7 +130,7 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     sampling = sampling_keys(read_json(folder / SAMPLING)) if (folder / SAMPLING).is_file() else {}
     shape, stored = Shape.of(config, config_path), _stored_tensors(folder)
     if not any(name.startswith(AHEAD) for name in stored):
-        shape = shape.without_ahead()  # transformers does not save them
+        shape = shape.without_ahead()  # transformers saves checkpoints without them
     quantization = quantization or _lossless_type(shape, stored)
     tensors, num_rows = _plan(folder, shape, stored, quantization)
     vocabulary = read_vocabulary(folder, num_rows, config)

@@ -122,7 +122,7 @@ class Costs:
             again: measure even if the cost is known.
         """
         # The file may have vanished or changed since its model was loaded.
-        place = path, device, target is None  # a file may have a model and its draft
+        place = path, device, target is None  # a file may hold a model and its draft
         if place in self._known and not again:
             return self._known[place][1]
         info = path.stat()

@@ -139,7 +139,7 @@ def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
 
 
 def own_layer(model: Path, tokenizer: Tokenizer) -> Path | None:
-    """A model's file if it has a layer that predicts further tokens (MTP), which drafts for it; else None.
+    """A model's file if it has an MTP layer, which drafts for the model; else None.
 
     Args:
         tokenizer: the model's, with its file's metadata.

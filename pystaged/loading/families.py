@@ -84,12 +84,12 @@ class Family:
         only: values that config keys may have, the default first; others do not fit GGUF or are not implemented.
         reals: GGUF's keys of further numbers, and config.json's.
         ropes: kinds of rotary scaling that llama.cpp supports for it; none for learnt positions.
-        partial: rotary positions may turn a part of each head.
+        partial: rotary positions may turn only a part of each head.
         adjacent: GGUF stores the rows of Q and K that rotate together side by side.
         norm_offset: added to the weights of norms.
         fused_gate: gate and up projection are one tensor, in GGUF files, too.
         split_gate: they are one tensor in checkpoints only.
-        gated: each head of attn_q has, behind its query, a gate of what it attends to.
+        gated: each head of attn_q has, behind its query, a gate by which its output is multiplied.
         transposed: matrices of layers are stored as inputs x outputs.
         skipped: name prefixes of tensors that belong to other parts of the model.
         mixer: the kind of recurrent layers.
@@ -324,11 +324,11 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate=True,
     ),
 }
-# Checkpoints of text and pictures, of which only the language model is converted.
+# Checkpoints of text and images, of which only the language model is converted.
 WITH_PICTURES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 MODEL_TYPES = (*FAMILIES, *WITH_PICTURES)
 # Architectures that the engine loads from GGUF files; not all can be converted. It also loads dense models of
-# qwen3next, but those that are published are mixtures of experts.
+# qwen3next, but all published ones are mixtures of experts.
 ARCHITECTURES = (
     "gpt2",
     "llama",

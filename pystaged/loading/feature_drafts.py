@@ -63,7 +63,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "markov_head_type": ("vanilla", None),
     "parallel_draft_step": (None, 0, 1),
 }
-# A confidence head is not used: how often a guess is right is learnt from what was accepted.
+# A confidence head is not used: acceptance rates are learnt instead.
 _UNUSED = re.compile(
     r"t2d|verifier_(norm|lm_head)\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|"
     r"confidence_(head\.)?proj\.(weight|bias)"

@@ -1,6 +1,6 @@
 """Load a draft that reads its target's hidden states: EAGLE-3, DFlash, DSpark, or the target's MTP layer.
 
-But for MTP layers, files of such drafts differ in how they number the target's layers, which dimensions RoPE rotates
+Files of such drafts, MTP layers excepted, differ in how they number the target's layers, which dimensions RoPE rotates
 in pairs, and which of the draft's hidden states EAGLE-3 feeds back. The form that the file states, or else the usual
 one, and the other forms are tried on text that the target generates; the form with the most right guesses is saved. A
 wrong form costs speed and does not change the target's text.
@@ -35,9 +35,8 @@ _PATIENCE = 20.0  # seconds; generation stops then, with fewer tokens
 _ANCHORS = 3  # tokens from one block's root to the next one's
 _BETTER = 0.05  # right guesses per step by which another form must beat the usual one
 _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its time
-# A draft that reads more than this share of its target's bytes for each level of a tree, most of them for the head, has
-# logits of these tokens alone, with the lowest ids: those that BPE merged first, so the commonest. Of Qwen's 151,643
-# tokens they are 92 % of English text and 94 % of Python code.
+# If a pass of a draft reads more than this share of its target's bytes, most of them for the head, the draft has logits
+# only of so many tokens with the lowest ids, which are the commonest because BPE merged them first.
 _MOST_SHARE, _COMMON = 0.2, 1 << 15
 _MOST_BYTES = 1 << 12
 _VERSION = 1  # of what is tried

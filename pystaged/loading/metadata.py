@@ -66,8 +66,8 @@ def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
 
 
 def predicts_ahead(found: Mapping[str, str], target: Mapping[str, str]) -> bool:
-    """Whether a file has the layer of a target that predicts further tokens (MTP), by the metadata of both files, which
-    may be the same: one for a model of the target's family, width and depth."""
+    """Whether a file has an MTP layer for a model of the target's architecture, width and depth, by the metadata of the
+    file and of the target's, which may be the same."""
     same_family = found.get("general.architecture") == target.get("general.architecture")
     same = same_family and depth_and_width(found) == depth_and_width(target)
     return same and _number(found, "nextn_predict_layers") > 0

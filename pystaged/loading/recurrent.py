@@ -1,4 +1,4 @@
-"""Recurrent layers of checkpoints: which they are, and how llama.cpp's tensors of them differ from the checkpoint's."""
+"""Recurrent layers of checkpoints: which layers they are, and how GGUF's tensors differ from the checkpoint's."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Recurrence:
         layers: their numbers.
         metadata: entries by GGUF key.
         shapes: of their tensors in a GGUF file, outputs first, by GGUF's names.
-        stored: those of the checkpoint's tensors that are others.
-        changes: what is done to a whole tensor.
+        stored: shapes in the checkpoint, where they differ.
+        changes: functions that make GGUF's tensor of the checkpoint's.
     """
 
     layers: frozenset[int]
@@ -43,7 +43,7 @@ class Recurrence:
 
     @classmethod
     def of(cls, reader: ConfigReader, width: int, layers: int, kv_heads: int) -> Recurrence | None:
-        """Read and check them in a config.json; None for a family without, or one that allows that all layers attend.
+        """Read and check them in a config.json; None if the family has none, or all layers attend and it allows that.
 
         Raises:
             ValueError: the layers or their numbers are impossible, or GGUF cannot express them.
@@ -93,7 +93,11 @@ def _layers(reader: ConfigReader, layers: int) -> frozenset[int]:
 
 
 def _interval(reader: ConfigReader, recurrent: frozenset[int], layers: int) -> int:
-    """Each how many layers one attends, which must be regular."""
+    """The n for which every n-th layer attends, and no other.
+
+    Raises:
+        ValueError: there is none.
+    """
     interval = next((i + 1 for i in range(layers) if i not in recurrent), layers + 1)
     if recurrent != {i for i in range(layers) if (i + 1) % interval}:
         raise ValueError(

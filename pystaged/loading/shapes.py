@@ -144,12 +144,12 @@ class Shape:
         return unscaled / (layer + 1 if self.scale_by_layer else 1)
 
     def without_ahead(self) -> Shape:
-        """The same without blocks for multi-token prediction."""
+        """The same shape without blocks for multi-token prediction."""
         metadata = {key: value for key, value in self.metadata.items() if key != "nextn_predict_layers"}
         return replace(self, ahead=0, metadata=metadata)
 
     def change(self, wanted: Wanted) -> Change | None:
-        """What is done to a whole tensor of a recurrent layer, None for nothing."""
+        """A function that makes a recurrent layer's tensor of the checkpoint's; None if they are equal."""
         found = self.recurrence
         return found.changes.get(wanted.part) if found and wanted.layer in found.layers else None
 
@@ -211,7 +211,7 @@ class Shape:
 
 
 def _adjusted(reader: ConfigReader, width: int) -> int:
-    """The width of LFM2's feed-forward networks, of which config.json may state three halves."""
+    """LFM2's feed-forward width: config.json states 3/2 of it, before a factor and rounding up to a multiple."""
     width, factor = 2 * width // 3, reader.get("block_ffn_dim_multiplier")
     if factor is None:
         return width
@@ -253,7 +253,7 @@ def _check_layers(reader: ConfigReader, shape: Shape) -> None:
 
 
 def _sections(path: Path, found: object, dims: int) -> list[int]:
-    """How many pairs of numbers turn by time, height and width; these are equal in texts."""
+    """How many pairs of numbers rotate by time, height and width, which are equal in texts."""
     sections = found if isinstance(found, list) else []
     if len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections) or 2 * sum(sections) != dims:
         raise ValueError(f"{path}: mrope_section is {str(found)[:60]}, but must be three numbers of {dims // 2} pairs")

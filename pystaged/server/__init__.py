@@ -1,1 +1,1 @@
-"""`pystaged serve`: an OpenAI-compatible server for an engine."""
+"""`pystaged serve`: an OpenAI- and Anthropic-compatible server for an engine."""
