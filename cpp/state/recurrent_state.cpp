@@ -82,7 +82,7 @@ void RecurrentState::applied() {
 }
 
 void RecurrentState::keep_states(const std::vector<int>& lengths, int most) {
-    kept_.reserve(std::max<size_t>(kept_.size(), most) + 1);
+    kept_.reserve(kept_.size() + lengths.size());
     to_keep_ = lengths;
     most_kept_ = most;
 }

@@ -26,8 +26,9 @@ MODELS = {
     "lfm2": RandomModel(
         "lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000, quantization="Q8_0"
     ),
+    # Threads share the channels of a convolution where there are more than 256.
     "lfm2-window": RandomModel(
-        "lfm2", layers=3, recurrent=(1,), width=32, heads=2, kv_heads=1, metadata={"attention.sliding_window": 9}
+        "lfm2", layers=3, recurrent=(1,), width=288, heads=2, kv_heads=1, metadata={"attention.sliding_window": 9}
     ),
     "qwen35": RandomModel(
         "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), quantization="Q8_0"
@@ -36,7 +37,7 @@ MODELS = {
         "qwen3next", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16)
     ),
     "granitehybrid": RandomModel(
-        "granitehybrid", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)
+        "granitehybrid", layers=3, recurrent=(0, 2), width=120, heads=2, kv_heads=1, spaces=(5, 5, 16)
     ),
     "nemotron_h": RandomModel(
         "nemotron_h",
@@ -171,7 +172,7 @@ def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
     model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
     session = Session(model)
     tokens = np.random.default_rng(2).integers(0, 4, 400)
-    session.keep_states([163, 125, 90, 130, 500], 4)
+    session.keep_states([163, 125, 90, 130, 500], 2**31 - 1)
     session.prefill(tokens[:100])
     session.prefill(tokens[100:130])
     assert [session.reachable(length) for length in (130, 129, 124, 90, 89)] == [130, 125, 90, 90, 0]

@@ -99,8 +99,10 @@ CASES: dict[str, RandomModel] = {
         "nemotron_h", layers=4, recurrent=(1,), feeding=(0, 2), tie=False, biases=True, spaces=(4, 1, 16), head_dim=32
     ),
     "falcon-h1": RandomModel("falcon-h1", metadata={"rope.freq_base": 1e11}),
-    "falcon-h1-no-norm": RandomModel("falcon-h1", tie=False, space_norm=False, spaces=(4, 1, 16), kv_heads=1),
-    "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=50, heads=5, kv_heads=1, ffn_width=70),
+    "falcon-h1-no-norm": RandomModel(
+        "falcon-h1", tie=False, space_norm=False, width=120, spaces=(5, 1, 32), kv_heads=1
+    ),
+    "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=290, heads=5, kv_heads=1, ffn_width=70),
 }
 # Those that run on other devices, too.
 ON_DEVICES = [case for case, model in CASES.items() if model.family not in RECURRENT]
