@@ -405,7 +405,7 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
                                                   int num_threads, const Prefix& prefix) {
     LogitsRow row = s.rules ? ruled_.apply(*s.rules, logits, prefix) : logits;
     k = std::min(k, row.size);
-    if (s.rules && top_of(row) == kNothing) {
+    if (top_of(row) == kNothing) {  // masks may exclude all tokens of a cut head, rules all there are
         kept_.clear();
         return kept_;
     }

@@ -51,8 +51,11 @@ void check_hidden(const Work& work) {
     bool fits = given == 0;
     switch (work.session->model().family().reads) {
         case Reads::nothing: break;
-        case Reads::beside_tokens:
         case Reads::joined_with_tokens:
+            read = std::to_string(h.hidden_width) + " numbers";
+            fits = given == n && (n == 0 || width == size_t(h.hidden_width));
+            break;
+        case Reads::beside_tokens:
             read = std::to_string(h.features_width()) + " or " + std::to_string(h.hidden_width) + " numbers";
             fits = given == n &&
                    (n == 0 || reads_target(work) || (work.hidden.of_draft && width == size_t(h.hidden_width)));

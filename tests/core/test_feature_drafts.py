@@ -169,6 +169,12 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
         logits = sessions[0].logits(row)
         np.testing.assert_array_equal(sessions[1].logits(row), logits[:100])
         np.testing.assert_array_equal(found[1][0][row], np.argsort(-logits[:100], kind="stable")[:3])
+    sessions[1].discard()
+    allowed = np.zeros((1, 10), np.uint32)
+    allowed[0, 5] = 1  # a token that the cut head lacks
+    sampling = Sampling(temperature=1.0)
+    nothing = Work.propose(sessions[1], TOKENS[1:2], [-1], 1, 2, sampling, masks=allowed, hidden=hidden[:1])
+    assert run([nothing])[0][0].tolist() == [[-1, -1]]
     assert cut.weight_bytes < whole.weight_bytes
     with pytest.raises(ValueError, match="before the first session"):
         cut.cut_head(50)
