@@ -161,6 +161,8 @@ ADDRESSES = {
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
     "/api/v0/models": "use /v1/models",
+    "/api/v1/chat": "use /v1/chat/completions",
+    "/api/v1/models": "use /v1/models",
     "/api/version": "use /props",
     "/chat": "use /",
     "/docs": "use /openapi.json",

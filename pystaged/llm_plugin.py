@@ -15,9 +15,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import llm
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from pystaged.elsewhere import KEYWORDS, meant
 from pystaged.options import ALL, SAMPLING
+from pystaged.validation import plainly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +88,11 @@ class ModelOptions(_Offered):
     @classmethod
     def parse(cls, value: Any) -> Any:
         """Parse JSON; keys of digits alone are token ids, because JSON keys are always strings."""
-        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise ValueError(f'must be JSON such as {{" the": -2}}, not {value}') from None
         if not isinstance(value, dict):
             return value
         return {int(key) if re.fullmatch("[0-9]+", str(key)) else key: bias for key, bias in value.items()}
@@ -102,6 +109,21 @@ class ModelOptions(_Offered):
             except (TypeError, ImportError) as error:
                 raise ValueError(str(error)) from None
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def explain(cls, given: Any, check: Callable[[Any], ModelOptions]) -> ModelOptions:
+        """Check the options; `llm` prints the message of the first invalid one."""
+        try:
+            return check(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else ""
+            words = f"{name} {plainly(first['msg'])}".strip()
+            if first["type"] == "extra_forbidden":
+                likely = meant(KEYWORDS.get(name, name), cls.model_fields)
+                words = f"there is no option {name!r}" + (f"; did you mean {likely}?" if likely else "")
+            raise PydanticCustomError("option", "{words}", {"words": words}) from None
 
     def of_text(self) -> dict[str, Any]:
         """Options of Engine.chat."""

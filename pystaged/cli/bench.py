@@ -41,6 +41,7 @@ ModelName = Annotated[
     str,
     typer.Option(
         "--model",
+        "-m",
         help="GGUF file, 'bundled', 'smollm2', or made once: 'grown' and 'grown-smollm2' have a small model's output "
         "at a large one's cost; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
         callback=lambda name: name or names.default_model(report),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text as Styled
 
 import pystaged
 from pystaged.chat.format import begin
@@ -302,8 +304,8 @@ def _logprob(found: TokenLogprob) -> dict[str, Any]:
     return {"token": found.token, "text": found.text, "logprob": found.logprob}
 
 
-def stats_table(stats: pystaged.GenerationStats) -> Table:
-    """A table of what each stage did for a sequence."""
+def stats_table(stats: pystaged.GenerationStats) -> Group:
+    """A table of what each stage did for a sequence, and further figures below it."""
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
@@ -313,9 +315,9 @@ def stats_table(stats: pystaged.GenerationStats) -> Table:
         seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0
         table.add_row(name, str(stage.drafted), str(stage.accepted), str(stage.emitted), str(passes), f"{seconds:.3f}")
     depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth)
-    table.caption = (
+    more = (
         f"acceptance at depth 1, 2, ...: {depths or '-'}; weight bytes per token relative to plain decoding: "
         f"{stats.relative_weight_bytes:.2f}; share of time in Python: {stats.python_share:.1%}; "
         f"rows per pass: {stats.rows_per_pass:.1f}; guesses among this text's rows: {stats.guess_share:.0%}"
     )
-    return table
+    return Group(table, Styled(more, "dim"))

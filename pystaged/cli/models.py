@@ -51,7 +51,7 @@ def models(context: typer.Context) -> None:
     print_table(table)
     if names.SMOLLM2 not in packaged:
         report(names.HOW_TO_GET_SMOLLM2)
-    report("get another with, for example: pystaged pull openai-community/gpt2")
+    report("get another with, for example: pystaged pull Qwen/Qwen3-0.6B --type q8_0")
     for what, kept in _KEPT.items():
         if found_files := kept.all():
             of_models = {kept.path(model.path): model.name for model in listed}

@@ -78,6 +78,15 @@ def summary(stats: GenerationStats, color: Color) -> Text:
     return line
 
 
+def write_wrapped(text: str) -> None:
+    """Write a text and a newline; in a terminal lines break between words."""
+    console = Console(highlight=False)
+    if _is_screen(console):
+        wrap = Wrap(lambda: console.width)
+        text = "".join(part for part, _ in (*wrap.feed(text), *wrap.rest()))
+    typer.echo(text)
+
+
 def _is_screen(console: Console) -> bool:
     return sys.stdout.isatty() and not console.is_dumb_terminal
 

@@ -17,7 +17,7 @@ from pystaged.cli.console import errors, reading_bar, report, words
 from pystaged.cli.generate import stats_table
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
-from pystaged.cli.painting import show, summary
+from pystaged.cli.painting import show, summary, write_wrapped
 from pystaged.config import SamplingConfig, TextOptions
 from pystaged.elsewhere import KEYWORDS, SETTINGS, meant
 from pystaged.files import expanded, whole_file
@@ -105,7 +105,7 @@ class Turns(ABC):
             "/clear": lambda _: self._clear(),
             "/undo": lambda _: self._undo(),
             "/retry": lambda _: self._retry(),
-            "/text": lambda _: typer.echo(self._text()),
+            "/text": lambda _: write_wrapped(self._text()),
             "/seed": self._seed,
             "/set": self._set,
             "/show": lambda _: self._show(),

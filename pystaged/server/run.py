@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
@@ -37,7 +38,8 @@ def bound(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except OSError as error:
         found.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        hint = "; --port names another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
     return found
 
 

@@ -128,7 +128,9 @@ def refused(*options: str) -> str:
 def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
-        assert "cannot listen on 127.0.0.1" in refused(path, "--port", str(taken.getsockname()[1]))
+        said = refused(path, "--port", str(taken.getsockname()[1]))
+        assert "cannot listen on 127.0.0.1" in said
+        assert "--port names another one" in said
     (tmp_path / "keys").write_text("\n")
     assert "has no keys" in refused(path, "--api-key-file", str(tmp_path / "keys"))
     assert "--metrics-prefix" in refused(path, "--metrics-prefix", "no such!")
