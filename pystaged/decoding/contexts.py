@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -326,7 +327,9 @@ class ContextPool:
 
     def _keep_states(self, context: Decoder, loan: _Loan) -> None:
         """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
-        wanted = [*loan.partings, *(len(loan.prompt) - 1 - before for before in _BEFORE_END)]
+        # One reading keeps all that are wanted until it ends, so their number is limited here, too.
+        partings = nlargest(self._num_kept, loan.partings)
+        wanted = [*partings, *(len(loan.prompt) - 1 - before for before in _BEFORE_END)]
         for session in context.sessions:
             if session.kept_state_bytes:
                 session.keep_states(wanted, self._num_kept)
