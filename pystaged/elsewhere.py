@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from urllib.parse import unquote
 
-# Commands of Ollama.
+# Commands of Ollama and llama.cpp.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
+    "convert": ("quantize",),
+    "create": "there are no Modelfiles; chat takes --system and options of sampling",
     "list": ("models",),
     "ls": ("models",),
     "ps": "nothing stays loaded between commands; GET /v1/models lists the models of a server",

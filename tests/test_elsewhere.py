@@ -71,6 +71,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         (["serve", "--hots", "x"], "there is no option --hots; did you mean --host?"),
         (["ngram", "build", "-fa"], "-fa is always on"),
         (["bench", "passes", "--flash-attn"], "--flash-attn is always on"),
+        (["create", "mine"], "create: there are no Modelfiles"),
         (["ps"], "ps: nothing stays loaded between commands"),
         (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
         (
