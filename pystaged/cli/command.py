@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -24,6 +26,11 @@ _ARGUMENTS = {
 
 class Command(TyperCommand):
     """A command that also accepts other programs' names for its options."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # Typer keeps the line breaks of all paragraphs but the first, and then breaks the lines again.
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(self.help or ""))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click's."""

@@ -510,6 +510,8 @@ def test_help_is_also_a_word() -> None:
     assert b"Usage" in asked.stdout
     assert here("help").stdout == asked.stdout
     assert here("help", "pull").stdout == here("pull", "-h").stdout == here("pull", "--help").stdout
+    # A paragraph of the help is broken where the terminal ends, not where the source did.
+    assert "prompts like those that it" in run("distill", "-h", COLUMNS="200").stdout.decode()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
