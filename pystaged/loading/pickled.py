@@ -88,7 +88,7 @@ def tensors_of(path: Path) -> dict[str, Place]:
 def _entry(archive: zipfile.ZipFile, name: str, size: int) -> zipfile.ZipInfo:
     found = archive.getinfo(name)
     if found.compress_type != zipfile.ZIP_STORED or found.file_size < size:
-        raise ValueError(f"{name} is compressed or too short")
+        raise ValueError(f"{name!r} is compressed or too short")
     return found
 
 

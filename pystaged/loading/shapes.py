@@ -111,7 +111,7 @@ class Shape:
             turns = reader.get("position_embedding_type") == "rope"
             metadata["rope.scaling.finetuned"] = turns
             context = context if turns else _UNLIMITED
-        ahead = int(reader.get("mtp_num_hidden_layers") or 0)
+        ahead = int(reader.get("mtp_num_hidden_layers") or 0) if family.ahead else 0
         if ahead:
             metadata["nextn_predict_layers"] = ahead
         ffn_width = number("intermediate_size", 4 * width if family.transposed else None)
@@ -212,11 +212,16 @@ class Shape:
 
 def _adjusted(reader: ConfigReader, width: int) -> int:
     """LFM2's feed-forward width: config.json states 3/2 of it, before a factor and rounding up to a multiple."""
-    width, factor = 2 * width // 3, reader.get("block_ffn_dim_multiplier")
-    if factor is None:
-        return width
-    multiple = reader.number("block_multiple_of")
-    return -(-int(reader.real("block_ffn_dim_multiplier") * width) // multiple) * multiple
+    adjusted = 2 * width // 3
+    if reader.get("block_ffn_dim_multiplier") is not None:
+        multiple = reader.number("block_multiple_of")
+        adjusted = -(-int(reader.real("block_ffn_dim_multiplier") * adjusted) // multiple) * multiple
+    if not 0 < adjusted <= MOST:
+        raise ValueError(
+            f"{reader.path}: block_auto_adjust_ff_dim makes {adjusted} of an intermediate_size of {width}, but must "
+            f"make 1 to {MOST}"
+        )
+    return adjusted
 
 
 def _positions(path: Path, original: object) -> int:

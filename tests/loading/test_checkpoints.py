@@ -583,6 +583,11 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "score-scale": ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24, which a GGUF file"),
     "layer-types": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .*, which a GGUF file of"),
+    "no-feed-forward": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": True, "block_ff_dim": 1},
+        "block_auto_adjust_ff_dim makes 0 of an intermediate_size of 1, but must make 1 to",
+    ),
     "kinds-of-layers": (
         "lfm2",
         {"layer_types": ["conv", "mamba"]},
@@ -653,12 +658,16 @@ def test_any_config_is_read_or_refused(model_type: str) -> None:
     usual = family_config(model_type, rope_parameters=rope, sliding_window=40, layer_types=None, text_config=None)
     usual |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_inner": None, "rope_scaling": None}
     usual |= OF_FAMILY.get(model_type, {})
-    for (key, old), value in itertools.product(usual.items(), JUNK):
+    family = FAMILIES[model_type]
+    further = ("mtp_num_hidden_layers", "full_attn_idxs", "full_attention_interval", "attn_layer_indices")
+    names = sorted({*usual, *family.defaults, *family.only, *family.older.values(), *further})
+    for key, value in itertools.product(names, JUNK):
         for changed in ({key: value}, {"rope_parameters": {key: value}}, {"rope_scaling": rope | {key: value}}):
             with contextlib.suppress(ValueError):
                 shape = Shape.of({**usual, **changed}, Path("config.json"))
-                assert shape.computed.keys() <= {f"rope_{kind}.weight" for kind in FACTORS}, (key, old, value)
-                list(itertools.islice(shape.tensors(10), 100))
+                assert shape.computed.keys() <= {f"rope_{kind}.weight" for kind in FACTORS}, (key, value)
+                for wanted in itertools.islice(shape.tensors(10), 100):
+                    assert min(wanted.shape) > 0, (key, value)
 
 
 @pytest.mark.parametrize(
