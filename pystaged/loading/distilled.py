@@ -59,7 +59,12 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     own = DISTILLED.path(model)
     paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
     draft = first_with(paths, wanted, report)
-    if draft and metadata(draft).get(TARGET) not in (None, identity(model)):
+    if draft is None:
+        return None
+    made_for = wanted | {TARGET: identity(model)}
+    if exact := first_with(paths, made_for, lambda _: None):
+        return exact
+    if TARGET in metadata(draft):
         report(
             f"the draft {draft.name} was distilled for another file than {model.name}; "
             f"`pystaged info` shows how often it is right here, `pystaged distill` makes a new one"

@@ -382,6 +382,12 @@ def test_the_command_goes_on_and_its_draft_is_found(
     like.write_bytes(target.read_bytes() + b"changed")
     assert find_distilled(like, Tokenizer(str(like)), said.append) == path
     assert "was distilled for another file than like.gguf" in said.pop()
+    moved, name = tmp_path / "moved.gguf", identity(target).encode()
+    moved.write_bytes(target.read_bytes())
+    DISTILLED.path(moved).write_bytes(path.read_bytes().replace(name, name[::-1]))  # of what was there before
+    assert find_distilled(moved, tokenizer, said.append) == path
+    assert not said
+    DISTILLED.path(moved).unlink()
     twin = BlockTwin.of(path, Contents.of(target).tensors["token_embd.weight"])
     assert twin.keys["general.name"] == "draft of random weights"
     with pystaged.load(target, num_threads=1) as engine:
