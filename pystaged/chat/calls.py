@@ -349,6 +349,7 @@ _PYTHON_HEAD = _pattern(r""" \[? (?:(?=\{)|([^\s()\[\]{}<>'"=,:]{1,128}) \( (?=\
 _KEY, _KEY_BEGUN = _pattern(r"""([^\s()\[\]{}<>'"=,:]{1,128}) ="""), _pattern(r"""[^\s()\[\]{}<>'"=,:]{1,128} """)
 _WORD = re.compile(r"""[^\s()\[\]{}'"=,:]+(?=[\s()\[\]{}'"=,:])""")
 _WORD_ENDS = re.compile(r"""[\s()\[\]{}'"=,:]""")
+_VISIBLE = re.compile(r"\S")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {each: each for each in "\\'\"/"}
 _HEXADECIMAL = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")
@@ -465,9 +466,9 @@ def _python_text(source: Source) -> Parser[bool]:
     yield "arguments", '"'
     while mark := (yield from source.until(("\\", quote), "arguments", lambda part: _dumped(part)[1:-1])):
         if mark == quote:
-            while not (behind := source.text.lstrip()) and (yield from source.more()):
-                pass
-            if behind[:1] in ("", *",)]}:"):
+            if not source.text.strip():
+                yield from _waits(source, _VISIBLE)
+            if source.text.lstrip()[:1] in ("", *",)]}:"):
                 yield "arguments", '"'
                 return True
             yield "arguments", _dumped(mark)[1:-1]

@@ -11,6 +11,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat.calls import HERMES, CallForm, Schemas, form_of, is_json
 from pystaged.chat.source import Parser, Source
 
+_PIECE = 4096  # characters that are read at once
 _ENOUGH = 32  # tokens at a prompt's end that may hold the mark that begins reasoning
 
 
@@ -109,8 +110,11 @@ class TurnReader:
 
     def push(self, text: str) -> list[tuple[Block, str]]:
         """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
-        self._source.text += text
-        return list(self._read())
+        told: list[tuple[Block, str]] = []
+        for begin in range(0, len(text), _PIECE):  # reading a token copies what is behind it
+            self._source.text += text[begin : begin + _PIECE]
+            told += self._read()
+        return told
 
     def finish(self) -> list[tuple[Block, str]]:
         """End the answer; returns the rest, as push does."""
