@@ -4,10 +4,12 @@ memory, and only the end of the process stops that."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,6 +23,7 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 _LONGEST = 16384  # most characters that a grammar may force at its beginning; an endless text forces more
 _MOST_RULES = 16384
 _MOST_LEVELS = 16384  # levels of a schema, with its references followed
+_MOST_MULTIPLE = 100_000  # largest multipleOf, in units of its last digit: each remainder is a state
 _STACK = 256 << 20  # bytes; enough for _MOST_RULES rules nested in each other
 _SECONDS = 5  # processor time
 _ROOM = _STACK + (256 << 20)  # bytes of address space
@@ -106,20 +109,39 @@ def _definition(option: str, text: str) -> str:
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse schemas that may nest too deeply, as each reference can add all levels of the schema."""
+    """Refuse schemas that may nest too deeply, as each reference can add all levels of the schema; and too large
+    multipleOf."""
     references, deepest = set(), 0
     parts = [(schema, 1)]
     while parts:
         part, depth = parts.pop()
         deepest = max(deepest, depth)
-        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
-            references.add(part["$ref"])
+        if isinstance(part, dict):
+            _check_multiples(part)
+            if isinstance(part.get("$ref"), str):
+                references.add(part["$ref"])
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         parts += [(each, depth + 1) for each in inner if isinstance(each, (dict, list))]
     if (len(references) + 1) * deepest > _MOST_LEVELS:
         raise GrammarError(
             f"its {len(references)} references in {deepest} levels may nest more than {_MOST_LEVELS} levels deep"
         )
+
+
+def _check_multiples(part: dict[str, Any]) -> None:
+    """Refuse a part whose multipleOf, combined with those of its allOf, is too large."""
+    both = part.get("allOf")
+    parts = [part, *(each for each in (both if isinstance(both, list) else ()) if isinstance(each, dict))]
+    given = [each.get("multipleOf") for each in parts]
+    numbers = [
+        Fraction(str(each))
+        for each in given
+        if isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each < math.inf
+    ]
+    unit = math.lcm(*(number.denominator for number in numbers))
+    least = math.lcm(*(int(number * unit) for number in numbers))
+    if least > _MOST_MULTIPLE:
+        raise GrammarError(f"its multipleOf comes to more than {_MOST_MULTIPLE} units of the last digit")
 
 
 def has_finite_value(schema: Any) -> bool:

@@ -255,22 +255,48 @@ def test_what_cannot_be_met_is_refused_before_anything_is_written(
     assert engine.passes.passes == passes
 
 
+def multiples(*numbers: float) -> dict[str, Any]:
+    return {"json_schema": {"type": "number", "allOf": [{"type": "number", "multipleOf": each} for each in numbers]}}
+
+
+BOTTOMLESS: list[dict[str, Any]] = [
+    {"json_schema": {"type": "integer", "multipleOf": 223092870}},
+    {"json_schema": {"properties": {"a": {"items": {"type": "integer", "multipleOf": 223092870}}}}},
+    {"json_schema": {"type": "number", "multipleOf": 22.3092870}},
+    {"json_schema": {"type": "integer", "multipleOf": 30030, "allOf": [{"multipleOf": 7429}]}},
+    multiples(2, 3, 5, 7, 11, 13, 17, 19, 23),
+    multiples(0.2, 0.03, 0.5, 0.7, 1.1, 1.3, 17, 19, 23),
+]
+
+
+@pytest.mark.parametrize("options", BOTTOMLESS, ids=str)
+def test_multiples_of_too_much_are_refused(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match="its multipleOf comes to more than 100000 units of the last digit"):
+        engine.stream("The answer is ", **options)
+
+
+@pytest.mark.parametrize("options", [multiples(5, 0.5, 100), multiples(0.01), multiples(1e-7)], ids=str)
+def test_multiples_of_what_is_usual(engine: Engine, options: dict[str, Any]) -> None:
+    result = engine.generate("The answer is ", max_tokens=30, **options)
+    if result.finish_reason == "stop":
+        check(options, result.text)
+
+
 # Texts whose length is a multiple of each, by intersections alone, which no number tells.
 INTERSECTED = "start: A\nA: " + " & ".join(f"/([ab]{{{each}}})*/" for each in (2, 3, 5, 7, 11, 13, 17, 19, 23))
 
 
 @pytest.mark.slow
 def test_what_takes_all_memory_is_ended_and_not_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiples = {"type": "number", "allOf": [{"type": "number", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19)]}
-    options: Any
-    for number, options in enumerate(({"grammar": INTERSECTED}, {"json_schema": multiples})):
-        with pytest.raises(GrammarError, match="cannot be used: it takes too much time or memory"):
-            engine.stream("The answer is ", **options)
+    hidden = 'start: a\na: %json {"type": "integer", "multipleOf": 223092870}'
+    for grammar in (INTERSECTED, hidden):
+        with pytest.raises(GrammarError, match="grammar cannot be used: it takes too much time or memory"):
+            engine.stream("The answer is ", grammar=grammar)
         with monkeypatch.context() as patch:
             patch.setattr(Child, "call", None)
             with pytest.raises(GrammarError, match="it takes too much time or memory"):
-                engine.stream("The answer is ", **options)
-        assert engine.generate("The answer is ", regex=f"after {number}").text == f"after {number}"
+                engine.stream("The answer is ", grammar=grammar)
+        assert engine.generate("The answer is ", regex=f"after {len(grammar)}").text == f"after {len(grammar)}"
 
 
 def test_closing_ends_what_is_compiled(engine: Engine) -> None:
