@@ -691,9 +691,12 @@ def test_prompts_go_on_from_kept_states(hybrid: Path) -> None:
 
 def test_a_state_is_kept_where_waiting_prompts_part(hybrid: Path) -> None:
     prompts = [[*range(200), *[i] * 60] for i in range(3)]
-    with pystaged.load(hybrid, draft=None) as engine, ThreadPoolExecutor(3) as threads:
-        streams = [engine.stream(prompt, max_tokens=5) for prompt in prompts]
+    with pystaged.load(hybrid, draft=None) as engine, ThreadPoolExecutor(4) as threads:
+        running, *streams = [engine.stream(prompt, max_tokens=5) for prompt in ([7], *prompts)]
         with held(engine):
+            # While it runs the others arrive, so that all of them are there before any prompt is read.
+            threads.submit(running.finish)
+            wait_until(lambda: running.sequence.decoder)
             reading = [threads.submit(stream.finish) for stream in streams]
             wait_until(lambda: all(stream.sequence.process for stream in streams))
         results = [each.result(60) for each in reading]
