@@ -83,6 +83,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         (["models", "rm"], "Usage: root models remove [OPTIONS] [name]"),
         (["generate", "-cnv"], "-cnv is the command chat here"),
         (["smollm2"], "No such command 'smollm2'. To ask a model, write: pystaged chat MODEL \"QUESTION\""),
+        (["bench", "smollm2"], "No such command 'smollm2'. Name a model with --model"),
         (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
         (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
         (["chat", "bundled", "--raw", "--think"], "--system and --think are of messages"),

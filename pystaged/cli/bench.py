@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer.core import TyperGroup
 
 from pystaged._core import Session
 from pystaged.bench import methods, models, pairs
@@ -22,7 +23,7 @@ from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.prompts import choose
-from pystaged.cli.command import Command
+from pystaged.cli.command import Command, UsageError
 from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.config import SamplingConfig
@@ -32,7 +33,19 @@ from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 
-app = typer.Typer()
+
+class _Parts(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click's."""
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if error.message == f"No such command {args[0]!r}.":
+                error.message += " Name a model with --model"
+            raise
+
+
+app = typer.Typer(cls=_Parts)
 
 _WIDE = 160  # characters, if the output is not a terminal
 _MOST_TEXTS = 1024  # sequences at once
