@@ -7,16 +7,27 @@ namespace {
 constexpr unsigned kPreNorms = kAttnNorm | kFfnNorm;
 constexpr unsigned kBiases = kQkvBias | kOutputBias | kFfnBias;
 constexpr int kAllWindowed = 1 << 10;  // of fewer layers than that none is without a window
+constexpr unsigned kNormalized = kExperts | kNormalizedExperts;
+constexpr unsigned kRouted = kExperts | kRoutingKeys;
 constexpr unsigned kLlama = kHead | kBiases | kRopeFactors | kLongFactors;
 
 constexpr Family kFamilies[] = {
     {"gpt2", Pairs::none, Gate::none, kPositions | kPreNorms | kBiases, kHead, kLayerNorm | kDefaultNumbers},
-    {"llama", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kWholeRotation},
+    {"llama", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kWholeRotation | kNormalized | kWholeExperts},
     {"mistral3", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kYarnKeys | kTemperatureScale},
     {"granite", Pairs::adjacent, Gate::silu, kPreNorms, kLlama, kScaleKeys | kMayNotRotate},
+    {"granitemoe", Pairs::adjacent, Gate::silu, kPreNorms, kLlama,
+     kScaleKeys | kMayNotRotate | kNormalized | kWholeExperts},
     {"smollm3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias, 0, 4},
     {"qwen2", Pairs::halves, Gate::silu, kPreNorms, kHead | kQkvBias | kHeadBias},
+    {"qwen2moe", Pairs::halves, Gate::silu, kPreNorms | kQkvBias, kHead, kExperts | kSharedGate},
     {"qwen3", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kQkvBias},
+    {"qwen3moe", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kQkvBias, kNormalized},
+    {"glm4moe", Pairs::halves, Gate::silu, kAttnNorm, kHead | kQkvBias | kHeadNorms,
+     kFfnNormBehind | kRouted | kSigmoidExperts},
+    {"ernie4_5-moe", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias | kOutputBias, kNormalized},
+    {"bailingmoe2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kRouted | kSigmoidExperts},
+    {"olmoe", Pairs::halves, Gate::silu, kPreNorms | kWholeNorms | kHead, kQkvBias, kExperts | kWholeExperts},
     {"phi3", Pairs::halves, Gate::silu, kPreNorms | kFusedGate, kHead | kQkvBias | kLongFactors},
     {"starcoder2", Pairs::halves, Gate::none, kPreNorms | kOutputBias | kFfnBias, kHead | kQkvBias, kLayerNorm},
     {"stablelm", Pairs::halves, Gate::silu, kAttnNorm | kHead, kFfnNorm | kQkvBias | kOwnHeadNorms, kLayerNorm},
@@ -27,15 +38,21 @@ constexpr Family kFamilies[] = {
      kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
     {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
      kAllWindowed},
+    {"lfm2moe", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead,
+     kEmbeddingNorm | kShortConvolutions | kNormalizedExperts | kRouted | kSigmoidExperts},
     {"qwen35", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead, kDeltaNets | kFfnNormBehind | kGatedAttention},
+    {"qwen35moe", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead,
+     kDeltaNets | kFfnNormBehind | kGatedAttention | kNormalized | kSharedGate},
     {"granitehybrid", Pairs::adjacent, Gate::silu, kPreNorms | kSpaceNorm, kHead,
-     kScaleKeys | kMayNotRotate | kStateSpaces},
+     kScaleKeys | kMayNotRotate | kStateSpaces | kNormalized | kWholeExperts},
     {"nemotron_h", Pairs::none, Gate::none, kAttnNorm | kSpaceNorm, kHead | kBiases,
      kStateSpaces | kBranchesApart | kSquaredRelu},
+    {"nemotron_h_moe", Pairs::none, Gate::none, kAttnNorm | kSpaceNorm, kHead | kBiases,
+     kStateSpaces | kBranchesApart | kSquaredRelu | kRouted | kSigmoidExperts},
     {"falcon-h1", Pairs::halves, Gate::silu, kAttnNorm, kHead | kQkvBias | kFfnBias | kSpaceNorm,
      kStateSpaces | kBothMixers | kBareFfnNorm},
     {"qwen3next", Pairs::halves, Gate::silu, kAttnNorm | kHeadNorms, kHead,
-     kDeltaNets | kFfnNormBehind | kGatedAttention | kGroupedValues},
+     kDeltaNets | kFfnNormBehind | kGatedAttention | kGroupedValues | kNormalized | kSharedGate},
     {"eagle3", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kHeadNorms | kRopeFactors, kWholeRotation, 0, 0, 0, 0, 0,
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
@@ -58,11 +75,6 @@ constexpr Recurrence kRecurrences[] = {
 
 const Family& find_family(const GgufFile& file) {
     const std::string name = file.text("general.architecture");
-    if (file.has(name + ".expert_count") && file.integer(name + ".expert_count", 0, 1 << 20) > 0) {
-        file.fail("architecture '" + name +
-                  "' with 'expert_count' is a mixture of experts, which needs a router and products by chosen experts; "
-                  "choose a dense model");
-    }
     const Family* found = nullptr;
     std::string names, recurrent;
     for (const Family& family : kFamilies) {
@@ -76,13 +88,16 @@ const Family& find_family(const GgufFile& file) {
     }
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
-            file.fail(
-                "architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
-                "') in a way that is not supported; choose a model of attention alone, or one without experts of: " +
-                recurrent);
+            file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
+                      "') in a way that is not supported; choose a model of attention alone, or one of: " + recurrent);
         }
     }
     if (found) {
+        if (!found->has(kExperts) && file.has(name + ".expert_count") &&
+            file.integer(name + ".expert_count", 0, 1 << 20) > 0) {
+            file.fail("architecture '" + name + "' is known without experts, but metadata '" + name +
+                      ".expert_count' says that it has some; choose a dense model");
+        }
         return *found;
     }
     file.fail("architecture '" + name + "' is not supported; there are: " + names);

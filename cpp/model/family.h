@@ -59,7 +59,13 @@ enum Rule : unsigned {
     kBranchesApart = 1 << 18,       // a layer mixes, or is a feed-forward network where that has a width
     kSquaredRelu = 1 << 19,         // in place of GELU
     kBareFfnNorm = 1 << 20,         // the norm before the feed-forward network is named without ".weight"
-    kGroupedValues = 1 << 21        // a delta net's heads of values that share a head of keys lie side by side
+    kGroupedValues = 1 << 21,       // a delta net's heads of values that share a head of keys lie side by side
+    kExperts = 1 << 22,             // feed-forward networks are mixtures of experts where the file says so
+    kNormalizedExperts = 1 << 23,   // the weights of a row's experts sum to 1
+    kRoutingKeys = 1 << 24,         // the file says how experts are scored, and whether their weights sum to 1
+    kSigmoidExperts = 1 << 25,      // such a file may say nothing: experts are scored by a sigmoid
+    kWholeExperts = 1 << 26,        // an expert is as wide as feed_forward_length says
+    kSharedGate = 1 << 27           // the shared expert has a gate
 };
 
 struct Family {

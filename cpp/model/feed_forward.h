@@ -1,7 +1,9 @@
 // What is done to each row alone, the second half of a layer: a closed set of alternatives.
 #pragma once
 
+#include <optional>
 #include <variant>
+#include <vector>
 
 #include "model/weights.h"
 
@@ -20,6 +22,29 @@ struct Dense {
     }
 };
 
-using FeedForward = std::variant<Dense>;
+// A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): a router chooses a few networks for each row, and may
+// give another one to all rows.
+struct Experts {
+    Linear router;
+    Vector bias;               // of the scores that experts are chosen by, [experts], or none
+    std::vector<Dense> each;   // [experts]
+    std::optional<Dense> all;  // what all rows share, or none,
+    Linear gate;               // and its gate, one number for a row, or none
+
+    // Calls act(linear) for each matrix.
+    template <class Act>
+    void for_each(const Act& act) const {
+        act(router);
+        for (const Dense& expert : each) {
+            expert.for_each(act);
+        }
+        if (all) {
+            all->for_each(act);
+            act(gate);
+        }
+    }
+};
+
+using FeedForward = std::variant<Dense, Experts>;
 
 }  // namespace pystaged

@@ -161,6 +161,52 @@ void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, H
     }
 }
 
+void read_experts(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    ExpertNumbers& experts = h.experts;
+    experts.count = family.has(kExperts) ? keys.number("expert_count", 0, 1024, 0) : 0;
+    if (experts.count == 0) {
+        return;
+    }
+    experts.used = keys.number("expert_used_count", 1, experts.count);
+    const int first = keys.number("leading_dense_block_count", 0, kMostLayers, 0);
+    keys.number("interleave_moe_layer_step", 1, 1, 1);  // all that llama.cpp runs, too
+    std::string block;
+    for (int i = 0; i < h.num_layers; ++i) {
+        const int layer = h.first_layer + i;
+        h.layers[i].has_experts = h.layers[i].feeds_forward && layer >= first;
+        if (h.layers[i].has_experts && block.empty()) {
+            block = "blk." + std::to_string(layer) + ".";
+        }
+    }
+    if (const std::string shared = block + "ffn_down_shexp.weight"; file.has_tensor(shared)) {
+        experts.shared_width = static_cast<int>(std::clamp<int64_t>(file.tensor(shared).ne[0], 1, kMostNumbers));
+    }
+    experts.width = family.has(kWholeExperts) ? h.ffn_width
+                                              : keys.number("expert_feed_forward_length", 1, kMostNumbers,
+                                                            std::max(1, h.ffn_width / experts.used));
+    experts.groups = keys.number("expert_group_count", 0, experts.count, 1);
+    experts.groups = std::max(experts.groups, 1);
+    experts.used_groups = keys.number("expert_group_used_count", 0, experts.groups, experts.groups);
+    const int each = experts.count / experts.groups;
+    if (experts.groups == 1) {
+        experts.used_groups = 1;
+    } else if (experts.count % experts.groups != 0 || each < 2 || each * experts.used_groups < experts.used) {
+        file.fail(std::to_string(experts.count) + " experts in " + std::to_string(experts.groups) +
+                  " groups (metadata '" + keys.name("expert_group_count") + "'), of which " +
+                  std::to_string(experts.used_groups) + " are used, do not make " + std::to_string(experts.used) +
+                  " experts for each token");
+    }
+    experts.normalized = family.has(kNormalizedExperts);
+    if (family.has(kRoutingKeys)) {
+        const int usual = static_cast<int>(family.has(kSigmoidExperts) ? Scores::sigmoid : Scores::softmax);
+        const int scores = keys.number("expert_gating_func", 0, 3, usual);
+        experts.scores = static_cast<Scores>(scores == 0 ? usual : scores);
+        experts.normalized = experts.normalized || file.flag(keys.name("expert_weights_norm"), false);
+    }
+    const float scale = keys.real("expert_weights_scale", 0);
+    experts.scale = scale == 0 ? 1 : scale;
+}
+
 void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     if (family.rope == Pairs::none) {
         return;
@@ -455,6 +501,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
                                         family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
                                         [](const LayerNumbers& layer) { return layer.feeds_forward; });
+    read_experts(file, family, keys, h);
+    if (h.ffn_width == 0) {
+        h.ffn_width = h.experts.width;  // perhaps no layer is without experts
+    }
     if (h.ffn_width == 0) {
         file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
     }

@@ -22,6 +22,7 @@ enum class MixerKind { attention, short_convolution, delta_net, state_space };
 struct LayerNumbers {
     std::vector<MixerKind> mixers = {MixerKind::attention};  // side by side, or none; one recurrent at most
     bool feeds_forward = true;
+    bool has_experts = false;  // where it feeds forward
     bool rotates = true;
     bool windowed = false;
 
@@ -53,6 +54,20 @@ struct SpaceNumbers {
     int group_of(int head) const { return head / (heads / groups); }
 };
 
+// How the router's numbers become experts' scores.
+enum class Scores { softmax = 1, sigmoid = 2, softmax_of_chosen = 3 };
+
+// Of mixtures of experts.
+struct ExpertNumbers {
+    int count = 0, used = 0;  // experts, and of them those of a row
+    int width = 0;            // of an expert, and of the expert that all rows share, 0 for none
+    int shared_width = 0;
+    int groups = 1, used_groups = 1;  // of experts, the best of which a row's are chosen from
+    Scores scores = Scores::softmax;
+    bool normalized = false;  // whether the weights of a row's experts sum to 1
+    float scale = 1;          // of the weights
+};
+
 struct Hyperparameters {
     int vocab_size = 0;
     int max_context = 0;       // positions the model was trained for
@@ -68,6 +83,7 @@ struct Hyperparameters {
     int head_dim = 0;
     DeltaNumbers delta;
     SpaceNumbers space;
+    ExpertNumbers experts;
     int num_ahead = 0;  // layers behind the last that predict further tokens, which are a draft of their own
     int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;

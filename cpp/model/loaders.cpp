@@ -54,11 +54,12 @@ PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const
     for (const TensorView* tensor : manifest.matrices()) {
         try {
             // Two halves that are packed in turns are padded each.
-            total += PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0]));
+            total += tensor->ne[2] *
+                     (PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0])) +
+                      kAlignment);
         } catch (const std::invalid_argument& error) {
             file.fail("tensor '" + tensor->name + "': " + error.what());
         }
-        total += kAlignment;
     }
     if (!packed) {
         arena_ = Memory(total, /*huge=*/true);
@@ -294,25 +295,67 @@ void PackedLoader::pack_qkv(Attention& attention) {
                                       attention.qkv_stride);
 }
 
-Dense PackedLoader::dense() {
+Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
+    const auto alone = [&](const TensorView* weight, const TensorView* bias) {
+        Parts of_one{{weight}, {}, in_order(int(weight->ne[1]))};
+        if (bias) {
+            of_one.biases = {bias};
+        }
+        return pack(of_one);
+    };
     Dense result;
-    const TensorView *gate = find(Role::ffn_gate), *up = find(Role::ffn_up);
-    const TensorView *gate_bias = find(Role::ffn_gate_bias), *up_bias = find(Role::ffn_up_bias);
-    if (family_.gate != Gate::none && !gate) {
-        result.up = pack({{up}, {}, gate_in_turns(numbers_.ffn_width)});
-    } else if (gate && gate->type == up->type) {
-        Parts parts{{gate, up}, {}, gate_in_turns(numbers_.ffn_width)};
-        if (gate_bias) {
-            parts.biases = {gate_bias, up_bias};
+    if (family_.gate != Gate::none && !parts.gate) {
+        result.up = pack({{parts.up}, {}, gate_in_turns(width)});
+    } else if (parts.gate && parts.gate->type == parts.up->type) {
+        Parts both{{parts.gate, parts.up}, {}, gate_in_turns(width)};
+        if (parts.gate_bias) {
+            both.biases = {parts.gate_bias, parts.up_bias};
         }
-        result.up = pack(parts);
+        result.up = pack(both);
     } else {
-        if (gate) {
-            result.gate = linear(Role::ffn_gate, Role::ffn_gate_bias);
+        if (parts.gate) {
+            result.gate = alone(parts.gate, parts.gate_bias);
         }
-        result.up = linear(Role::ffn_up, Role::ffn_up_bias);
+        result.up = alone(parts.up, parts.up_bias);
     }
-    result.down = linear(Role::ffn_down, Role::ffn_down_bias);
+    result.down = alone(parts.down, parts.down_bias);
+    return result;
+}
+
+Dense PackedLoader::dense() {
+    return pack_dense({find(Role::ffn_gate), find(Role::ffn_up), find(Role::ffn_down), find(Role::ffn_gate_bias),
+                       find(Role::ffn_up_bias), find(Role::ffn_down_bias)},
+                      numbers_.ffn_width);
+}
+
+Experts PackedLoader::experts() {
+    // One expert's matrix.
+    const auto slice = [&](Role role, int expert) {
+        TensorView view = *find(role);
+        view.bytes /= view.ne[2];
+        view.at += expert * view.bytes;
+        view.ne[2] = 1;
+        return view;
+    };
+    Experts result;
+    result.router = linear(Role::router);
+    result.bias = vector(Role::selection_bias);
+    for (int i = 0; i < numbers_.experts.count; ++i) {
+        const TensorView up = slice(Role::experts_up, i), down = slice(Role::experts_down, i);
+        if (find(Role::experts_gate)) {
+            const TensorView gate = slice(Role::experts_gate, i);
+            result.each.push_back(pack_dense({&gate, &up, &down}, numbers_.experts.width));
+        } else {
+            result.each.push_back(pack_dense({nullptr, &up, &down}, numbers_.experts.width));
+        }
+    }
+    if (numbers_.experts.shared_width > 0) {
+        result.all = pack_dense({find(Role::shared_gate), find(Role::shared_up), find(Role::shared_down)},
+                                numbers_.experts.shared_width);
+    }
+    if (find(Role::shared_opening)) {
+        result.gate = linear(Role::shared_opening);
+    }
     return result;
 }
 

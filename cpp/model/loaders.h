@@ -33,6 +33,7 @@ public:
     DeltaNet delta_net();
     StateSpace state_space();
     Dense dense();
+    Experts experts();
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
     size_t used() const { return used_; }
@@ -48,6 +49,11 @@ private:
 
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
     Linear pack(const Parts& parts);
+    // Matrices and biases of a network that is `width` wide; the gate may be null, and each bias.
+    struct DenseParts {
+        const TensorView *gate, *up, *down, *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+    };
+    Dense pack_dense(const DenseParts& parts, int width);
     Vector head_norm(Role role);
     void pack_qkv(Attention& attention);
     // A matrix, and where the products of its rows begin, to be joined with others that have the same input.
@@ -93,6 +99,7 @@ public:
     DeltaNet delta_net() { return {}; }
     StateSpace state_space() { return {}; }
     Dense dense();
+    Experts experts() { return {}; }  // models that have them are not loaded into devices
 
 private:
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }

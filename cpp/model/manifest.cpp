@@ -43,7 +43,11 @@ enum class Size {
     space_heads,
     space_inner,
     space_groups,
-    space_group
+    space_group,
+    experts,
+    expert_ffn,
+    fused_expert_ffn,
+    shared_ffn
 };
 
 int64_t count(Size size, const Hyperparameters& h) {
@@ -81,6 +85,10 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::space_inner: return h.space.inner();
         case Size::space_groups: return h.space.groups;
         case Size::space_group: return h.space.inner() / h.space.groups;
+        case Size::experts: return h.experts.count;
+        case Size::expert_ffn: return h.experts.width;
+        case Size::fused_expert_ffn: return int64_t(2) * h.experts.width;
+        case Size::shared_ffn: return h.experts.shared_width;
         default: return 1;
     }
 }
@@ -93,6 +101,7 @@ struct Entry {
     const char* name;
     Size cols, rows;  // rows none: a vector
     Parts parts;      // what a family must have for this tensor to be there
+    Size matrices = Size::none;
 };
 
 // Beyond those of families: what their other fields say.
@@ -101,7 +110,8 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kNormOfContext = 1u << 22, kNormOfEach = 1u << 21, kSomeTokens = 1u << 20, kHasMarkov = 1u << 19,
                 kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15, kGatedQ = Parts(1) << 32,
                 kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35,
-                kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37;
+                kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37, kSelectionBias = Parts(1) << 38,
+                kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -217,8 +227,33 @@ constexpr Entry kDense[] = {
     {Role::ffn_down_bias, "ffn_down.bias", Size::width, Size::none, kFfnBias},
 };
 
+// Of a layer of experts: what gates them and what they hold is in one tensor or in two.
+constexpr Entry kExpertUp[] = {
+    {Role::experts_gate, "ffn_gate_exps.weight", Size::width, Size::expert_ffn, kGate, Size::experts},
+    {Role::experts_up, "ffn_up_exps.weight", Size::width, Size::expert_ffn, 0, Size::experts},
+};
+constexpr Entry kFusedExpertUp = {
+    Role::experts_up, "ffn_gate_up_exps.weight", Size::width, Size::fused_expert_ffn, kGate, Size::experts};
+constexpr Entry kOfExperts[] = {
+    {Role::router, "ffn_gate_inp.weight", Size::width, Size::experts, 0},
+    {Role::selection_bias, "exp_probs_b.bias", Size::experts, Size::none, kSelectionBias},
+    {Role::experts_down, "ffn_down_exps.weight", Size::expert_ffn, Size::width, 0, Size::experts},
+    {Role::shared_gate, "ffn_gate_shexp.weight", Size::width, Size::shared_ffn, kShares | kGate},
+    {Role::shared_up, "ffn_up_shexp.weight", Size::width, Size::shared_ffn, kShares},
+    {Role::shared_down, "ffn_down_shexp.weight", Size::shared_ffn, Size::width, kShares},
+    {Role::shared_opening, "ffn_gate_inp_shexp.weight", Size::width, Size::none, kShares | kOpensShared},
+};
+
 bool is_matrix(Role role) {
     switch (role) {
+        case Role::router:
+        case Role::experts_gate:
+        case Role::experts_up:
+        case Role::experts_down:
+        case Role::shared_gate:
+        case Role::shared_up:
+        case Role::shared_down:
+        case Role::shared_opening:
         case Role::token_embedding:
         case Role::fusion:
         case Role::features:
@@ -269,8 +304,9 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
         (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
         (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
+        (h.experts.shared_width > 0 ? kShares : 0) | (family.has(kSharedGate) ? kOpensShared : 0) |
         features_of(file, family, h);
-    const Parts known = required | family.optional | kTapsBias | kAheadNorm;
+    const Parts known = required | family.optional | kTapsBias | kAheadNorm | kSelectionBias;
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
     std::map<Parts, std::string> seen, missed;
@@ -291,8 +327,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
             }
         }
         std::vector<int64_t> shape = {count(entry.cols, h)};
-        if (entry.rows != Size::none) {
-            shape.push_back(count(entry.rows, h));
+        for (const Size size : {entry.rows, entry.matrices}) {
+            if (size != Size::none) {
+                shape.push_back(count(size, h));
+            }
         }
         tensors_.emplace(std::make_pair(layer, entry.role), file.tensor(name, shape));
         claimed.insert(name);
@@ -347,7 +385,14 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
                 case MixerKind::state_space: claim_all(kStateSpace, prefix, layer); break;
             }
         }
-        if (h.layers[layer].feeds_forward) {
+        if (h.layers[layer].has_experts) {
+            if (file.has_tensor(prefix + kFusedExpertUp.name)) {
+                claim(kFusedExpertUp, prefix, layer);
+            } else {
+                claim_all(kExpertUp, prefix, layer);
+            }
+            claim_all(kOfExperts, prefix, layer);
+        } else if (h.layers[layer].feeds_forward) {
             claim_all(kDense, prefix, layer);
         }
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads

@@ -50,7 +50,7 @@ void check_factors(const GgufFile& file, const Manifest& manifest) {
 void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, size_t state_bytes) {
     double bytes = PackedPass::bytes(numbers) + double(state_bytes);
     for (const TensorView* tensor : manifest.matrices()) {
-        const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);
+        const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);  // of each matrix
         bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
                  (cols * rows);
     }
@@ -138,6 +138,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         file.fail("architecture '" + std::string(family_->name) +
                   "' has recurrent layers, which run on the CPU's own kernels alone; load it with device 'cpu'");
     }
+    if (numbers_.experts.count > 0 && !devices.empty()) {
+        file.fail("architecture '" + std::string(family_->name) +
+                  "' has experts, which run on the CPU's own kernels alone; load it with device 'cpu'");
+    }
     check_memory(file, manifest, numbers_, state_bytes());
     check_factors(file, manifest);
     head_tokens_ = read_head_tokens(file, manifest, numbers_);
@@ -148,6 +152,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         const auto count = [this](const auto& part) {
             part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
         };
+        size_t unused = 0;  // of experts that a row does not use
         for (const Layer& layer : layers_) {
             for (const Mixer& mixer : layer.mixers) {
                 std::visit(count, mixer);
@@ -155,7 +160,13 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
             if (layer.feed_forward) {
                 std::visit(count, *layer.feed_forward);
             }
+            if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
+                experts->each[0].for_each([&](const Linear& linear) {
+                    unused += (numbers_.experts.count - numbers_.experts.used) * linear.packed.bytes();
+                });
+            }
         }
+        weight_bytes_ -= unused;
     } else {
         device_memory_ = std::make_unique<DeviceMemory>(devices);
         DeviceLoader loader(file, manifest, numbers_, *device_memory_, num_threads_);
@@ -170,7 +181,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         }
     }
     for (const TensorView* tensor : manifest.multiplied()) {
-        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1];
+        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1] * (tensor->ne[2] > 1 ? numbers_.experts.used : 1);
     }
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
@@ -251,7 +262,9 @@ void Model::load(Loader& loader) {
         }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
         layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
-        if (numbers_.layers[i].feeds_forward) {
+        if (numbers_.layers[i].has_experts) {
+            layer.feed_forward = loader.experts();
+        } else if (numbers_.layers[i].feeds_forward) {
             layer.feed_forward = loader.dense();
         }
         layers_.push_back(std::move(layer));

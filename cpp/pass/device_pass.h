@@ -57,6 +57,8 @@ private:
     Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
     Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    // Models that have them are not loaded into devices.
+    Value branch(const Experts&, const Value& x, const Value&, const Norm&) { return x; }
     // Queries, keys and values.
     std::array<ggml_tensor*, 3> qkv(const Attention& attention, ggml_tensor* x);
     ggml_tensor* attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale, bool flash);

@@ -45,7 +45,8 @@ PackedPass::PackedPass(const Model& model)
             }
         }
         if (layer.feed_forward) {
-            has_gate_ = has_gate_ || std::get<Dense>(*layer.feed_forward).gate.present();
+            const auto* dense = std::get_if<Dense>(&*layer.feed_forward);
+            has_gate_ = has_gate_ || !dense || dense->gate.present();
         }
     }
     inputs_.resize(3);
@@ -54,7 +55,9 @@ PackedPass::PackedPass(const Model& model)
 
 double PackedPass::bytes(const Hyperparameters& h) {
     const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
-                          3.0 * padded(h.ffn_width, kBlock);
+                          3.0 * padded(std::max(h.ffn_width, h.experts.shared_width), kBlock) +
+                          h.experts.used * (3.0 * h.padded_width() + 3.0 * padded(h.experts.width, kBlock)) +
+                          padded(h.experts.count, kBlock);
     const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
     size_t inputs = 0;
     for (int layer = 0; layer < h.num_layers; ++layer) {
@@ -76,7 +79,8 @@ void PackedPass::make_room(int num_rows) {
     // A few for trees; a prompt that fills a pass takes the most there are.
     const size_t rows = num_rows <= kFewRows ? kFewRows : kMaxRows;
     const Hyperparameters& h = model_.numbers();
-    const size_t widest = padded(std::max({h.width, h.ffn_width, h.q_width()}), kBlock);
+    const int ffn_width = std::max(h.ffn_width, h.experts.shared_width);
+    const size_t widest = padded(std::max({h.width, ffn_width, h.q_width()}), kBlock);
     for (Lines<float>& stream : stream_) {
         stream.resize(rows * h.padded_width());
     }
@@ -84,7 +88,7 @@ void PackedPass::make_room(int num_rows) {
     branch_.resize(normed_.size());
     products_.resize(rows * product_stride_);
     mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner()}), kBlock));
-    hidden_.resize(rows * padded(h.ffn_width, kBlock));
+    hidden_.resize(rows * padded(ffn_width, kBlock));
     if (has_gate_) {
         gate_.resize(hidden_.size());
     }
@@ -98,6 +102,17 @@ void PackedPass::make_room(int num_rows) {
     fused_.resize(rows * fused);
     features_.resize(rows * std::max(h.features_width(), padded(h.markov_rank, kBlock)));
     handed_.resize(rows * widest);
+    const size_t places = rows * h.experts.used, expert_width = padded(h.experts.width, kBlock);
+    scores_.resize(rows * padded(h.experts.count, kBlock));
+    shared_gates_.resize(h.experts.count > 0 ? rows * kBlock : 0);
+    gathered_.resize(places * h.padded_width());
+    expert_out_.resize(places * h.padded_width());
+    expert_hidden_.resize(places * expert_width);
+    expert_gates_.resize(places * expert_width);
+    for (Quantized& inputs : expert_inputs_) {
+        inputs.resize(places * h.padded_width());
+    }
+    expert_handed_.resize(places * expert_width);
     room_ = static_cast<int>(rows);
 }
 
@@ -505,29 +520,35 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
 }
 
 PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {
-    const size_t stride = padded(model_.numbers().ffn_width, kBlock);
-    const Activation activation = activation_of(model_.family());
+    std::vector<Activations> inputs =
+        activations(input, dense.gate.present() ? std::vector<const Linear*>{&dense.gate, &dense.up}
+                                                : std::vector<const Linear*>{&dense.up});
+    const QuantizedRows* handed = hand_to(dense.down, input.n);
     Product gate, up;
+    open(dense, inputs.front(), inputs.back(), hidden_.data(), gate_.data(), handed, gate, up);
+    multiply(model_.kernel(), {up}, model_.num_threads());
+    return add(x, {hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr}, dense.down, norm);
+}
+
+void PackedPass::open(const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out,
+                      float* gates, const QuantizedRows* handed, Product& gate, Product& up) const {
+    const size_t stride = dense.down.packed.padded_cols();
+    const Activation activation = activation_of(model_.family());
     up.weights = &dense.up.packed;
-    up.epilogue = epilogue(dense.up, hidden_.data(), stride);
+    up.x = of_up;
+    up.epilogue = epilogue(dense.up, out, stride);
+    up.quantized = handed;
     if (dense.gate.present()) {
-        const std::vector<Activations> inputs = activations(input, {&dense.gate, &dense.up});
         gate.weights = &dense.gate.packed;
-        gate.x = inputs[0];
-        gate.epilogue = epilogue(dense.gate, gate_.data(), stride);
+        gate.x = of_gate;
+        gate.epilogue = epilogue(dense.gate, gates, stride);
         gate.epilogue.activation = activation;
-        up.x = inputs[1];
-        up.epilogue.gate = gate_.data();
+        up.epilogue.gate = gates;
         up.before = &gate;
     } else {
-        up.x = activations(input, {&dense.up})[0];
         up.epilogue.activation = activation;
         up.epilogue.gated = model_.family().gate != Gate::none;
     }
-    const QuantizedRows* handed = hand_to(dense.down, input.n);
-    up.quantized = handed;
-    multiply(model_.kernel(), {up}, model_.num_threads());
-    return add(x, {hidden_.data(), input.n, stride, nullptr, handed != nullptr}, dense.down, norm);
 }
 
 PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& linear, const Norm& norm) {

@@ -9,6 +9,7 @@
 #include "pass/attention.h"
 #include "pass/backend.h"
 #include "pass/walk.h"
+#include "product.h"
 #include "state/packed_state.h"
 
 namespace pystaged {
@@ -99,6 +100,15 @@ private:
     // Of a text, one head of keys and the heads of values that share it.
     void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    Value branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm);
+    // The products of a dense network before its last matrix: `up`, after `gate` where that is apart. They write n rows
+    // to `out`, and quantized to `handed` unless that is null.
+    void open(const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out, float* gates,
+              const QuantizedRows* handed, Product& gate, Product& up) const;
+    // What the expert that all rows share adds to a row: branch_, multiplied by shared_gates_ where it has a gate.
+    void run_shared(const Experts& experts, const Value& input);
+    // Chooses each row's experts by the router's numbers in scores_, and gathers the rows by expert.
+    void choose(const Experts& experts, int n);
     // Products of matrices with the same rows, side by side; `finish` as Product has it, called with a place in a row.
     Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride, int part = 0,
                    const std::function<void(size_t first)>& finish = {});
@@ -142,7 +152,22 @@ private:
     AttentionScratch attention_scratch_;
     std::vector<DeltaScratch> delta_scratch_;  // [threads]
     Lines<float> reading_inputs_;              // of a recurrent layer, of rows that are read
-    std::vector<float> unit_;                  // weights of a norm that makes a delta net's keys as long as 1
+    // Of a mixture of experts. A place is a row at one of its experts; those of an expert lie side by side.
+    struct Chosen {
+        int expert;
+        float weight;
+        int place = 0;
+    };
+    struct Group {
+        int expert, first = 0, n = 0;  // its places
+        QuantizedRows inputs[2], handed;
+    };
+    std::vector<Chosen> chosen_;                // [rows][used], in the order of selection
+    std::vector<Group> groups_;                 // of experts that have rows
+    std::vector<std::pair<int, int>> rows_at_;  // of each place, the row and its group
+    Lines<float> scores_, gathered_, expert_hidden_, expert_gates_, expert_out_, shared_gates_;
+    Quantized expert_inputs_[2], expert_handed_;
+    std::vector<float> unit_;  // weights of a norm that makes a delta net's keys as long as 1
 };
 
 }  // namespace pystaged

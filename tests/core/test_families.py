@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,12 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
 NEXT = RandomModel("qwen3next", layers=4, recurrent=(0, 1, 2), rotary=8, tie=False, head_dim=16)
 
 
+def test_qwen3next_with_experts_against_llama_cpp(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", replace(NEXT, experts=(8, 2, 32, 32)))
+    tokens = text(300)
+    assert np.abs(model_logits(Model(path), tokens) - llama_logits(path, tokens)).max() <= 1e-3
+
+
 def test_dense_qwen3next_against_transformers(tmp_path: Path) -> None:
     """llama.cpp has mixtures of this family alone, transformers has dense layers, too."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -190,6 +197,17 @@ def test_dense_qwen3next_against_transformers(tmp_path: Path) -> None:
     assert (model_logits(Model(newer), tokens) == found).all()
 
 
+def test_of_equal_scores_the_first_experts_are_chosen(tmp_path: Path) -> None:
+    def tie(tensors: dict[str, Floats]) -> None:
+        for layer in range(2):
+            router = tensors[f"blk.{layer}.ffn_gate_inp.weight"]
+            router[1::2] = router[::2]
+            router[6] = 0  # apart from its pair
+
+    path, tokens = write(tmp_path / "model.gguf", replace(CASES["qwen3moe"], experts=(8, 3, 32, 0)), tie), text(300)
+    assert np.abs(model_logits(Model(path), tokens) - FamilyReference(path).logits(tokens)).max() <= 1e-3
+
+
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_scores_of_the_largest_gemmas(tmp_path: Path, family: str, layers: int) -> None:
     """They are scaled as if heads shared the model's width."""
@@ -213,6 +231,7 @@ def test_angles(position: int, base: float) -> None:
 
 # Wide enough for blocks of 256, with queries, keys and values of several types in the mixtures.
 WIDE = RandomModel("llama", width=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn_width=512)
+WIDE_EXPERTS = replace(WIDE, experts=(4, 2, 512, 0), seed=1)
 FILE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
 SINGLE_TYPES = {
     "F16": RandomModel("llama", quantization="F16"),
@@ -235,6 +254,18 @@ SINGLE_TYPES = {
     "stablelm": RandomModel("stablelm", rotary=4, tie=False, quantization="Q5_1"),
     "nemotron_h": RandomModel("nemotron_h", layers=4, recurrent=(0,), feeding=(1, 3), quantization="Q8_0"),
     "falcon-h1": RandomModel("falcon-h1", quantization="Q5_0"),
+    "experts": RandomModel("qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0"),
+    "experts-apart": RandomModel(
+        "qwen2moe",
+        biases=True,
+        tie=False,
+        experts=(8, 2, 64, 64),
+        quantization="Q4_0",
+        types={"gate_exps": "Q5_1", "down_exps": "F16", "gate_shexp": "Q5_1"},
+    ),
+    "experts-MXFP4": RandomModel(
+        "qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0", types={"exps": "MXFP4"}, tie=False
+    ),
 }
 
 
@@ -249,9 +280,12 @@ def assert_as_close_as_llama_cpp(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_type", FILE_TYPES)
-def test_quantized_mixtures(tmp_path: Path, file_type: str) -> None:
-    source = write(tmp_path / "source.gguf", WIDE)
+@pytest.mark.parametrize(
+    ("file_type", "model"),
+    [*((kind, WIDE) for kind in FILE_TYPES), *((kind, WIDE_EXPERTS) for kind in ("Q4_0", "Q4_K_M", "Q8_0"))],
+)
+def test_quantized_mixtures(tmp_path: Path, file_type: str, model: RandomModel) -> None:
+    source = write(tmp_path / "source.gguf", model)
     assert_as_close_as_llama_cpp(quantize(source, tmp_path / "quantized.gguf", f"MOSTLY_{file_type}"))
 
 
@@ -311,32 +345,42 @@ def poison(name: str) -> Change:
 
 
 QWEN3, LLAMA, LFM2, QWEN35 = CASES["qwen3"], CASES["llama"], CASES["lfm2"], CASES["qwen35"]
-NEMOTRON, FALCON = CASES["nemotron_h"], CASES["falcon-h1"]
+NEMOTRON, FALCON, QWEN3MOE = CASES["nemotron_h"], CASES["falcon-h1"], CASES["qwen3moe"]
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (
-        RandomModel("llama", metadata={"expert_count": 8}),
+        RandomModel("qwen3", metadata={"expert_count": 8}),
         None,
-        "is a mixture of experts, which needs a router",
+        "architecture 'qwen3' is known without experts, but metadata 'qwen3.expert_count' says that it has some",
     ),
-    "moe": (
-        RandomModel("qwen3moe", metadata={"expert_count": 128}),
+    "experts-used": (
+        replace(QWEN3MOE, metadata={"expert_used_count": 9}),
         None,
-        "architecture 'qwen3moe' with 'expert_count'",
+        "metadata 'qwen3moe.expert_used_count' is 9, outside 1 to 8",
+    ),
+    "experts-groups": (
+        replace(QWEN3MOE, metadata={"expert_group_count": 3, "expert_group_used_count": 1}),
+        None,
+        "8 experts in 3 groups (metadata 'qwen3moe.expert_group_count'), of which 1 are used, do not make 2 experts",
+    ),
+    "experts-few": (
+        replace(QWEN3MOE, metadata={"expert_count": 16}),
+        None,
+        "tensor 'blk.0.ffn_gate_exps.weight' has shape 64 x 32 x 8 x 1 where 64 x 32 x 16 x 1 is needed",
+    ),
+    "experts-shared": (
+        CASES["qwen35moe"],
+        drop("blk.1.ffn_gate_inp_shexp.weight"),
+        "tensor 'blk.1.ffn_gate_inp_shexp.weight' is missing",
+    ),
+    "experts-bias": (
+        CASES["glm4moe"],
+        drop("blk.2.exp_probs_b.bias"),
+        "tensor 'blk.2.exp_probs_b.bias' is missing, although 'blk.1.exp_probs_b.bias' is there",
     ),
     "hybrid": (RandomModel("mamba2", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
-    "qwen3next-moe": (
-        RandomModel("qwen3next", metadata={"expert_count": 512}),
-        None,
-        "architecture 'qwen3next' with 'expert_count' is a mixture of experts, which needs a router",
-    ),
     "no-rates": (NEXT, drop("blk.1.ssm_ba.weight"), "tensor 'blk.1.ssm_ba.weight' is missing"),
     "no-inputs": (NEXT, drop("blk.1.ssm_in.weight"), "tensor 'blk.1.attn_qkv.weight' is missing"),
-    "hybrid-moe": (
-        RandomModel("nemotron_h_moe", metadata={"expert_count": 8}),
-        None,
-        "architecture 'nemotron_h_moe' with 'expert_count' is a mixture of experts",
-    ),
     "nothing-mixes": (
         RandomModel("nemotron_h", feeding=(0, 1)),
         None,

@@ -103,6 +103,75 @@ CASES: dict[str, RandomModel] = {
         "falcon-h1", tie=False, space_norm=False, width=120, spaces=(5, 1, 32), kv_heads=1
     ),
     "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=290, heads=5, kv_heads=1, ffn_width=70),
+    "qwen3moe": RandomModel("qwen3moe", head_dim=32, experts=(8, 2, 32, 0)),
+    "qwen3moe-many": RandomModel("qwen3moe", tie=False, experts=(64, 8, 40, 0)),
+    "olmoe": RandomModel("olmoe", tie=False, kv_heads=4, ffn_width=32, experts=(8, 3, 32, 0)),
+    "llama-experts": RandomModel("llama", experts=(4, 2, 96, 0)),
+    "qwen2moe": RandomModel("qwen2moe", biases=True, tie=False, experts=(8, 2, 32, 64)),
+    "granitemoe": RandomModel("granitemoe", metadata=GRANITE, ffn_width=32, experts=(8, 2, 32, 0)),
+    "granitemoe-shared": RandomModel("granitemoe", metadata=GRANITE, ffn_width=32, experts=(8, 2, 32, 64)),
+    "granitehybrid-experts": RandomModel(
+        "granitehybrid", layers=3, recurrent=(0, 2), metadata=GRANITE, ffn_width=32, experts=(8, 2, 32, 64)
+    ),
+    "glm4moe": RandomModel(
+        "glm4moe",
+        layers=3,
+        biases=True,
+        rotary=8,
+        experts=(8, 2, 32, 32),
+        dense=1,
+        selection_bias=True,
+        metadata={"expert_weights_norm": True, "expert_weights_scale": 1.5},
+    ),
+    "ernie4_5-moe": RandomModel(
+        "ernie4_5-moe",
+        layers=3,
+        experts=(8, 3, 32, 64),
+        dense=1,
+        selection_bias=True,
+        metadata={"interleave_moe_layer_step": 1},
+    ),
+    "bailingmoe2": RandomModel(
+        "bailingmoe2",
+        layers=3,
+        fused=True,
+        tie=False,
+        rotary=8,
+        experts=(16, 4, 32, 32),
+        dense=1,
+        selection_bias=True,
+        metadata={
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
+    "lfm2moe": RandomModel(
+        "lfm2moe",
+        layers=4,
+        recurrent=(0, 2),
+        experts=(8, 2, 32, 0),
+        dense=1,
+        selection_bias=True,
+        metadata={"expert_gating_func": 2},
+    ),
+    "qwen35moe": RandomModel("qwen35moe", layers=4, recurrent=(0, 1, 2), rotary=8, experts=(8, 2, 32, 32)),
+    "qwen35moe-fused": RandomModel(
+        "qwen35moe", layers=4, recurrent=(0, 1, 2), rotary=8, experts=(8, 3, 32, 64), fused_experts=True
+    ),
+    "nemotron_h_moe": RandomModel(
+        "nemotron_h_moe",
+        layers=6,
+        recurrent=(0, 3),
+        feeding=(1, 4, 5),
+        tie=False,
+        ffn_width=32,
+        experts=(8, 2, 32, 64),
+        selection_bias=True,
+        metadata={"expert_weights_norm": True, "expert_weights_scale": 2.5},
+    ),
 }
 # Those that run on other devices, too.
-ON_DEVICES = [case for case, model in CASES.items() if model.family not in RECURRENT]
+ON_DEVICES = [case for case, model in CASES.items() if model.family not in RECURRENT and not model.experts[0]]

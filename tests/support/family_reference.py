@@ -13,7 +13,13 @@ from gguf import GGUFReader, quants
 Doubles = npt.NDArray[np.float64]
 
 LAYER_NORM = ("gpt2", "starcoder2", "stablelm")
-ADJACENT = ("llama", "mistral3", "granite", "granitehybrid", "smollm3")
+ADJACENT = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "ernie4_5-moe")
+NO_ROTATION = ("gpt2", "nemotron_h", "nemotron_h_moe")
+WHOLE_NORMS = ("olmo2", "olmoe")
+DELTA_NETS = ("qwen35", "qwen35moe")
+NORM_BEHIND = (*DELTA_NETS, "glm4moe")  # the norm of the feed-forward network is named as if behind attention
+SIGMOID = ("lfm2moe", "glm4moe", "bailingmoe2", "nemotron_h_moe")
+NORMALIZED = ("llama", "granitemoe", "granitehybrid", "qwen3moe", "ernie4_5-moe", "lfm2moe", "qwen35moe")
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
@@ -54,7 +60,7 @@ class FamilyReference:
 
     def judged(self, x: Doubles) -> Doubles:
         """What the head reads of hidden states behind the last layer, [n, width] both."""
-        return self._norm("token_embd_norm" if self.family == "lfm2" else "output_norm", x)
+        return self._norm("token_embd_norm" if self.family.startswith("lfm2") else "output_norm", x)
 
     def ahead(self, states: Doubles, tokens: Sequence[int]) -> tuple[Doubles, Doubles]:
         """A chain of rows of the MTP layer: logits after each, [n, vocabulary], and what the head reads of each.
@@ -84,13 +90,15 @@ class FamilyReference:
             branch = self._delta_net(block, read)
         if f"{block}attn_output.weight" in self.weights:
             branch = branch + self._attention(layer, read, context)
-        if self.family == "qwen35":
+        if self.family in NORM_BEHIND:
             x = x + branch
             read = self._norm(block + "post_attention_norm", x)
         else:
             x = x + scale * self._norm(block + "post_attention_norm", branch)
         if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
             read = self._norm(block + "ffn_norm", x)
+        if f"{block}ffn_gate_inp.weight" in self.weights:
+            return x + scale * self._experts(block, read)
         if f"{block}ffn_down.weight" not in self.weights:
             return x
         return x + scale * self._norm(block + "post_ffw_norm", self._feed_forward(block, read))
@@ -108,13 +116,13 @@ class FamilyReference:
             q, k, v = np.split(joint, [heads * dim, (heads + kv_heads) * dim], axis=1)
         else:
             q, k, v = (self._linear(block + f"attn_{part}", x) for part in "qkv")
-        if self.family == "olmo2":
+        if self.family in WHOLE_NORMS:
             q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
         gate = None
-        if self.family == "qwen35":
+        if self.family in DELTA_NETS:
             q, gate = np.split(q.reshape(n, heads, 2 * dim), 2, axis=2)
         q, k, v = q.reshape(n, heads, dim), k.reshape(n, kv_heads, dim), v.reshape(n, kv_heads, dim)
-        if self.family != "olmo2":
+        if self.family not in WHOLE_NORMS:
             q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
         q, k = self._rotate(layer, q, context), self._rotate(layer, k, context)
         positions = np.arange(n)
@@ -196,14 +204,14 @@ class FamilyReference:
         return self._linear(block + "ssm_out", opened.reshape(n, values * size))
 
     def _windowed(self, layer: int) -> bool:
-        if self.family == "lfm2":
+        if self.family.startswith("lfm2"):
             return self._window > 0
         period = self._key("attention.sliding_window_pattern", WINDOW_PERIODS.get(self.family, 0))
         return self.family in WINDOW_PERIODS and self._window > 0 and layer % period < period - 1
 
     def _rotate(self, layer: int, x: Doubles, context: int) -> Doubles:
-        skipped = self.family == "smollm3" and layer % 4 == 3
-        if skipped or self.family in ("gpt2", "nemotron_h") or not self._key("rope.scaling.finetuned", True):
+        skipped = (self.family == "smollm3" and layer % 4 == 3) or self.family in NO_ROTATION
+        if skipped or not self._key("rope.scaling.finetuned", True):
             return x
         n, dims = len(x), self._key("rope.dimension_count", self.dim)
         base, factor = self._key("rope.freq_base", 10000.0), self._key("rope.scaling.factor", 1.0)
@@ -256,6 +264,49 @@ class FamilyReference:
         opened = gelu(gate) if self.family.startswith("gemma") else gate / (1 + np.exp(-gate))
         return self._linear(block + "ffn_down", opened * up)
 
+    def _experts(self, block: str, x: Doubles) -> Doubles:
+        used, count = self._key("expert_used_count"), self._key("expert_count")
+        logits = self._linear(block + "ffn_gate_inp", x)
+        kind = self._key("expert_gating_func", 0) or (2 if self.family in SIGMOID else 1)
+        scores = sigmoid(logits) if kind == 2 else softmax(logits) if kind == 1 else logits
+        ranked = scores + self.weights.get(f"{block}exp_probs_b.bias", 0)
+        if (groups := self._key("expert_group_count", 1)) > 1:
+            grouped = ranked.reshape(len(x), groups, -1)
+            sums = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+            kept = np.argsort(-sums, axis=1, kind="stable")[:, : self._key("expert_group_used_count")]
+            mask = np.full((len(x), groups), -np.inf)
+            np.put_along_axis(mask, kept, 0.0, axis=1)
+            ranked = ranked + np.repeat(mask, count // groups, axis=1)
+        best = np.argsort(-ranked, axis=1, kind="stable")[:, :used]
+        chosen = np.take_along_axis(scores, best, axis=1)
+        if kind == 3:
+            chosen = softmax(chosen)
+        if self.family in NORMALIZED or self._key("expert_weights_norm", False):
+            chosen = chosen / chosen.sum(axis=1, keepdims=True)
+        chosen = chosen * (self._key("expert_weights_scale", 0.0) or 1.0)
+        found = np.zeros_like(x)
+        for row, (experts, weights) in enumerate(zip(best, chosen, strict=True)):
+            for expert, weight in zip(experts, weights, strict=True):
+                parts = [self.weights.get(f"{block}ffn_{name}_exps.weight") for name in ("gate", "up", "gate_up")]
+                gate, up, both = (part[expert] if part is not None else None for part in parts)
+                if both is not None:
+                    gate, up = np.split(both, 2)
+                assert up is not None
+                down = self.weights[f"{block}ffn_down_exps.weight"][expert]
+                found[row] += weight * (down @ self._opened(None if gate is None else gate @ x[row], up @ x[row]))
+        if f"{block}ffn_up_shexp.weight" not in self.weights:
+            return found
+        gate = self._linear(block + "ffn_gate_shexp", x) if f"{block}ffn_gate_shexp.weight" in self.weights else None
+        shared = self._linear(block + "ffn_down_shexp", self._opened(gate, self._linear(block + "ffn_up_shexp", x)))
+        if f"{block}ffn_gate_inp_shexp.weight" in self.weights:
+            shared = shared * sigmoid(x @ self.weights[f"{block}ffn_gate_inp_shexp.weight"])[:, None]
+        return found + shared
+
+    def _opened(self, gate: Doubles | None, up: Doubles) -> Doubles:
+        if gate is None:
+            return np.square(np.maximum(up, 0))
+        return gate * sigmoid(gate) * up
+
     def _linear(self, name: str, x: Doubles) -> Doubles:
         result: Doubles = x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0)
         return result
@@ -281,6 +332,12 @@ class FamilyReference:
 
 def sigmoid(x: Doubles) -> Doubles:
     result: Doubles = 1 / (1 + np.exp(-x))
+    return result
+
+
+def softmax(x: Doubles) -> Doubles:
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    result: Doubles = powers / powers.sum(axis=-1, keepdims=True)
     return result
 
 

@@ -19,9 +19,11 @@ Floats = npt.NDArray[np.float32]
 END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
-SPACES = {"granitehybrid", "nemotron_h", "falcon-h1"}
-DELTA_NETS = {"qwen35", "qwen3next"}
-RECURRENT = {"lfm2", *DELTA_NETS, *SPACES}
+SPACES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
+DELTA_NETS = {"qwen35", "qwen35moe", "qwen3next"}
+SHORT_CONVOLUTIONS = {"lfm2", "lfm2moe"}
+RECURRENT = {*SHORT_CONVOLUTIONS, *DELTA_NETS, *SPACES}
+SHARED_GATE = {"qwen2moe", "qwen35moe", "qwen3next"}
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
@@ -41,6 +43,10 @@ class RandomModel:
         spaces: heads of a state space, groups of them, and numbers of a state; together they are twice as wide as the
             model.
         space_norm: whether there is a norm of what state spaces make.
+        experts: experts of a layer, those of a row, how wide each is, and how wide the one that all rows share is; 0
+            for none. dense: layers before the first one with experts.
+        selection_bias: of the scores that experts are chosen by.
+        fused_experts: one tensor for the gates and what they open.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -68,6 +74,10 @@ class RandomModel:
     delta_heads: tuple[int, int, int] = (2, 4, 16)
     spaces: tuple[int, int, int] = (8, 2, 32)
     space_norm: bool = True
+    experts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dense: int = 0
+    selection_bias: bool = False
+    fused_experts: bool = False
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -111,20 +121,27 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         }
         if m.head_dim:
             keys |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
-        if m.family in (*LAYER_NORM, "nemotron_h"):
+        if m.experts[0]:
+            keys["expert_count"], keys["expert_used_count"], width, shared = m.experts
+            keys["expert_feed_forward_length"] = width
+            if shared:
+                keys["expert_shared_feed_forward_length"], keys["expert_shared_count"] = shared, shared // width
+            if m.dense:
+                keys["leading_dense_block_count"] = m.dense
+        if m.family in (*LAYER_NORM, "nemotron_h", "nemotron_h_moe"):
             keys["attention.layer_norm_epsilon"] = 1e-5
         else:
             keys["attention.layer_norm_rms_epsilon"] = 1e-6
         if m.family != "gpt2":
             keys["rope.dimension_count"] = m.rotary or m.dim
-        if m.family == "granite":
+        if m.family in ("granite", "granitemoe"):
             keys["logit_scale"] = 8.0
-        if m.family in ("lfm2", "granitehybrid", "nemotron_h"):
+        if m.family in (*SHORT_CONVOLUTIONS, "granitehybrid", "nemotron_h", "nemotron_h_moe"):
             apart = (*m.recurrent, *m.feeding)
             keys["attention.head_count_kv"] = [0 if i in apart else m.kv_heads for i in range(m.layers)]
-        if m.family == "nemotron_h":
+        if m.family.startswith("nemotron_h"):
             keys["feed_forward_length"] = [m.ffn_width if i in m.feeding else 0 for i in range(m.layers)]
-        if m.family == "lfm2":
+        if m.family in SHORT_CONVOLUTIONS:
             keys["shortconv.l_cache"] = TAPS
         if m.family in SPACES:
             keys["ssm.conv_kernel"], keys["ssm.inner_size"] = LONG_TAPS, 2 * m.width
@@ -148,9 +165,9 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
             if (
-                values.ndim == 2
+                values.ndim >= 2
                 and not name.startswith("position")
-                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$", name)
+                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$|gate_inp", name)
             ):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
@@ -272,7 +289,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
     matrix("token_embd", m.vocab_size, m.width)
     if family == "gpt2":
         matrix("position_embd", m.context, m.width)
-    norm("token_embd_norm" if family == "lfm2" else "output_norm", m.width, bias=layer_norm)
+    norm("token_embd_norm" if family in SHORT_CONVOLUTIONS else "output_norm", m.width, bias=layer_norm)
     if not m.tie:
         matrix("output", m.vocab_size, m.width)
     if m.head_bias:
@@ -282,12 +299,12 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
         block = f"blk.{layer}"
         if family != "olmo2":
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
-            if family in DELTA_NETS:
+            if family in (*DELTA_NETS, "glm4moe"):
                 norm(f"{block}.post_attention_norm", m.width)
             elif family == "falcon-h1":
                 norm(f"{block}.ffn_norm", m.width)
                 found[f"{block}.ffn_norm"] = found.pop(f"{block}.ffn_norm.weight")
-            elif not m.parallel and family != "nemotron_h":
+            elif not m.parallel and not family.startswith("nemotron_h"):
                 norm(f"{block}.ffn_norm", m.width, bias=layer_norm)
         if family in ("olmo2", "gemma2", "gemma3"):
             norm(f"{block}.post_attention_norm", m.width)
@@ -328,10 +345,10 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
             matrix(f"{block}.shortconv.conv", m.width, TAPS)
             matrix(f"{block}.shortconv.out_proj", m.width, m.width)
-        elif family in ("qwen3", "gemma3", "lfm2", *DELTA_NETS):
+        elif family in ("qwen3", "qwen3moe", "bailingmoe2", "gemma3", *SHORT_CONVOLUTIONS, *DELTA_NETS):
             norm(f"{block}.attn_q_norm", m.dim)
             norm(f"{block}.attn_k_norm", m.dim)
-        elif family == "olmo2":
+        elif family in ("olmo2", "olmoe"):
             norm(f"{block}.attn_q_norm", q)
             norm(f"{block}.attn_k_norm", kv)
         elif m.own_head_norms:
@@ -347,12 +364,41 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                 for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
                     matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
-        if family == "nemotron_h" and layer not in m.feeding:
+        if family.startswith("nemotron_h") and layer not in m.feeding:
+            continue
+        gated = family not in (*NO_GATE, "nemotron_h", "nemotron_h_moe")
+        if m.experts[0] and layer >= m.dense:
+            count, _, width, shared = m.experts
+
+            def experts(name: str, rows: int, cols: int, block: str = block, count: int = count) -> None:
+                values = generator.standard_normal((count, rows, cols)) / np.sqrt(cols)
+                found[f"{block}.ffn_{name}_exps.weight"] = values.astype(np.float32)
+
+            # Scores far apart, so that no rounding changes the choice.
+            matrix(f"{block}.ffn_gate_inp", count, m.width)
+            found[f"{block}.ffn_gate_inp.weight"] *= 3
+            if m.selection_bias:
+                found[f"{block}.exp_probs_b.bias"] = (generator.standard_normal(count) * 0.2).astype(np.float32)
+            if m.fused_experts:
+                experts("gate_up", 2 * width, m.width)
+            else:
+                if gated:
+                    experts("gate", width, m.width)
+                experts("up", width, m.width)
+            experts("down", m.width, width)
+            if shared:
+                if gated:
+                    matrix(f"{block}.ffn_gate_shexp", shared, m.width)
+                matrix(f"{block}.ffn_up_shexp", shared, m.width)
+                matrix(f"{block}.ffn_down_shexp", m.width, shared)
+            if shared and family in SHARED_GATE:
+                opening = generator.standard_normal(m.width) / np.sqrt(m.width)
+                found[f"{block}.ffn_gate_inp_shexp.weight"] = opening.astype(np.float32)
             continue
         if family == "phi3":
             matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
         else:
-            if family not in (*NO_GATE, "nemotron_h"):
+            if gated:
                 matrix(f"{block}.ffn_gate", m.ffn_width, m.width, other)
             matrix(f"{block}.ffn_up", m.ffn_width, m.width, other)
         matrix(f"{block}.ffn_down", m.width, m.ffn_width, other)
