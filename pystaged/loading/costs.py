@@ -44,9 +44,12 @@ def measure_passes(model: Model, target: Model | None = None) -> PassCost:
     cells = min(_CELLS, room) if room >= _LEAST_CELLS else 0
     sessions: dict[int, Session] = {}
 
+    # Different tokens, as a mixture's rows have different experts.
+    tokens = np.random.default_rng(0).integers(model.vocab_size, size=most_rows, dtype=np.int32)
+
     def run(num_rows: int, cells: int) -> None:
         session = sessions[cells]
-        session.evaluate(np.zeros(num_rows, np.int32), np.arange(-1, num_rows - 1, dtype=np.int32))
+        session.evaluate(tokens[:num_rows], np.arange(-1, num_rows - 1, dtype=np.int32))
         session.candidates([num_rows - 1], 1, greedy)
         session.discard()
 

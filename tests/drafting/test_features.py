@@ -39,6 +39,9 @@ DRAFTS: dict[str, RandomDraft | RandomModel] = {
     # A target with an MTP layer of its own.
     "mtp": RandomModel("qwen3", layers=3, ahead=1, head_dim=32, context=1024),
     "mtp of a hybrid": RandomModel("qwen35", layers=3, recurrent=(0, 2), ahead=1, context=1024),
+    "mtp of experts": RandomModel(
+        "qwen35moe", layers=3, recurrent=(0, 2), ahead=1, context=1024, experts=(8, 2, 32, 32)
+    ),
 }
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 

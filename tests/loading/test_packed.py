@@ -100,9 +100,10 @@ def test_every_type(tmp_path: Path, kind: str) -> None:
         RandomModel("gpt2", kv_heads=4, biases=True, fused=True),
         RandomModel("qwen2", biases=True),
         RandomModel("phi3", fused=True),
+        RandomModel("qwen2moe", tie=False, biases=True, experts=(8, 2, 32, 64), types={"up_exps": "Q8_0"}),
         RandomModel("llama", width=40, heads=5, kv_heads=5, ffn_width=72),
     ],
-    ids=["head of its own", "mixed types", "fused", "biases", "fused gate", "padding"],
+    ids=["head of its own", "mixed types", "fused", "biases", "fused gate", "experts", "padding"],
 )
 def test_other_models(tmp_path: Path, model: RandomModel) -> None:
     assert_same(write(tmp_path / "model.gguf", model))
