@@ -220,7 +220,8 @@ class Gguf(Target):
 
     def _write(self, name: str, quantization: str) -> bytes:
         model = CASES[name]
-        is_odd = (model.width | model.ffn_width | model.delta_heads[1] * model.delta_heads[2]) % 32
+        wide = model.width | model.ffn_width | model.experts[2] | model.experts[3]
+        is_odd = (wide | model.delta_heads[1] * model.delta_heads[2]) % 32
         model = replace(model, quantization="F32" if is_odd else quantization, layers=min(model.layers, 2))
         return write(self._path, model).read_bytes()
 
