@@ -80,7 +80,7 @@ class Job:
             ValueError: the folder was begun with other fields.
             OSError: the disk is too full.
         """
-        operations, kind = plans.product_speed(self._device)
+        operations, kind = plans.training_speed(self._device)
         speed = plans.Speed(self._writer.speed(self._tokenizer.encode("a")), operations, kind)
         chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         prompts = identity(self._prompts) if self._prompts else ""

@@ -21,8 +21,10 @@ KINDS = ("float32", "bfloat16")  # of matrix products
 LEAST_TOKENS = 20_000
 MOST_BYTES = 20 << 30  # of answers
 _ROWS = 2  # tokens of prompt and answer for each token of the answer, about
-_READING = 1.25  # time of reading prompts and writing answers, relative to writing alone
-_USE = 0.4  # share of the matrix products' measured speed that training reaches
+_READING = 1.6  # time of making and reading prompts and writing answers, relative to writing alone
+# Share of the matrix products' measured speed that training reaches on a GPU and on a CPU, where the optimizer and
+# operations that are no products take most of the time.
+_USE, _USE_OF_CPU = 0.4, 0.1
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Plan:
 class Speed:
     """Measured speeds.
 
-    tokens: that the target writes per second. operations: floating-point operations per second in matrix products of
-    the type `kind`.
+    tokens: that the target writes per second. operations: floating-point operations of matrix products per second of
+    training, whose type is `kind`.
     """
 
     tokens: float
@@ -89,7 +91,7 @@ class Speed:
     def seconds(self, tokens: int, epochs: int, shape: Shape) -> tuple[float, float]:
         """Estimated seconds to write so many tokens of answers, and to train on them."""
         weights = shape.num_weights - shape.vocab_size * shape.rank
-        learning = 6 * weights * shape.block / SPACING / (_USE * self.operations)
+        learning = 6 * weights * shape.block / SPACING / self.operations
         return _READING * tokens / self.tokens, epochs * tokens * learning
 
 
@@ -112,8 +114,9 @@ def checkpoint_bytes(shape: Shape) -> int:
     return 12 * shape.num_weights
 
 
-def product_speed(device: str) -> tuple[float, str]:
-    """Operations per second of matrix products, and their type: "bfloat16" if clearly faster than "float32"."""
+def training_speed(device: str) -> tuple[float, str]:
+    """Estimated operations of matrix products per second of training, and their type: "bfloat16" if products are
+    clearly faster than with "float32"."""
     x, weight = torch.randn(512, 512, device=device), torch.randn(2048, 512, device=device)
 
     def rate(kind: object) -> float:
@@ -126,7 +129,8 @@ def product_speed(device: str) -> tuple[float, str]:
         return float(2 * 512 * 512 * 2048 / min(times))
 
     single, half = rate(torch.float32), rate(torch.bfloat16)
-    return (half, "bfloat16") if half > 1.25 * single else (single, "float32")
+    use = _USE_OF_CPU if device == "cpu" else _USE
+    return (use * half, "bfloat16") if half > 1.25 * single else (use * single, "float32")
 
 
 def _file(folder: Path) -> Path:
