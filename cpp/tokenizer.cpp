@@ -371,6 +371,18 @@ int32_t Tokenizer::eos() const {
     return llama_vocab_eos(vocab_);
 }
 
+std::map<std::string, int32_t> Tokenizer::infill_tokens() const {
+    std::map<std::string, int32_t> tokens{{"prefix", llama_vocab_fim_pre(vocab_)},
+                                          {"suffix", llama_vocab_fim_suf(vocab_)},
+                                          {"middle", llama_vocab_fim_mid(vocab_)},
+                                          {"repository", llama_vocab_fim_rep(vocab_)},
+                                          {"file", llama_vocab_fim_sep(vocab_)}};
+    for (auto each = tokens.begin(); each != tokens.end();) {
+        each = each->second >= 0 && each->second < num_tokens() ? std::next(each) : tokens.erase(each);
+    }
+    return tokens;
+}
+
 bool Tokenizer::same(const Tokenizer& other, int32_t token) const {
     return std::strcmp(llama_vocab_get_text(vocab_, token), llama_vocab_get_text(other.vocab_, token)) == 0 &&
            is_control(token) == other.is_control(token) && is_end(token) == other.is_end(token) &&

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,6 +49,8 @@ public:
     int32_t eos() const;
     // Of a draft model that guesses in parallel (PARD).
     int32_t mask_token() const { return mask_token_; }
+    // The vocabulary's tokens for filling in the middle, of "prefix", "suffix", "middle", "repository" and "file".
+    std::map<std::string, int32_t> infill_tokens() const;
     // The first token that both vocabularies have and that differs in bytes, spelling or role, or -1.
     int32_t first_difference(const Tokenizer& other) const;
     // For each token of this vocabulary whether the other one has it under the same id.

@@ -188,6 +188,9 @@ class Tokenizer:
     @property
     def mask_token(self) -> int:
         """The mask token of a parallel draft model (PARD), or -1."""
+    @property
+    def infill_tokens(self) -> dict[str, int]:
+        """The tokens for filling in the middle that it has, of "prefix", "suffix", "middle", "repository", "file"."""
     def first_difference(self, other: Tokenizer) -> int:
         """The first token that both have and that differs in bytes, spelling or role, or -1."""
     def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:

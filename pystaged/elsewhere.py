@@ -170,7 +170,6 @@ ADDRESSES = {
     "/docs": "use /openapi.json",
     "/embedding": "there are no embeddings",
     "/embeddings": "there are no embeddings",
-    "/infill": "use /v1/completions",
     "/slots": "use /metrics",
     "/v1/embeddings": "there are no embeddings",
 }

@@ -329,6 +329,38 @@ class Engine:
         """
         return self.runtime.encode(prompt, add_special=add_special)
 
+    def infill(
+        self, prefix: str, suffix: str, *, files: Sequence[tuple[str, str]] = (), **options: Unpack[TextOptions]
+    ) -> GenerationResult:
+        """Write the text between a prefix and a suffix, with a model that was trained for it.
+
+        Args:
+            files: names and texts of related files, the most important one last.
+            **options: see TextOptions.
+
+        Raises:
+            ValueError: the model's vocabulary has no tokens for this; and as `stream`.
+        """
+        config = GenerationConfig(**options)
+        prompt = self.infill_prompt(prefix, suffix, files=files, max_tokens=config.max_tokens)
+        return Stream(self.runtime.scheduler, self.runtime.sequence(prompt, config)).finish()
+
+    def infill_prompt(
+        self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[tuple[str, str]] = (), max_tokens: int = 128
+    ) -> list[int]:
+        """The tokens of the prompt of `infill`, which leaves room for max_tokens. Of long texts it has what is nearest
+        to the gap, at most 1536 tokens before and 512 after it.
+
+        Args:
+            begun: beginning of the new text.
+            files, errors: as in `infill`.
+        """
+        from pystaged.infill import infill_prompt  # noqa: PLC0415
+
+        return infill_prompt(
+            self.tokenizer, prefix, suffix, begun=begun, files=files, n_ctx=self.n_ctx, max_tokens=max_tokens
+        )
+
     def score(self, text: Prompt) -> Score:
         """The model's log-probability of each token of a text.
 

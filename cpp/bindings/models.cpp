@@ -88,6 +88,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("bos", &Tokenizer::bos)
         .def_property_readonly("eos", &Tokenizer::eos)
         .def_property_readonly("mask_token", &Tokenizer::mask_token)
+        .def_property_readonly("infill_tokens", &Tokenizer::infill_tokens)
         .def_property_readonly("end_tokens",
                                [](const Tokenizer& self) {
                                    std::vector<int32_t> tokens;

@@ -78,6 +78,9 @@ def generate(
     ] = False,
     system: System = "",
     think: Think = None,
+    suffix: Annotated[
+        str, typer.Option(help="Write the text between the prompt and this, with a model that can, such as coders.")
+    ] = "",
     stop: Stop = None,
     stop_loops: StopLoops = None,
     grammars: GrammarOptions,
@@ -138,6 +141,8 @@ def generate(
         raise typer.BadParameter("--receipt is of one text, not several; in Python each has one: result.receipt")
     if not chat and (system or think is not None):
         raise typer.BadParameter("--system and --think are for --chat")
+    if chat and suffix:
+        raise typer.BadParameter("--suffix is for prompts that are continued, not for --chat")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are shown by --json")
     if receipt == Path("-"):
@@ -161,6 +166,8 @@ def generate(
             report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
 
         def text_of(each: Asked) -> Prompt:
+            if suffix:
+                return engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens)
             return _question(engine, each, system, think) if chat else each.prompt
 
         if several:

@@ -54,6 +54,7 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/responses": responses.begin,
     "/v1/messages": messages.begin,
     "/completion": native.begin,
+    "/infill": native.infill,
 }
 _FORMS = (
     "grammar",

@@ -23,6 +23,8 @@ _USUAL = 16  # default of max_tokens, as OpenAI's
 
 def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     sequences, prompts, seed = texts(state, request, _USUAL, request.logprobs)
     return CompletionAnswer(state, request, sequences, prompts, seed)
 
@@ -37,17 +39,13 @@ def texts(
         logprobs: number of likeliest tokens to report; None for no log-probabilities.
     """
     n, engine = request.n or 1, state.engine
-    if request.suffix:
-        raise unsupported("suffix", "suffix is not supported: the model can only continue a text")
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; set n instead")
     prompts = _prompts(request)
     if len(prompts) * n > MOST_TEXTS:
         raise ApiError(400, f"{len(prompts) * n} sequences are too many; at most {MOST_TEXTS} are allowed", param="n")
-    if request.max_tokens == 0 and not request.echo:
-        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     options = text_options(request, state.settings.defaults, engine, usual)
-    options["max_tokens"] = max(1, options["max_tokens"])  # with echo only, one token is generated and dropped
+    options["max_tokens"] = max(1, options["max_tokens"])  # for a prompt alone, one token is generated and dropped
     if logprobs is not None:
         options["logprobs"] = logprobs
         options["prompt_logprobs"] = logprobs if request.echo else None
@@ -55,7 +53,9 @@ def texts(
     tokens = []
     for prompt in prompts:
         try:
-            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            ids: Any = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if request.suffix:
+                ids = engine.infill_prompt(_text(prompt), request.suffix, max_tokens=config.max_tokens)
             if len(ids) > engine.n_ctx:
                 raise too_long(len(ids), engine.n_ctx, "prompt")
             tokens.append(engine.encode(ids))
@@ -66,6 +66,12 @@ def texts(
     form = "grammar" if request.grammar is not None else "json_schema"
     sequences = begun(engine, tokens, config, n, form)
     return sequences, prompts, config.sampling.seed
+
+
+def _text(prompt: Prompt) -> str:
+    if not isinstance(prompt, str):
+        raise ApiError(400, "a prompt with a suffix must be a string", param="prompt")
+    return prompt
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:

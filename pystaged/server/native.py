@@ -1,4 +1,4 @@
-"""/completion: llama-server's own interface."""
+"""/completion and /infill: llama-server's own interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pystaged.server.answer_types import Native
 from pystaged.server.completions import texts
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import number
-from pystaged.server.request_types import NativeRequest
+from pystaged.server.options import text_options
+from pystaged.server.request_types import InfillRequest, NativeRequest
 from pystaged.server.state import State
 
 
@@ -20,6 +21,19 @@ def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
     sequences, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
     return NativeAnswer(state, request, sequences, seed, len(prompts))
+
+
+def infill(state: State, request: InfillRequest) -> NativeAnswer:
+    """As begin, for text between two others."""
+    options = text_options(request, state.settings.defaults, state.engine)
+    prompt = state.engine.infill_prompt(
+        request.input_prefix,
+        request.input_suffix,
+        begun=request.prompt or "",
+        files=[(each.filename, each.text) for each in request.input_extra or []],
+        max_tokens=options["max_tokens"],
+    )
+    return begin(state, NativeRequest.model_validate(request.model_dump(exclude_none=True) | {"prompt": prompt}))
 
 
 class NativeAnswer(Answer):
@@ -33,7 +47,8 @@ class NativeAnswer(Answer):
         self, state: State, request: NativeRequest, sequences: list[Text], seed: int, num_prompts: int
     ) -> None:
         super().__init__(state, request, sequences, seed, num_prompts)
-        self._returns_tokens = bool(request.return_tokens)
+        self._returns_tokens, self._is_silent = bool(request.return_tokens), request.max_tokens == 0
+        self._fields = request.response_fields
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         del figures
@@ -43,8 +58,10 @@ class NativeAnswer(Answer):
         return figures | part
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        tokens = result.tokens if self._returns_tokens else []
-        return self._end(i, result) | {"content": result.text, "tokens": tokens} | self._probabilities(result.logprobs)
+        if self._is_silent:
+            return self._chosen(self._end(i, result) | {"content": "", "tokens": []})
+        found = {"content": result.text, "tokens": result.tokens if self._returns_tokens else []}
+        return self._chosen(self._end(i, result) | found | self._probabilities(result.logprobs))
 
     def empty_part(self, i: int) -> dict[str, Any]:
         return {"index": i, "content": "", "tokens": [], "stop": False}
@@ -55,11 +72,24 @@ class NativeAnswer(Answer):
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
-        return [found | self._probabilities(piece.logprobs)] if piece.tokens else []
+        return [found | self._probabilities(piece.logprobs)] if piece.tokens and not self._is_silent else []
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         # Text held back as the possible start of a stop string has no tokens of its own.
-        return [self._end(i, result) | {"content": "", "tokens": []}]
+        return [self._chosen(self._end(i, result) | {"content": "", "tokens": []})]
+
+    def _chosen(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The members that response_fields names, by paths such as "timings/prompt_n"; all without it."""
+        if not self._fields:
+            return found
+        paths: dict[str, Any] = {}
+        for path in self._fields:
+            value: Any = found
+            for name in path.split("/"):
+                value = value.get(name, ...) if isinstance(value, dict) else ...
+            if value is not ...:
+                paths[path] = value
+        return paths
 
     def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """Members of a finished sequence."""

@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "mirostat": (0,),
-    "samplers": ([],),
+    "samplers": ([], ["top_k", "top_p", "infill"]),  # llama.vim's; "infill" rounds off rare texts, and is left out
     "lora": ([],),
     "post_sampling_probs": (False,),
     "image_data": ([],),

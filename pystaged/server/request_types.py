@@ -119,11 +119,32 @@ class CompletionRequest(TextRequest):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-class NativeRequest(CompletionRequest):
-    """A request to /completion, llama-server's own; n_predict is renamed to max_tokens."""
+class _NativeRequest(TextRequest):
+    """What the requests of llama-server's own share; n_predict is renamed to max_tokens."""
 
     n_probs: Annotated[int, Field(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Field(max_length=256, fail_fast=True)] | None = None
+
+
+class NativeRequest(CompletionRequest, _NativeRequest):
+    """A request to /completion."""
+
+
+class Snippet(BaseModel):
+    """A text of another file."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(_NativeRequest):
+    """A request to /infill: text between input_prefix and input_suffix, which begins with the prompt."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[Snippet], Field(max_length=4096, fail_fast=True)] | None = None
+    prompt: str | None = None
 
 
 class Part(Open):

@@ -202,7 +202,7 @@ def test_who_proposed_what(server: Server) -> None:
         ({"n": 0}, "n"),
         ({"n": 100, "prompt": ["a", "b"]}, "n"),
         ({"logprobs": 21}, "logprobs"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end"}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"logit_bias": {"0": "x"}}, "logit_bias"),
         ({"stop": [1]}, "stop"),
