@@ -36,6 +36,8 @@ constexpr Family kFamilies[] = {
      4096, 46, 50, 30},
     {"gemma3", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kQkvBias,
      kScaledEmbedding | kLogitSoftcap | kWindowOwnRope, 0, 6, 0, 62},
+    {"gemma4", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kHead | kRopeFactors,
+     kScaledEmbedding | kLogitSoftcap | kLayersDiffer | kUnscaledScores | kNormedValues, 0, 6, 0, 0, 0, 30},
     {"lfm2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kEmbeddingNorm | kShortConvolutions, 0,
      kAllWindowed},
     {"lfm2moe", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead,

@@ -65,7 +65,11 @@ enum Rule : unsigned {
     kRoutingKeys = 1 << 24,         // the file says how experts are scored, and whether their weights sum to 1
     kSigmoidExperts = 1 << 25,      // such a file may say nothing: experts are scored by a sigmoid
     kWholeExperts = 1 << 26,        // an expert is as wide as feed_forward_length says
-    kSharedGate = 1 << 27           // the shared expert has a gate
+    kSharedGate = 1 << 27,          // the shared expert has a gate
+    kLayersDiffer = 1 << 28,        // in heads of keys and values and feed-forward width; where they have a window, in
+                                    // the width of heads and what is turned of them; the last may store no keys
+    kUnscaledScores = 1 << 29,      // attention's scores are not divided by the root of a head's width
+    kNormedValues = 1 << 30         // by each head's RMS; a layer without values normalizes its keys for them
 };
 
 struct Family {

@@ -45,30 +45,32 @@ public:
         }
         return values;
     }
-    // One for all layers, or an array that says the same for each layer that uses it.
+    // One for all layers, or an array, which says the same for each layer that uses it unless those may differ. Sets
+    // layer.*place of each, and returns the largest.
     template <class Uses>
-    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise, const Hyperparameters& h,
-                         const Uses& uses) const {
+    int number_of_layers(const char* key, int64_t least, int64_t most, int64_t otherwise, Hyperparameters& h,
+                         const Uses& uses, bool may_differ = false, int LayerNumbers::* place = nullptr) const {
         const auto values = numbers_of_layers(key);
-        if (!values) {
-            return number(key, least, most, otherwise);
-        }
+        const int64_t one = values ? otherwise : number(key, least, most, otherwise);
         std::optional<int64_t> found;
         for (int i = 0; i < h.num_layers; ++i) {
-            const int64_t value = (*values)[h.first_layer + i];
+            const int64_t value = values ? (*values)[h.first_layer + i] : one;
             if (!uses(h.layers[i])) {
                 continue;
             }
-            if (found && value != *found) {
+            if (found && value != *found && !may_differ) {
                 file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
             }
-            if (value < least || value > most) {
+            if (values && (value < least || value > most)) {
                 file_.fail("metadata '" + name(key) + "' is " + std::to_string(value) + ", outside " +
                            std::to_string(least) + " to " + std::to_string(most));
             }
-            found = value;
+            found = std::max(value, found.value_or(value));
+            if (place) {
+                h.layers[i].*place = static_cast<int>(value);
+            }
         }
-        return static_cast<int>(found.value_or(otherwise));
+        return static_cast<int>(found.value_or(one));
     }
     float real(const char* key, float otherwise) const {
         const float value = file_.real(name(key), otherwise);
@@ -212,10 +214,14 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         return;
     }
     Rope& rope = h.rope;
-    rope.dims = keys.number("rope.dimension_count", 2, h.head_dim, h.head_dim);
-    if (rope.dims % 2 != 0) {
-        file.fail("metadata '" + keys.name("rope.dimension_count") + "' is odd, but rotary positions turn pairs");
-    }
+    const auto read_dims = [&](const char* key, int head_dim) {
+        const int dims = keys.number(key, 2, head_dim, head_dim);
+        if (dims % 2 != 0) {
+            file.fail("metadata '" + keys.name(key) + "' is odd, but rotary positions turn pairs");
+        }
+        return dims;
+    };
+    rope.dims = read_dims("rope.dimension_count", h.head_dim);
     if (family.has(kWholeRotation) && rope.dims != h.head_dim) {
         file.fail("metadata '" + keys.name("rope.dimension_count") + "' is " + std::to_string(rope.dims) +
                   " where heads are " + std::to_string(h.head_dim) + " wide");
@@ -264,6 +270,10 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     rope.magnitude *= keys.positive("rope.scaling.attn_factor", 1);
 
     h.windowed_rope = rope;
+    if (family.has(kLayersDiffer)) {
+        h.windowed_rope.dims =
+            read_dims("rope.dimension_count_swa", keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim));
+    }
     h.windowed_rope.base = keys.positive("rope.freq_base_swa", rope.base);
     if (family.has(kWindowOwnRope)) {
         h.windowed_rope.base = keys.positive("rope.freq_base_swa", 10000);
@@ -283,6 +293,43 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
             layer.rotates = false;
         }
     }
+}
+
+// What families may have of their own in each layer.
+void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+    const bool differ = family.has(kLayersDiffer);
+    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends, differ,
+                                           &LayerNumbers::num_kv_heads);
+    h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
+    if (keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads) != h.head_dim) {
+        file.fail("keys and values of different lengths are not supported");
+    }
+    if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
+        file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
+                  " heads");
+    }
+    const int windowed = differ ? keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim) : h.head_dim;
+    if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
+        file.fail("keys and values of different lengths are not supported");
+    }
+    const int own = h.num_layers - (differ ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);
+    for (int i = 0; i < h.num_layers; ++i) {
+        LayerNumbers& layer = h.layers[i];
+        layer.head_dim = layer.windowed ? windowed : h.head_dim;
+        if (layer.attends() && h.num_heads % layer.num_kv_heads != 0) {
+            file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(layer.num_kv_heads) +
+                      " heads of keys and values evenly");
+        }
+        for (layer.cells_of = std::min(i, own - 1); i >= own && h.layers[layer.cells_of].windowed != layer.windowed;) {
+            if (--layer.cells_of < 0) {
+                file.fail("metadata '" + keys.name("attention.shared_kv_layers") +
+                          "' leaves layers without keys and values");
+            }
+        }
+        layer.num_kv_heads = h.layers[layer.cells_of].num_kv_heads;
+    }
+    h.last_mixing = std::min(h.last_mixing, own - 1);
 }
 
 void read_windows(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
@@ -308,7 +355,7 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
 
 void read_scales(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     const int head_dim = h.num_layers == family.largest ? h.width / h.num_heads : h.head_dim;
-    h.attention_scale = 1 / std::sqrt(static_cast<float>(head_dim));
+    h.attention_scale = family.has(kUnscaledScores) ? 1 : 1 / std::sqrt(static_cast<float>(head_dim));
     h.embedding_scale = family.has(kScaledEmbedding) ? std::sqrt(static_cast<float>(h.width)) : 1;
     if (family.has(kScaleKeys)) {
         const auto scale = [&](const char* key, float otherwise) {
@@ -493,28 +540,18 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (h.num_heads == 0) {
         file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
     }
-    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends);
-    if (h.num_heads % h.num_kv_heads != 0) {
-        file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(h.num_kv_heads) +
-                  " heads of keys and values evenly");
-    }
-    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
-                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
-                                        [](const LayerNumbers& layer) { return layer.feeds_forward; });
+    read_windows(file, family, keys, h);
+    read_heads(file, family, keys, h);
+    h.ffn_width = keys.number_of_layers(
+        "feed_forward_length", 1, kMostNumbers, family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
+        [](const LayerNumbers& layer) { return layer.feeds_forward; }, family.has(kLayersDiffer),
+        &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
     if (h.ffn_width == 0) {
         h.ffn_width = h.experts.width;  // perhaps no layer is without experts
     }
     if (h.ffn_width == 0) {
         file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
-    }
-    h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
-    if (keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads) != h.head_dim) {
-        file.fail("keys and values of different lengths are not supported");
-    }
-    if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
-        file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
-                  " heads");
     }
     if (int64_t(h.num_heads) * h.head_dim > kMostNumbers) {
         file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
@@ -546,10 +583,12 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
         h.head_size = has_head ? head_rows(file) : lender->head_size;
     }
+    h.layer_embedding_width =
+        family.has(kLayersDiffer) ? keys.number("embedding_length_per_layer_input", 0, kMostNumbers, 0) : 0;
+    if (int64_t(h.layer_embedding_width) * h.num_layers > kMostNumbers) {
+        file.fail("metadata '" + keys.name("embedding_length_per_layer_input") + "' is absurdly large");
+    }
     read_rope(file, family, keys, h);
-    read_windows(file, family, keys, h);
-    h.num_windowed_layers = static_cast<int>(
-        std::count_if(h.layers.begin(), h.layers.end(), [](const LayerNumbers& layer) { return layer.windowed; }));
     read_scales(file, family, keys, h);
     read_features(file, family, keys, lender, h);
     return h;

@@ -25,6 +25,8 @@ struct LayerNumbers {
     bool has_experts = false;  // where it feeds forward
     bool rotates = true;
     bool windowed = false;
+    int head_dim = 0, num_kv_heads = 0, ffn_width = 0;
+    int cells_of = 0;  // the layer whose keys and values it attends to, itself or one before
 
     bool attends() const { return !mixers.empty() && mixers.front() == MixerKind::attention; }
     // The kind that carries a state from row to row; attention where none does.
@@ -75,12 +77,13 @@ struct Hyperparameters {
     int width = 0;
     int hidden_width = 0;  // of its own hidden states that a draft reads beside tokens, or joined with them; else 0
     int head_size = 0;     // tokens that it has logits of; for a draft perhaps fewer than vocab_size
-    int ffn_width = 0;
+    int ffn_width = 0;     // of the widest layer
     int num_layers = 0;
     int first_layer = 0;  // how the file numbers the first of them
     int num_heads = 0;
-    int num_kv_heads = 0;
-    int head_dim = 0;
+    int num_kv_heads = 0;           // of the layer with the most
+    int head_dim = 0;               // of the layer with the widest
+    int layer_embedding_width = 0;  // of embeddings of tokens that each layer has of its own, 0 for none
     DeltaNumbers delta;
     SpaceNumbers space;
     ExpertNumbers experts;
@@ -92,9 +95,8 @@ struct Hyperparameters {
     float attention_softcap = 0, logit_softcap = 0;  // 0 for none
     float temperature_scale = 0;                     // of queries beyond the original context
     int window = 0;                                  // positions a windowed layer sees, the row's own included
-    int num_windowed_layers = 0;
     std::vector<LayerNumbers> layers;
-    int last_mixing = 0;  // the last layer that has a mixer
+    int last_mixing = 0;  // the last layer that stores something of each row
     Rope rope, windowed_rope;
     // Of a draft that reads its target's hidden states.
     std::vector<int> target_layers;  // it reads the states behind these, the first being 1

@@ -148,6 +148,9 @@ Attention PackedLoader::attention() {
     Attention result;
     result.q_norm.weight = head_norm(Role::attn_q_norm);
     result.k_norm.weight = head_norm(Role::attn_k_norm);
+    if (family_.has(kNormedValues)) {
+        result.v_norm.values.assign(numbers_.layers[layer_].head_dim, 1.0f);
+    }
     pack_qkv(result);
     result.output = linear(Role::attn_output, Role::attn_output_bias);
     return result;
@@ -263,11 +266,12 @@ std::vector<Linear> PackedLoader::pack_side_by_side(const std::vector<Part>& par
 }
 
 void PackedLoader::pack_qkv(Attention& attention) {
-    const int q = numbers_.q_width(), kv = numbers_.kv_width();
+    const LayerNumbers& layer = numbers_.layers[layer_];
+    const int q = numbers_.num_heads * layer.head_dim, kv = layer.num_kv_heads * layer.head_dim;
     // Our kernel turns pairs (i, i + half). A score is the same in any order of a head's numbers that queries and keys
     // share.
     const auto turned = [&](int rows) {
-        return family_.rope == Pairs::adjacent ? halves_of_pairs(rows, numbers_.head_dim, numbers_.rope.dims)
+        return family_.rope == Pairs::adjacent ? halves_of_pairs(rows, layer.head_dim, numbers_.rope.dims)
                                                : in_order(rows);
     };
     if (const TensorView* fused = find(Role::attn_qkv)) {
@@ -289,10 +293,19 @@ void PackedLoader::pack_qkv(Attention& attention) {
         attention.gate_at = q;  // behind the queries, which come first
     }
     size_t q_at = 0;
-    attention.qkv = pack_side_by_side({{find(Role::attn_q), find(Role::attn_q_bias), queries, &q_at},
-                                       {find(Role::attn_k), find(Role::attn_k_bias), turned(kv), &attention.k_at},
-                                       {find(Role::attn_v), find(Role::attn_v_bias), in_order(kv), &attention.v_at}},
-                                      attention.qkv_stride);
+    std::vector<Part> parts = {{find(Role::attn_q), find(Role::attn_q_bias), queries, &q_at}};
+    if (find(Role::attn_k)) {
+        parts.push_back({find(Role::attn_k), find(Role::attn_k_bias), turned(kv), &attention.k_at});
+    }
+    if (find(Role::attn_v)) {
+        parts.push_back({find(Role::attn_v), find(Role::attn_v_bias), in_order(kv), &attention.v_at});
+    }
+    attention.qkv = pack_side_by_side(parts, attention.qkv_stride);
+    for (const auto& [role, place] : {std::pair(Role::attn_k, &attention.k_at), {Role::attn_v, &attention.v_at}}) {
+        if (!find(role)) {
+            *place = attention.qkv_stride;
+        }
+    }
 }
 
 Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
@@ -325,7 +338,7 @@ Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
 Dense PackedLoader::dense() {
     return pack_dense({find(Role::ffn_gate), find(Role::ffn_up), find(Role::ffn_down), find(Role::ffn_gate_bias),
                        find(Role::ffn_up_bias), find(Role::ffn_down_bias)},
-                      numbers_.ffn_width);
+                      numbers_.layers[layer_].ffn_width);
 }
 
 Experts PackedLoader::experts() {

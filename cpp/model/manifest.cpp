@@ -47,22 +47,25 @@ enum class Size {
     experts,
     expert_ffn,
     fused_expert_ffn,
-    shared_ffn
+    shared_ffn,
+    layer_embedding,
+    layer_embeddings
 };
 
-int64_t count(Size size, const Hyperparameters& h) {
+int64_t count(Size size, const Hyperparameters& h, const LayerNumbers& layer) {
+    const int64_t q = int64_t(h.num_heads) * layer.head_dim, kv = int64_t(layer.num_kv_heads) * layer.head_dim;
     switch (size) {
         case Size::vocabulary: return h.vocab_size;
         case Size::context: return h.max_context;
         case Size::width: return h.width;
-        case Size::ffn: return h.ffn_width;
-        case Size::fused_ffn: return int64_t(2) * h.ffn_width;
-        case Size::q: return h.q_width();
-        case Size::kv: return h.kv_width();
-        case Size::qkv: return h.q_width() + int64_t(2) * h.kv_width();
-        case Size::head: return h.head_dim;
+        case Size::ffn: return layer.ffn_width;
+        case Size::fused_ffn: return int64_t(2) * layer.ffn_width;
+        case Size::q: return q;
+        case Size::kv: return kv;
+        case Size::qkv: return q + 2 * kv;
+        case Size::head: return layer.head_dim;
         case Size::heads: return h.num_heads;
-        case Size::kv_heads: return h.num_kv_heads;
+        case Size::kv_heads: return layer.num_kv_heads;
         case Size::pairs: return h.rope.dims / 2;
         case Size::features: return h.features_width();
         case Size::target_width: return h.target_width;
@@ -72,7 +75,7 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::markov_rank: return h.markov_rank;
         case Size::triple: return int64_t(3) * h.width;
         case Size::taps: return h.conv_taps;
-        case Size::gated_q: return int64_t(2) * h.q_width();
+        case Size::gated_q: return 2 * q;
         case Size::channels: return h.delta.channels();
         case Size::delta_values: return h.delta.values();
         case Size::delta_heads: return h.delta.value_heads;
@@ -89,6 +92,8 @@ int64_t count(Size size, const Hyperparameters& h) {
         case Size::expert_ffn: return h.experts.width;
         case Size::fused_expert_ffn: return int64_t(2) * h.experts.width;
         case Size::shared_ffn: return h.experts.shared_width;
+        case Size::layer_embedding: return h.layer_embedding_width;
+        case Size::layer_embeddings: return int64_t(h.num_layers) * h.layer_embedding_width;
         default: return 1;
     }
 }
@@ -111,7 +116,8 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kPlainNorm = 1u << 17, kNamedNorm = 1u << 16, kPlainQ = 1u << 15, kGatedQ = Parts(1) << 32,
                 kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35,
                 kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37, kSelectionBias = Parts(1) << 38,
-                kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40;
+                kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40, kLayerEmbeddings = Parts(1) << 41,
+                kLayerScale = Parts(1) << 42;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -134,6 +140,9 @@ constexpr Entry kOfModel[] = {
     {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
     {Role::rope_factors_long, "rope_factors_long.weight", Size::pairs, Size::none, kLongFactors},
     {Role::rope_factors_short, "rope_factors_short.weight", Size::pairs, Size::none, kLongFactors},
+    {Role::layer_tokens, "per_layer_token_embd.weight", Size::layer_embeddings, Size::vocabulary, kLayerEmbeddings},
+    {Role::layer_projection, "per_layer_model_proj.weight", Size::width, Size::layer_embeddings, kLayerEmbeddings},
+    {Role::layer_projection_norm, "per_layer_proj_norm.weight", Size::layer_embedding, Size::none, kLayerEmbeddings},
 };
 
 // Of a layer that predicts further tokens, besides its mixer and network: the embedding and the head are the model's.
@@ -185,6 +194,19 @@ constexpr Entry kAttention[] = {
     {Role::attn_k_norm, "attn_k_norm.weight", Size::kv, Size::none, kWholeNorms},
     {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
     {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
+};
+// Of a layer that attends to keys and values of another one.
+constexpr Entry kQueries[] = {
+    {Role::attn_q, "attn_q.weight", Size::width, Size::q, 0},
+    {Role::attn_q_norm, "attn_q_norm.weight", Size::head, Size::none, kHeadNorms},
+    {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
+};
+constexpr const char* kUnused[] = {"attn_k.weight", "attn_v.weight", "attn_k_norm.weight"};  // which it may have
+constexpr Entry kLayerEmbedding[] = {
+    {Role::layer_in, "inp_gate.weight", Size::width, Size::layer_embedding, kLayerEmbeddings},
+    {Role::layer_out, "proj.weight", Size::layer_embedding, Size::width, kLayerEmbeddings},
+    {Role::layer_post_norm, "post_norm.weight", Size::width, Size::none, kLayerEmbeddings},
+    {Role::layer_scale, "layer_output_scale.weight", Size::one_row, Size::none, kLayerScale},
 };
 constexpr Entry kShortConvolution[] = {
     {Role::conv_input, "shortconv.in_proj.weight", Size::width, Size::triple, 0},
@@ -276,6 +298,10 @@ bool is_matrix(Role role) {
         case Role::delta_output:
         case Role::space_input:
         case Role::space_output:
+        case Role::layer_tokens:
+        case Role::layer_projection:
+        case Role::layer_in:
+        case Role::layer_out:
         case Role::ffn_gate:
         case Role::ffn_up:
         case Role::ffn_down: return true;
@@ -305,8 +331,9 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
         (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
         (h.experts.shared_width > 0 ? kShares : 0) | (family.has(kSharedGate) ? kOpensShared : 0) |
-        features_of(file, family, h);
-    const Parts known = required | family.optional | kTapsBias | kAheadNorm | kSelectionBias;
+        (h.layer_embedding_width > 0 ? kLayerEmbeddings : 0) | features_of(file, family, h);
+    const Parts known = required | family.optional | kTapsBias | kAheadNorm | kSelectionBias |
+                        (family.has(kLayersDiffer) ? kLayerScale : 0);
     std::unordered_set<std::string> claimed;
     // Where an option was seen and where it was missed: the two may not both be.
     std::map<Parts, std::string> seen, missed;
@@ -326,10 +353,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
                 return;
             }
         }
-        std::vector<int64_t> shape = {count(entry.cols, h)};
+        std::vector<int64_t> shape = {count(entry.cols, h, h.layers[layer])};
         for (const Size size : {entry.rows, entry.matrices}) {
             if (size != Size::none) {
-                shape.push_back(count(size, h));
+                shape.push_back(count(size, h, h.layers[layer]));
             }
         }
         tensors_.emplace(std::make_pair(layer, entry.role), file.tensor(name, shape));
@@ -343,11 +370,23 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     };
 
     const auto claim_attention = [&](const std::string& prefix, int layer) {
+        if (h.layers[layer].cells_of != layer) {
+            claim_all(kQueries, prefix, layer);
+            for (const char* name : kUnused) {
+                claimed.insert(prefix + name);
+            }
+            return;
+        }
         const bool separate = family.has(kGatedAttention) || file.has_tensor(prefix + "attn_q.weight");
         if (layer == 0 && family.reads == Reads::beside_tokens) {
             claim_all(kSeparateBeside, prefix, layer);
         } else if (separate) {
-            claim_all(kSeparate, prefix, layer);
+            for (const Entry& entry : kSeparate) {
+                const bool may_lack = entry.role == Role::attn_v && family.has(kNormedValues);
+                if (!may_lack || file.has_tensor(prefix + entry.name)) {
+                    claim(entry, prefix, layer);
+                }
+            }
         } else {
             claim(kFused[0], prefix, layer);
         }
@@ -395,6 +434,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         } else if (h.layers[layer].feeds_forward) {
             claim_all(kDense, prefix, layer);
         }
+        claim_all(kLayerEmbedding, prefix, layer);
         claimed.insert(prefix + "attn_rot_embd");  // of old files, which nothing reads
     }
     if (family.reads == Reads::as_context) {
@@ -435,7 +475,8 @@ const TensorView* Manifest::head() const {
 std::vector<const TensorView*> Manifest::multiplied() const {
     std::vector<const TensorView*> result;
     for (const auto& [key, tensor] : tensors_) {
-        const bool looked_up = key.second == Role::token_embedding || key.second == Role::markov_in;
+        const bool looked_up =
+            key.second == Role::token_embedding || key.second == Role::markov_in || key.second == Role::layer_tokens;
         if (is_matrix(key.second) && !looked_up && key.second != Role::head) {
             result.push_back(&tensor);
         }

@@ -33,6 +33,9 @@ enum class Role {
     rope_factors,
     rope_factors_long,
     rope_factors_short,
+    layer_tokens,
+    layer_projection,
+    layer_projection_norm,
     attn_norm,
     attn_norm_bias,
     attn_qkv,
@@ -88,6 +91,10 @@ enum class Role {
     space_skip,
     space_norm,
     space_output,
+    layer_in,
+    layer_out,
+    layer_post_norm,
+    layer_scale,
 };
 
 class Manifest {

@@ -11,8 +11,9 @@ namespace pystaged {
 // When packed, the matrices that multiply the same row are joined into one if their types allow it.
 struct Attention {
     Norm q_norm, k_norm;
+    Vector v_norm;  // of ones, where values are normalized
     std::vector<Linear> qkv;
-    // Where rows of `qkv`'s products, packed, have their parts behind the queries.
+    // Where rows of `qkv`'s products, packed, have their parts behind the queries; at their end what they do not have.
     size_t k_at = 0, v_at = 0, gate_at = 0, qkv_stride = 0;
     Linear output;
 

@@ -134,9 +134,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
-    if (numbers_.is_recurrent() && !devices.empty()) {
-        file.fail("architecture '" + std::string(family_->name) +
-                  "' has recurrent layers, which run on the CPU's own kernels alone; load it with device 'cpu'");
+    if ((numbers_.is_recurrent() || family_->has(kLayersDiffer)) && !devices.empty()) {
+        file.fail("architecture '" + std::string(family_->name) + "' has " +
+                  (numbers_.is_recurrent() ? "recurrent layers, which run" : "layers that differ, which run") +
+                  " on the CPU's own kernels alone; load it with device 'cpu'");
     }
     if (numbers_.experts.count > 0 && !devices.empty()) {
         file.fail("architecture '" + std::string(family_->name) +
@@ -152,8 +153,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         const auto count = [this](const auto& part) {
             part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
         };
+        weight_bytes_ += layer_embeddings_.projection.packed.bytes();
         size_t unused = 0;  // of experts that a row does not use
         for (const Layer& layer : layers_) {
+            weight_bytes_ += layer.embedding.in.packed.bytes() + layer.embedding.out.packed.bytes();
             for (const Mixer& mixer : layer.mixers) {
                 std::visit(count, mixer);
             }
@@ -247,6 +250,11 @@ void Model::load(Loader& loader) {
     if (numbers_.markov_rank > 0) {
         markov_ = {loader.linear(Role::markov_in), loader.linear(Role::markov_out)};
     }
+    if (numbers_.layer_embedding_width > 0) {
+        layer_embeddings_ = {loader.linear(Role::layer_tokens),
+                             loader.linear(Role::layer_projection),
+                             {loader.vector(Role::layer_projection_norm), {}}};
+    }
     for (int i = 0; i < numbers_.num_layers; ++i) {
         loader.begin_layer(i);
         Layer layer;
@@ -266,6 +274,14 @@ void Model::load(Loader& loader) {
             layer.feed_forward = loader.experts();
         } else if (numbers_.layers[i].feeds_forward) {
             layer.feed_forward = loader.dense();
+        }
+        if (numbers_.layer_embedding_width > 0) {
+            layer.embedding.in = loader.linear(Role::layer_in);
+            layer.embedding.out = loader.linear(Role::layer_out);
+            layer.embedding.norm.weight = loader.vector(Role::layer_post_norm);
+        }
+        if (const Vector scale = loader.vector(Role::layer_scale); scale.present()) {
+            layer.embedding.scale = scale.values[0];
         }
         layers_.push_back(std::move(layer));
     }
@@ -307,18 +323,28 @@ void Model::cut_head(int rows) {
 }
 
 size_t Model::cell_bytes() const {
-    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-    return std::count_if(numbers_.layers.begin(), numbers_.layers.end(), attends) * layer_cell_bytes();
+    size_t bytes = 0;
+    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
+        bytes += layer_cell_bytes(layer);
+    }
+    return bytes;
 }
 
 size_t Model::windowed_cell_bytes() const {
-    return device_memory_ ? 0 : numbers_.num_windowed_layers * layer_cell_bytes();
+    size_t bytes = 0;
+    for (int layer = 0; !device_memory_ && layer < numbers_.num_layers; ++layer) {
+        bytes += numbers_.layers[layer].windowed ? layer_cell_bytes(layer) : 0;
+    }
+    return bytes;
 }
 
-size_t Model::layer_cell_bytes() const {
-    const Hyperparameters& h = numbers_;
-    return device_memory_ ? 2 * sizeof(uint16_t) * h.kv_width()
-                          : KvCache::cell_bytes(kv_type_, h.num_kv_heads, h.head_dim);
+size_t Model::layer_cell_bytes(int index) const {
+    const LayerNumbers& layer = numbers_.layers[index];
+    if (!layer.attends() || layer.cells_of != index) {
+        return 0;
+    }
+    return device_memory_ ? 2 * sizeof(uint16_t) * layer.num_kv_heads * layer.head_dim
+                          : KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim);
 }
 
 int64_t Model::most_windowed() const {

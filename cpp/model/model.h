@@ -28,6 +28,7 @@ struct Layer {
     std::vector<Mixer> mixers;
     Norm ffn_norm, ffn_post_norm;
     std::optional<FeedForward> feed_forward;
+    LayerEmbedding embedding;
 };
 
 // How a draft that reads hidden states may differ from what its file says, or does not say.
@@ -111,6 +112,7 @@ public:
     const Fusion& fusion() const { return fusion_; }        // of a draft that joins hidden states with tokens
     const Features& features() const { return features_; }  // of other drafts that read hidden states
     const Markov& markov() const { return markov_; }
+    const LayerEmbeddings& layer_embeddings() const { return layer_embeddings_; }
     const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
     const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
     const std::vector<Layer>& layers() const { return layers_; }
@@ -118,7 +120,7 @@ public:
     const Model& target() const { return *lender_; }  // of a draft that reads hidden states
 
 private:
-    size_t layer_cell_bytes() const;
+    size_t layer_cell_bytes(int layer) const;
     template <class Loader>
     void load(Loader& loader);
     void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
@@ -141,6 +143,7 @@ private:
     Fusion fusion_;
     Features features_;
     Markov markov_;
+    LayerEmbeddings layer_embeddings_;
     std::vector<int32_t> head_tokens_;
     Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
     std::vector<Layer> layers_;

@@ -46,6 +46,20 @@ struct Features {
     Norm beside_norm;  // of the result, where the first layer reads it beside tokens
 };
 
+// What tokens mean to each layer, beside their embedding x: P = (norm(W x) / sqrt(width) + own embedding) / sqrt(2),
+// all layers side by side, normalized one by one.
+struct LayerEmbeddings {
+    Linear tokens, projection;
+    Norm norm;
+};
+
+// A layer's last branch: norm(W_out(gelu(W_in x) P)) is added, and all is scaled.
+struct LayerEmbedding {
+    Linear in, out;
+    Norm norm;
+    float scale = 1;
+};
+
 // What a token adds to the logits of the one after it: out in[token].
 struct Markov {
     Linear in, out;

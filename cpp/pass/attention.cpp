@@ -13,8 +13,7 @@ namespace {
 // So many for each thread share out evenly enough.
 constexpr int kTasksEnough = 4;
 
-void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, const float* norm,
-                     int head, int row, float* x) {
+void normalize(const Kernel& kernel, const AttentionLayer& how, const float* norm, int head, float* x) {
     if (norm) {
         const float* weight = norm + (how.own_norms ? size_t(head) * how.head_dim : 0);
         if (how.layer_norms) {
@@ -23,6 +22,11 @@ void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const Atte
             kernel.rms_norm(x, weight, how.norm_epsilon, how.head_dim, how.head_dim, x);
         }
     }
+}
+
+void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, const float* norm,
+                     int head, int row, float* x) {
+    normalize(kernel, how, norm, head, x);
     if (rows.half > 0) {
         const size_t angles = size_t(row) * rows.half;
         kernel.rotate(x, rows.half, rows.cos + angles, rows.sin + angles);
@@ -55,12 +59,18 @@ struct Round {
 void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at) {
     const auto head_behind = [&](size_t first) { return static_cast<int>((at - first) / how.head_dim); };
     for (const AttentionSegment& segment : rows.segments) {
-        for (int i = segment.first_row; i < segment.first_row + segment.num_rows; ++i) {
-            float* x = rows.qkv + i * rows.stride + at;
+        for (int i = std::max(segment.first_row, rows.begin); i < segment.first_row + segment.num_rows; ++i) {
+            float* x = rows.qkv + (i - rows.begin) * rows.stride + at;
             const int cell = segment.first_cell + i - segment.first_row;
             if (at >= rows.v_at) {
+                normalize(kernel, how, how.v_norm, 0, x);
                 segment.cache->store_value(kernel, head_behind(rows.v_at), cell, x);
             } else if (at >= rows.k_at) {
+                if (rows.v_at == rows.stride) {
+                    std::vector<float> value(x, x + how.head_dim);
+                    normalize(kernel, how, how.v_norm, 0, value.data());
+                    segment.cache->store_value(kernel, head_behind(rows.k_at), cell, value.data());
+                }
                 norm_and_rotate(kernel, how, rows, how.k_norm, head_behind(rows.k_at), i, x);
                 segment.cache->store_key(kernel, head_behind(rows.k_at), cell, x);
             } else if (i >= rows.first_row && head_behind(0) < how.num_heads) {
@@ -127,7 +137,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.softcap = how.softcap;
         task.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
         task.rows = rows.contexts + share.first_row;
-        task.q = rows.qkv + share.first_row * rows.stride + size_t(kv_head) * group * head_dim;
+        task.q = rows.qkv + (share.first_row - rows.begin) * rows.stride + size_t(kv_head) * group * head_dim;
         task.q_stride = rows.stride;
         task.type = cache.type();
         task.k = cache.keys(kv_head);
@@ -144,7 +154,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
             kernel.fold(partials + i * stride, next, count, head_dim, total, done ? to : nullptr);
             if (done && rows.gate_at > 0) {
-                const float* gates = rows.qkv + (rows.first_row + row) * rows.stride + rows.gate_at;
+                const float* gates = rows.qkv + (rows.first_row + row - rows.begin) * rows.stride + rows.gate_at;
                 kernel.open(gates + size_t(head) * head_dim, false, head_dim, to);
             }
             if (done && quantized) {

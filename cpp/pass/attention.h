@@ -20,6 +20,7 @@ struct AttentionLayer {
     // Norms of each head before it is rotated: layer norms without bias, or else RMS.
     const float* q_norm = nullptr;  // [head_dim], or none
     const float* k_norm = nullptr;
+    const float* v_norm = nullptr;
     bool own_norms = false;  // whether each head has its own: [heads][head_dim]
     bool layer_norms = false;
     float norm_epsilon = 0;
@@ -35,6 +36,7 @@ struct AttentionSegment {
 // The rows of a pass.
 struct AttentionRows {
     int n = 0;
+    int begin = 0;                           // the first one that is in `qkv`; those before have only keys, elsewhere
     int first_row = 0;                       // attention is wanted from this one on
     std::vector<AttentionSegment> segments;  // all rows, in order
     const RowContext* contexts = nullptr;    // [n]
@@ -42,8 +44,9 @@ struct AttentionRows {
     const float* cos = nullptr;              // [n][half]
     const float* sin = nullptr;              // [n][half]
     const float* row_scale = nullptr;        // [n] of the scores, or none
-    // [n][stride]. A row has queries [num_heads][head_dim]; from `gate_at` on, unless that is 0, the gates of what they
-    // attend to, as many; and from `k_at` and `v_at` on keys and values, [num_kv_heads][head_dim] each.
+    // [n - begin][stride]. A row has queries [num_heads][head_dim]; from `gate_at` on, unless that is 0, the gates of
+    // what they attend to, as many; and from `k_at` and `v_at` on keys and values, [num_kv_heads][head_dim] each, or
+    // neither, or keys that are the values, too: what is missing lies at `stride`.
     float* qkv = nullptr;
     size_t stride = 0, gate_at = 0, k_at = 0, v_at = 0;
 };

@@ -58,6 +58,8 @@ double PackedPass::bytes(const Hyperparameters& h) {
                           3.0 * padded(std::max(h.ffn_width, h.experts.shared_width), kBlock) +
                           h.experts.used * (3.0 * h.padded_width() + 3.0 * padded(h.experts.width, kBlock)) +
                           padded(h.experts.count, kBlock);
+    const double own = (h.num_layers + 1.0) * padded(h.layer_embedding_width, kBlock) +
+                       padded(h.num_layers * h.layer_embedding_width, kBlock);
     const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
     size_t inputs = 0;
     for (int layer = 0; layer < h.num_layers; ++layer) {
@@ -65,7 +67,7 @@ double PackedPass::bytes(const Hyperparameters& h) {
     }
     const double fused =
         (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
-    return sizeof(float) * (kMaxRows * (values + delta + fused + inputs) + kFewRows * double(h.logits_stride()));
+    return sizeof(float) * (kMaxRows * (values + delta + fused + own + inputs) + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
@@ -88,7 +90,9 @@ void PackedPass::make_room(int num_rows) {
     branch_.resize(normed_.size());
     products_.resize(rows * product_stride_);
     mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner()}), kBlock));
-    hidden_.resize(rows * padded(ffn_width, kBlock));
+    hidden_.resize(rows * padded(std::max(ffn_width, h.layer_embedding_width), kBlock));
+    const size_t own = h.num_layers * padded(h.layer_embedding_width, kBlock);
+    layer_inputs_.resize(rows * (own + padded(h.num_layers * h.layer_embedding_width, kBlock)));
     if (has_gate_) {
         gate_.resize(hidden_.size());
     }
@@ -96,7 +100,7 @@ void PackedPass::make_room(int num_rows) {
     const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
         input.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner(), fused,
-                                             h.features_width(), h.markov_rank}),
+                                             h.features_width(), h.markov_rank, h.layer_embedding_width}),
                                    kBlock));
     }
     fused_.resize(rows * fused);
@@ -218,11 +222,43 @@ PackedPass::Value PackedPass::embed(int num_rows) {
         }
     }
     const Value x{rows, num_rows, stride};
+    if (h.layer_embedding_width > 0) {
+        read_layer_embeddings(x);
+    }
     switch (model_.family().reads) {
         case Reads::beside_tokens: return beside(x);
         case Reads::joined_with_tokens: return join(x);
         default: return x;
     }
+}
+
+float* PackedPass::layer_inputs(int layer) {
+    return layer_inputs_.data() + size_t(layer) * room_ * padded(model_.numbers().layer_embedding_width, kBlock);
+}
+
+void PackedPass::read_layer_embeddings(const Value& x) {
+    const Hyperparameters& h = model_.numbers();
+    const LayerEmbeddings& embeddings = model_.layer_embeddings();
+    const int width = h.layer_embedding_width;
+    const size_t stride = padded(width, kBlock), of_row = padded(h.num_layers * width, kBlock);
+    float* rows = layer_inputs(h.num_layers);  // of all layers side by side
+    Epilogue result = epilogue(embeddings.projection, rows, of_row);
+    result.scale = 1 / std::sqrt(static_cast<float>(h.width));
+    multiply(model_.kernel(),
+             {{&embeddings.projection.packed, activations(x, {&embeddings.projection})[0], result, nullptr}},
+             model_.num_threads());
+    const float scale = std::sqrt(static_cast<float>(width)), half = 1 / std::sqrt(2.0f);
+    ThreadPool::shared().run(x.n, threads_for(x.n * of_row), [&](int i, int) {
+        std::vector<float> tokens(embeddings.tokens.packed.padded_cols());
+        embeddings.tokens.packed.row(pass_->tokens[i], tokens.data());
+        for (int layer = 0; layer < h.num_layers; ++layer) {
+            float* out = layer_inputs(layer) + i * stride;
+            apply(embeddings.norm, rows + i * of_row + size_t(layer) * width, width, out);
+            for (int d = 0; d < width; ++d) {
+                out[d] = (out[d] + tokens[size_t(layer) * width + d] * scale) * half;
+            }
+        }
+    });
 }
 
 // EAGLE-3: the residual stream is what is read, [norm(embedding); norm(what is read)] the first layer's input.
@@ -457,16 +493,18 @@ PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Val
 PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
                                      int first_row) {
     const Hyperparameters& h = model_.numbers();
-    const Rotation& angles = h.layers[index].windowed ? windowed_rotation_ : rotation_;
+    const LayerNumbers& numbers = h.layers[index];
+    const Rotation& angles = numbers.windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
-    rows.n = input.n;
-    rows.first_row = first_row;
+    rows.n = pass_->num_rows;
+    rows.begin = rows.n - input.n;
+    rows.first_row = rows.begin + first_row;
     for (const Segment& segment : pass_->segments) {
         auto& state = static_cast<PackedState&>(*segment.state).kv(index);
         rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
     }
     rows.contexts = pass_->contexts;
-    rows.half = h.layers[index].rotates ? static_cast<int>(angles.half) : 0;
+    rows.half = numbers.rotates ? static_cast<int>(angles.half) : 0;
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
@@ -479,13 +517,14 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     const bool whole_norms = model_.family().required & kWholeNorms;
     AttentionLayer how;
     how.num_heads = h.num_heads;
-    how.num_kv_heads = h.num_kv_heads;
-    how.head_dim = h.head_dim;
+    how.num_kv_heads = numbers.num_kv_heads;
+    how.head_dim = numbers.head_dim;
     how.scale = h.attention_scale;
     how.softcap = h.attention_softcap;
-    how.window = h.layers[index].windowed ? h.window : 0;
+    how.window = numbers.windowed ? h.window : 0;
     how.q_norm = whole_norms ? nullptr : attention.q_norm.weight.data();
     how.k_norm = whole_norms ? nullptr : attention.k_norm.weight.data();
+    how.v_norm = attention.v_norm.data();
     how.own_norms = model_.family().optional & kOwnHeadNorms;
     how.layer_norms = model_.family().has(kLayerNorm);
     how.norm_epsilon = h.norm_epsilon;
@@ -493,7 +532,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
     const Value read = reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input;
     const auto prepare = [&](size_t at) { prepare_head(model_.kernel(), how, rows, at); };
-    const Value product = products(attention.qkv, read, attention.qkv_stride, whole_norms ? 0 : h.head_dim, prepare);
+    const Value product = products(attention.qkv, read, attention.qkv_stride, whole_norms ? 0 : how.head_dim, prepare);
     if (whole_norms) {
         for (int i = 0; i < product.n; ++i) {
             float *q = rows.qkv + i * rows.stride, *k = q + rows.k_at;
@@ -512,8 +551,8 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     if (num_out == 0) {
         return {};
     }
-    const size_t stride = padded(h.q_width(), kBlock);
-    const QuantizedRows* handed = h.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
+    const size_t stride = padded(h.num_heads * how.head_dim, kBlock);
+    const QuantizedRows* handed = how.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
                model_.layers()[index].mixer_post_norm);
@@ -568,6 +607,25 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
         }
     }
     return {out, x.n, x.stride};
+}
+
+PackedPass::Value PackedPass::finish(const Value& x, int index) {
+    const LayerEmbedding& embedding = model_.layers()[index].embedding;
+    Value result = x;
+    if (embedding.in.present()) {
+        const size_t stride = embedding.out.packed.padded_cols();
+        Epilogue opened = epilogue(embedding.in, hidden_.data(), stride);
+        opened.activation = Activation::gelu;
+        opened.gate = layer_inputs(index) + (pass_->num_rows - x.n) * stride;
+        multiply(model_.kernel(), {{&embedding.in.packed, activations(x, {&embedding.in})[0], opened, nullptr}},
+                 model_.num_threads());
+        result = add(x, {hidden_.data(), x.n, stride}, embedding.out, embedding.norm);
+    }
+    float* rows = stream_[in_stream_].data();  // which the result is
+    for (size_t i = 0; embedding.scale != 1 && i < result.n * result.stride; ++i) {
+        rows[i] *= embedding.scale;
+    }
+    return result;
 }
 
 void PackedPass::tap(const Value& x, int index) const {

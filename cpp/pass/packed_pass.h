@@ -45,6 +45,7 @@ public:
     Value norm(Value x, const Norm& norm) const;
     Value mix(const Value& x, const Value& input, int layer, int first_row);
     Value feed_forward(const Value& x, const Value& input, const Layer& layer);
+    Value finish(const Value& x, int layer);
     void tap(const Value& x, int layer) const;
     Value logits(const Value& x);
     Value context(int num_rows);
@@ -130,6 +131,10 @@ private:
     void apply(const Norm& norm, const float* row, int cols, float* out) const;
     float* next_rows();
     Epilogue epilogue(const Linear& linear, float* out, size_t stride) const;
+    // What tokens mean to each layer, of the rows of x.
+    void read_layer_embeddings(const Value& x);
+    // Of a layer, [rows][padded width of such an embedding].
+    float* layer_inputs(int layer);
     // For `next`, that alone reads a result of n rows; null where it takes floats.
     const QuantizedRows* hand_to(const Linear& next, int n);
 
@@ -145,7 +150,7 @@ private:
     // Of the residual stream: a row may still be read after its successor is written.
     Lines<float> stream_[3];
     int in_stream_ = 0;
-    Lines<float> normed_, products_, mixed_, gate_, hidden_, branch_, fused_, features_;
+    Lines<float> normed_, products_, mixed_, gate_, hidden_, branch_, fused_, features_, layer_inputs_;
     std::vector<Quantized> inputs_;  // of one operation, one for each way to quantize them
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;

@@ -14,6 +14,7 @@ namespace pystaged {
 //       x plus the mixers' branches, for the rows from `first_row` on; mixers take in all rows of `input`. No rows
 //       where none are wanted: the text's state is all that such a pass is for
 //   Value feed_forward(Value x, Value input, Layer)   x plus the feed-forward network's branch
+//   Value finish(Value, layer)                        with the layer's own embeddings of tokens, scaled
 //   void tap(Value, layer)                            may keep the rows of the residual stream behind a layer
 //   Value logits(Value)
 // A branch is normalized where the layer says so, and scaled as the model has it.
@@ -39,6 +40,7 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
             input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
             x = ops.feed_forward(x, input, layer);
         }
+        x = ops.finish(x, i);
         ops.tap(x, i);
     }
     return num_logits == 0 ? x : ops.logits(ops.norm(ops.tail(x, first_judged - first_wanted), model.output_norm()));

@@ -14,7 +14,8 @@ constexpr size_t kBytesWorthReleasing = 1 << 20;
 }  // namespace
 
 KvState::KvState(const Model& model, int layer, int num_cells)
-    : cache_(model.kv_type(), model.numbers().num_kv_heads, model.numbers().head_dim, num_cells),
+    : cache_(model.kv_type(), model.numbers().layers[layer].num_kv_heads, model.numbers().layers[layer].head_dim,
+             num_cells),
       kept_(model.numbers().layers[layer].windowed ? model.numbers().window : 0) {}
 
 void KvState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
@@ -54,7 +55,9 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     recurrent_at_.resize(h.num_layers);
     for (int layer = 0; layer < h.num_layers; ++layer) {
         for (const MixerKind mixer : h.layers[layer].mixers) {
-            if (mixer == MixerKind::attention) {
+            if (mixer == MixerKind::attention && h.layers[layer].cells_of != layer) {
+                kv_at_[layer] = kv_at_[h.layers[layer].cells_of];
+            } else if (mixer == MixerKind::attention) {
                 kv_at_[layer] = static_cast<int>(layers_.size());
                 layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
             } else {
@@ -64,9 +67,8 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
         }
     }
     if (h.rope.dims > 0) {
-        const std::vector<float>& factors = model.rope_factors(context).values;
-        frequencies_ = h.rope.frequencies(factors);
-        windowed_frequencies_ = h.windowed_rope.frequencies(factors);
+        frequencies_ = h.rope.frequencies(model.rope_factors(context).values);
+        windowed_frequencies_ = h.windowed_rope.frequencies({});
     }
 }
 

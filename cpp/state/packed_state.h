@@ -56,7 +56,7 @@ public:
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
     int parent(int row) const { return parents_[row]; }
-    // Of a layer that has one.
+    // Of a layer that has one, or attends to another one's.
     KvState& kv(int layer) { return std::get<KvState>(layers_[kv_at_[layer]]); }
     RecurrentState& recurrent(int layer) { return std::get<RecurrentState>(layers_[recurrent_at_[layer]]); }
     // Of rotary positions, in layers without a window and with one.

@@ -24,7 +24,7 @@ from pystaged._core import Model, ModelError, Session, Tokenizer, kernels, rotat
 Floats = npt.NDArray[np.float32]
 
 ROWS = 64  # of a pass
-GELU = {"gpt2", "starcoder2", "gemma2", "gemma3"}
+GELU = {"gpt2", "starcoder2", "gemma2", "gemma3", "gemma4"}
 LENGTH = 192
 
 
@@ -265,6 +265,12 @@ SINGLE_TYPES = {
     ),
     "experts-MXFP4": RandomModel(
         "qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0", types={"exps": "MXFP4"}, tie=False
+    ),
+    "gemma4": replace(
+        CASES["gemma4"],
+        quantization="Q8_0",
+        types={"ffn_up": "Q4_0"},
+        metadata=CASES["gemma4"].metadata | {"embedding_length_per_layer_input": 32},
     ),
 }
 
@@ -556,6 +562,26 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         None,
         "has 3 entries for 2 layers",
     ),
+    "shared-cells": (
+        replace(CASES["gemma4"], metadata=CASES["gemma4"].metadata | {"attention.shared_kv_layers": 5}),
+        None,
+        "metadata 'gemma4.attention.shared_kv_layers' leaves layers without keys and values",
+    ),
+    "no-shared-keys": (
+        CASES["gemma4"],
+        drop("blk.3.attn_k.weight"),
+        "tensor 'blk.3.attn_k.weight' is missing",
+    ),
+    "no-layer-embeddings": (
+        CASES["gemma4"],
+        drop("per_layer_token_embd.weight"),
+        "tensor 'per_layer_token_embd.weight' is missing",
+    ),
+    "window-heads": (
+        replace(CASES["gemma4"], metadata=CASES["gemma4"].metadata | {"attention.value_length_swa": 8}),
+        None,
+        "keys and values of different lengths",
+    ),
     "widths": (
         RandomModel("llama", metadata={"attention.value_length": 8}),
         None,
@@ -572,6 +598,12 @@ def test_refused_files(tmp_path: Path, case: str, device: str) -> None:
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
         Session(Model(str(path), device=device))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["lfm2", "gemma4"])
+def test_layers_that_devices_do_not_run(written: Callable[[str], Path], case: str) -> None:
+    with pytest.raises(ModelError, match=f"'{case}' has .*; load it with device 'cpu'"):
+        Model(str(written(case)), device=DEVICE)
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
@@ -696,6 +728,7 @@ for number in range(int(sys.argv[3])):
         "granitehybrid",
         "nemotron_h",
         "falcon-h1",
+        "gemma4",
     ],
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:

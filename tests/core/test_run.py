@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_python
+from support.families import CASES
 from support.kernels import KERNELS
 from support.memory import resident, used
 from support.random_models import RandomModel, write
@@ -33,6 +34,7 @@ FAMILIES = {
     "gemma2": RandomModel(
         "gemma2", head_dim=24, kv_heads=1, layers=3, context=CONTEXT, metadata={"attention.sliding_window": 300}
     ),
+    "gemma4": replace(CASES["gemma4"], context=CONTEXT),
 }
 PREFIX = np.random.default_rng(0).integers(0, 257, CONTEXT - 100, dtype=np.int32)
 LENGTHS = [0, 1, 15, 16, 17, 100, 511, 512, 513, 700, 1025, 1100]

@@ -11,6 +11,7 @@ LONG_ROPE = {
     "rope_factors_long.weight": np.linspace(1, 30, 8, dtype=np.float32),
     "rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),
 }
+PROPORTIONAL = np.array([1, 1, 1, 1, *[1e30] * 12], dtype=np.float32)  # turns a quarter
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
 GRANITE = {"logit_scale": 2.0, "residual_scale": 0.8, "embedding_scale": 3.0, "attention.scale": 0.1}
 
@@ -85,6 +86,42 @@ CASES: dict[str, RandomModel] = {
         },
     ),
     "gemma3-no-window": RandomModel("gemma3"),
+    "gemma4": RandomModel(
+        "gemma4",
+        head_dim=32,
+        kv_heads=1,
+        layers=7,
+        metadata={
+            "attention.sliding_window": 50,
+            "attention.sliding_window_pattern": [True, True, True, False, True, True, False],
+            "attention.shared_kv_layers": 3,
+            "attention.key_length_swa": 16,
+            "attention.value_length_swa": 16,
+            "rope.dimension_count_swa": 16,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+            "feed_forward_length": [96, 96, 96, 96, 160, 160, 160],
+            "embedding_length_per_layer_input": 24,
+            "final_logit_softcapping": 30.0,
+        },
+        vectors={"rope_freqs.weight": PROPORTIONAL},
+    ),
+    "gemma4-keys-are-values": RandomModel(
+        "gemma4",
+        head_dim=64,
+        layers=4,
+        keys_are_values=True,
+        metadata={
+            "attention.sliding_window": 40,
+            "attention.sliding_window_pattern": [True, True, True, False],
+            "attention.head_count_kv": [4, 4, 4, 2],
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "rope.dimension_count_swa": 32,
+            "embedding_length_per_layer_input": 0,
+        },
+        vectors={"rope_freqs.weight": np.ones(32, dtype=np.float32)},
+    ),
     "lfm2": RandomModel("lfm2", layers=4, recurrent=(0, 2)),
     "lfm2-window": RandomModel("lfm2", layers=5, recurrent=(1, 4), metadata={"attention.sliding_window": 50}),
     "qwen35": RandomModel("qwen35", layers=4, recurrent=(0, 1, 2), rotary=8),
@@ -174,4 +211,6 @@ CASES: dict[str, RandomModel] = {
     ),
 }
 # Those that run on other devices, too.
-ON_DEVICES = [case for case, model in CASES.items() if model.family not in RECURRENT and not model.experts[0]]
+ON_DEVICES = [
+    case for case, model in CASES.items() if model.family not in (*RECURRENT, "gemma4") and not model.experts[0]
+]

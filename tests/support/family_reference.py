@@ -46,6 +46,7 @@ class FamilyReference:
         self.kv_heads: int = np.max(self._key("attention.head_count_kv", self.heads)).item()
         self.width: int = self._key("embedding_length")
         self.dim: int = self._key("attention.key_length", self.width // self.heads)
+        self._cells: dict[bool, tuple[Doubles, Doubles]] = {}  # the last keys and values, with a window and without
         self._window: int = self._key("attention.sliding_window", 4096 if self.family == "gemma2" else 0)
         self._original: int = self._key("rope.scaling.original_context_length", self._key("context_length"))
 
@@ -54,9 +55,23 @@ class FamilyReference:
         x = self.weights["token_embd.weight"][list(tokens)] * self._embedding_scale()
         if self.family == "gpt2":
             x = x + self.weights["position_embd.weight"][: len(x)]
+        own = self._layer_embeddings(x, tokens) if self._key("embedding_length_per_layer_input", 0) else None
+        self._cells.clear()
         for layer in range(self.layers):
             x = self._layer(layer, x, context)
+            block = f"blk.{layer}."
+            if own is not None:
+                branch = gelu(self._linear(block + "inp_gate", x)) * own[:, layer]
+                x = x + self._norm(block + "post_norm", self._linear(block + "proj", branch))
+            x = x * self.weights.get(f"{block}layer_output_scale.weight", 1.0)
         return self._logits(self.judged(x))
+
+    def _layer_embeddings(self, x: Doubles, tokens: Sequence[int]) -> Doubles:
+        shape = (len(x), self.layers, -1)
+        projected = (self._linear("per_layer_model_proj", x) / np.sqrt(self.width)).reshape(shape)
+        embedded = self.weights["per_layer_token_embd.weight"][list(tokens)].reshape(shape)
+        result: Doubles = self._norm("per_layer_proj_norm", projected) + embedded * np.sqrt(embedded.shape[-1])
+        return result / np.sqrt(2)
 
     def judged(self, x: Doubles) -> Doubles:
         """What the head reads of hidden states behind the last layer, [n, width] both."""
@@ -107,10 +122,13 @@ class FamilyReference:
         head = "output" if "output.weight" in self.weights else "token_embd"
         logits = x @ self.weights[f"{head}.weight"].T + self.weights.get("output.bias", 0)
         logits = logits / self._key("logit_scale", 1.0)
-        return capped(logits, self._key("final_logit_softcapping", 30.0 if self.family == "gemma2" else 0.0))
+        usual = 30.0 if self.family in ("gemma2", "gemma4") else 0.0
+        return capped(logits, self._key("final_logit_softcapping", usual))
 
     def _attention(self, layer: int, x: Doubles, context: int) -> Doubles:
         block, n, heads, kv_heads, dim = f"blk.{layer}.", len(x), self.heads, self.kv_heads, self.dim
+        if self.family == "gemma4":
+            return self._attend(layer, *self._differing_heads(layer, x, context))
         if f"{block}attn_qkv.weight" in self.weights:
             joint = self._linear(block + "attn_qkv", x)
             q, k, v = np.split(joint, [heads * dim, (heads + kv_heads) * dim], axis=1)
@@ -125,14 +143,37 @@ class FamilyReference:
         if self.family not in WHOLE_NORMS:
             q, k = self._norm(block + "attn_q_norm", q), self._norm(block + "attn_k_norm", k)
         q, k = self._rotate(layer, q, context), self._rotate(layer, k, context)
+        return self._attend(layer, q, k, v, gate)
+
+    def _differing_heads(self, layer: int, x: Doubles, context: int) -> tuple[Doubles, Doubles, Doubles]:
+        """Gemma 4's queries, keys and values, which may be another layer's or made of the keys."""
+        block, n = f"blk.{layer}.", len(x)
+        dim = self.weights[f"{block}attn_q_norm.weight"].size
+
+        def heads(part: str) -> Doubles:
+            result: Doubles = self._linear(f"{block}attn_{part}", x).reshape(n, -1, dim)
+            return result
+
+        q = self._rotate(layer, self._norm(block + "attn_q_norm", heads("q")), context)
+        if f"{block}attn_k.weight" in self.weights:
+            k, v = heads("k"), heads("v" if f"{block}attn_v.weight" in self.weights else "k")
+            v = v / np.sqrt(np.square(v).mean(axis=-1, keepdims=True) + self._key("attention.layer_norm_rms_epsilon"))
+            k = self._rotate(layer, self._norm(block + "attn_k_norm", k), context)
+            self._cells[self._windowed(layer)] = k, v
+        return q, *self._cells[self._windowed(layer)]
+
+    def _attend(self, layer: int, q: Doubles, k: Doubles, v: Doubles, gate: Doubles | None = None) -> Doubles:
+        n, heads, dim = q.shape
         positions = np.arange(n)
         if temperature := self._key("attention.temperature_scale", 0.0):
             q = q * (1 + temperature * np.log(positions // self._original + 1))[:, None, None]
         if self._half:
             k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
-        k, v = (np.repeat(part, heads // kv_heads, axis=1).transpose(1, 0, 2) for part in (k, v))
+        k, v = (np.repeat(part, heads // part.shape[1], axis=1).transpose(1, 0, 2) for part in (k, v))
         largest = (self.family, self.layers) in (("gemma2", 46), ("gemma3", 62))
         scale = self._key("attention.scale", 0.0) or (self.width // heads if largest else dim) ** -0.5
+        if self.family == "gemma4":
+            scale = 1.0
         scores = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * scale
         scores = capped(scores, self._key("attn_logit_softcapping", 50.0) if self.family == "gemma2" else 0.0)
         distance = positions[:, None] - positions[None]
@@ -145,7 +186,7 @@ class FamilyReference:
         mixed = mixed.transpose(1, 0, 2)
         if gate is not None:
             mixed = mixed * sigmoid(gate)
-        return self._linear(block + "attn_output", mixed.reshape(n, heads * dim))
+        return self._linear(f"blk.{layer}.attn_output", mixed.reshape(n, heads * dim))
 
     def _short_convolution(self, block: str, x: Doubles) -> Doubles:
         b, c, values = np.split(self._linear(block + "shortconv.in_proj", x), 3, axis=1)
@@ -206,6 +247,8 @@ class FamilyReference:
     def _windowed(self, layer: int) -> bool:
         if self.family.startswith("lfm2"):
             return self._window > 0
+        if self.family == "gemma4":
+            return bool(self._key("attention.sliding_window_pattern")[layer])
         period = self._key("attention.sliding_window_pattern", WINDOW_PERIODS.get(self.family, 0))
         return self.family in WINDOW_PERIODS and self._window > 0 and layer % period < period - 1
 
@@ -213,15 +256,17 @@ class FamilyReference:
         skipped = (self.family == "smollm3" and layer % 4 == 3) or self.family in NO_ROTATION
         if skipped or not self._key("rope.scaling.finetuned", True):
             return x
-        n, dims = len(x), self._key("rope.dimension_count", self.dim)
-        base, factor = self._key("rope.freq_base", 10000.0), self._key("rope.scaling.factor", 1.0)
+        own = self.family == "gemma4" and self._windowed(layer)
+        ending = "_swa" if own else ""
+        n, dims = len(x), self._key(f"rope.dimension_count{ending}", self.dim)
+        base, factor = self._key(f"rope.freq_base{ending}", 10000.0), self._key("rope.scaling.factor", 1.0)
         kind, amplitude = self._key("rope.scaling.type", "linear"), self._key("rope.scaling.attn_factor", 1.0)
         if self._windowed(layer) and self.family == "gemma3":
             base, factor = 10000.0, 1.0
         if self._windowed(layer) and self.family == "olmo2":
             kind, factor = "none", 1.0
         frequencies = base ** (-np.arange(0, dims, 2) / dims)
-        plain = frequencies / self._factors(context)
+        plain = frequencies / (1.0 if own else self._factors(context))
         if kind == "yarn":
             mistral = self.family == "mistral3"
             fast = self._key("rope.scaling.yarn_beta_fast", 32.0) if mistral else 32.0

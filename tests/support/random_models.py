@@ -42,6 +42,7 @@ class RandomModel:
         delta_heads: of a delta net's keys and of its values, and how wide they are.
         spaces: heads of a state space, groups of them, and numbers of a state; together they are twice as wide as the
             model.
+        keys_are_values: in layers without a window, where layers differ.
         space_norm: whether there is a norm of what state spaces make.
         experts: experts of a layer, those of a row, how wide each is, and how wide the one that all rows share is; 0
             for none. dense: layers before the first one with experts.
@@ -78,6 +79,7 @@ class RandomModel:
     dense: int = 0
     selection_bias: bool = False
     fused_experts: bool = False
+    keys_are_values: bool = False
     parallel: bool = False
     own_head_norms: bool = False
     head_bias: bool = False
@@ -92,6 +94,18 @@ class RandomModel:
     @property
     def dim(self) -> int:
         return self.head_dim or self.width // self.heads
+
+    def windowed(self, layer: int) -> bool:
+        pattern = self.metadata.get("attention.sliding_window_pattern", ())
+        return self.family == "gemma4" and bool(pattern[layer])
+
+    def stores_keys(self, layer: int) -> bool:
+        return not 0 < self.layers - layer <= int(self.metadata.get("attention.shared_kv_layers", 0))
+
+    def number(self, key: str, layer: int, otherwise: int) -> int:
+        """One that layers may differ in."""
+        value = self.metadata.get(key, otherwise)
+        return int(value if isinstance(value, int) else value[layer])
 
 
 Change = Callable[[dict[str, Floats]], object]
@@ -285,8 +299,12 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             found[f"{name}.bias"] = (generator.standard_normal(shape) * 0.1).astype(np.float32)
 
     family, layer_norm = m.family, m.family in LAYER_NORM
-    q, kv = m.heads * m.dim, m.kv_heads * m.dim
     matrix("token_embd", m.vocab_size, m.width)
+    own = int(m.metadata.get("embedding_length_per_layer_input", 0))
+    if own:
+        matrix("per_layer_token_embd", m.vocab_size, m.layers * own)
+        matrix("per_layer_model_proj", m.layers * own, m.width)
+        norm("per_layer_proj_norm", own)
     if family == "gpt2":
         matrix("position_embd", m.context, m.width)
     norm("token_embd_norm" if family in SHORT_CONVOLUTIONS else "output_norm", m.width, bias=layer_norm)
@@ -297,6 +315,9 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
     found.update(m.vectors)
     for layer in range(m.layers + m.ahead):
         block = f"blk.{layer}"
+        dim = int(m.metadata["attention.key_length_swa"]) if m.windowed(layer) else m.dim
+        ffn_width = m.number("feed_forward_length", layer, m.ffn_width)
+        q, kv = m.heads * dim, m.number("attention.head_count_kv", layer, m.kv_heads) * dim
         if family != "olmo2":
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
             if family in (*DELTA_NETS, "glm4moe"):
@@ -306,7 +327,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                 found[f"{block}.ffn_norm"] = found.pop(f"{block}.ffn_norm.weight")
             elif not m.parallel and not family.startswith("nemotron_h"):
                 norm(f"{block}.ffn_norm", m.width, bias=layer_norm)
-        if family in ("olmo2", "gemma2", "gemma3"):
+        if family in ("olmo2", "gemma2", "gemma3", "gemma4"):
             norm(f"{block}.post_attention_norm", m.width)
             norm(f"{block}.post_ffw_norm", m.width)
         if layer >= m.layers:
@@ -345,9 +366,12 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.shortconv.in_proj", 3 * m.width, m.width)
             matrix(f"{block}.shortconv.conv", m.width, TAPS)
             matrix(f"{block}.shortconv.out_proj", m.width, m.width)
-        elif family in ("qwen3", "qwen3moe", "bailingmoe2", "gemma3", *SHORT_CONVOLUTIONS, *DELTA_NETS):
-            norm(f"{block}.attn_q_norm", m.dim)
-            norm(f"{block}.attn_k_norm", m.dim)
+        elif family in ("qwen3", "qwen3moe", "bailingmoe2", "gemma3", "gemma4", *SHORT_CONVOLUTIONS, *DELTA_NETS):
+            norm(f"{block}.attn_q_norm", dim)
+            if family == "gemma4":
+                found[f"{block}.attn_q_norm.weight"] /= np.float32(np.sqrt(dim))  # as nothing else scales scores
+            if m.stores_keys(layer):
+                norm(f"{block}.attn_k_norm", dim)
         elif family in ("olmo2", "olmoe"):
             norm(f"{block}.attn_q_norm", q)
             norm(f"{block}.attn_k_norm", kv)
@@ -362,7 +386,10 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             else:
                 gates = q if family in DELTA_NETS else 0
                 for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
-                    matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
+                    if part == "q" or (
+                        m.stores_keys(layer) and (part == "k" or m.windowed(layer) or not m.keys_are_values)
+                    ):
+                        matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
         if family.startswith("nemotron_h") and layer not in m.feeding:
             continue
@@ -399,7 +426,13 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
         else:
             if gated:
-                matrix(f"{block}.ffn_gate", m.ffn_width, m.width, other)
-            matrix(f"{block}.ffn_up", m.ffn_width, m.width, other)
-        matrix(f"{block}.ffn_down", m.width, m.ffn_width, other)
+                matrix(f"{block}.ffn_gate", ffn_width, m.width, other)
+            matrix(f"{block}.ffn_up", ffn_width, m.width, other)
+        matrix(f"{block}.ffn_down", m.width, ffn_width, other)
+        if own:
+            matrix(f"{block}.inp_gate", own, m.width)
+            matrix(f"{block}.proj", m.width, own)
+            norm(f"{block}.post_norm", m.width)
+        if family == "gemma4":
+            norm(f"{block}.layer_output_scale", 1)
     return found
