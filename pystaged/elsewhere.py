@@ -153,19 +153,14 @@ SETTINGS = {
 
 # HTTP paths of Ollama, LM Studio and llama-server.
 ADDRESSES = {
-    "/api/chat": "use /v1/chat/completions",
     "/api/embed": "there are no embeddings",
     "/api/embeddings": "there are no embeddings",
-    "/api/generate": "use /v1/completions",
-    "/api/ps": "use /v1/models",
-    "/api/show": "use /props",
-    "/api/tags": "use /v1/models",
+    "/api/ps": "use /api/tags",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
     "/api/v0/models": "use /v1/models",
     "/api/v1/chat": "use /v1/chat/completions",
     "/api/v1/models": "use /v1/models",
-    "/api/version": "use /props",
     "/chat": "use /",
     "/docs": "use /openapi.json",
     "/embedding": "there are no embeddings",

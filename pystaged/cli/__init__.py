@@ -20,7 +20,7 @@ from pystaged.cli.command import Command, Group, UsageError
 _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Talk with a model.",
-    "serve": "Run an OpenAI- and Anthropic-compatible server with a chat page.",
+    "serve": "Run a server for clients of OpenAI, Anthropic and Ollama, with a chat page.",
     "models": "List the models on this machine, or remove one.",
     "pull": "Download a model into the cache and print its path.",
     "quantize": "Convert a model to another type with llama.cpp's quantizer.",

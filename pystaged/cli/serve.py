@@ -1,4 +1,4 @@
-"""`pystaged serve`: an OpenAI- and Anthropic-compatible server."""
+"""`pystaged serve`: a server for clients of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def serve(
         "pystaged:"
     ),
 ) -> None:
-    """Run an OpenAI- and Anthropic-compatible server with a chat page.
+    """Run a server for clients of OpenAI, Anthropic and Ollama, with a chat page.
 
     The model is smollm2 unless you name another. Texts share passes, and each is the same as alone. Sampling options
     are defaults of requests; those not given are as the model's makers recommend. Ctrl-C ends the server after the

@@ -1,1 +1,1 @@
-"""`pystaged serve`: an OpenAI- and Anthropic-compatible server for an engine."""
+"""`pystaged serve`: a server for clients of OpenAI, Anthropic and Ollama."""

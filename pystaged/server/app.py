@@ -22,7 +22,7 @@ from starlette.routing import Route
 import pystaged
 from pystaged.elsewhere import ADDRESSES
 from pystaged.engine import Engine
-from pystaged.server import about, chats, completions, messages, native, responses, settings, tokens
+from pystaged.server import about, chats, completions, messages, native, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.openapi import describe
@@ -42,11 +42,14 @@ _GIVEN: dict[str, Callable[[State], Any]] = {
     "/health": about.health,
     "/props": about.properties,
     "/tokenizer_info": about.tokenizer_info,
+    "/api/version": ollama.version,
+    "/api/tags": ollama.tags,
 }
 _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/v1/messages/count_tokens": messages.count,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
+    "/api/show": ollama.show,
 }
 _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/completions": completions.begin,
@@ -55,6 +58,8 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/messages": messages.begin,
     "/completion": native.begin,
     "/infill": native.infill,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
 }
 _FORMS = (
     "grammar",
@@ -63,6 +68,7 @@ _FORMS = (
     "text",
     "output_config",
     "tools",
+    "format",
 )  # members that constrain the output
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
@@ -231,17 +237,16 @@ def _json(value: Any) -> Response:
     return Response(encoded(value), media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
-    return Response(error.json(), error.status, error.headers, media_type="application/json")
+def _error(request: Request, error: ApiError) -> Response:
+    return Response(error.json(request.scope["path"]), error.status, error.headers, media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    del request
-    return _error(explained(error))
+    return _error(request, explained(error))
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     words = f"there is no {request.method} {path}; {ADDRESSES.get(path, 'see /openapi.json for all paths')}"
     status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
-    return _error(ApiError(status, words, headers=headers))
+    return _error(request, ApiError(status, words, headers=headers))

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format."""
+"""Errors in OpenAI's format, and in Ollama's."""
 
 from __future__ import annotations
 
@@ -60,9 +60,14 @@ class ApiError(Exception):
             },
         }
 
-    def json(self) -> bytes:
-        """The body, in ASCII, because a message may quote invalid Unicode."""
-        return json.dumps(self.body).encode()
+    def json(self, path: str = "") -> bytes:
+        """The body for a path, in ASCII, because a message may quote invalid Unicode."""
+        return json.dumps({"error": str(self)} if is_ollamas(path) else self.body).encode()
+
+
+def is_ollamas(path: str) -> bool:
+    """Whether a path is of Ollama's interface."""
+    return path.startswith("/api/")
 
 
 def unsupported(param: str, why: str) -> ApiError:

@@ -10,6 +10,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from pystaged.server import answer_types
 from pystaged.server.answer import Answer
+from pystaged.server.errors import is_ollamas
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {"400": "Invalid request", "401": "Invalid key", "413": "Too large", "429": "Queue full", "503": "Not now"}
@@ -48,7 +49,10 @@ def describe(
             paths[path] = {"get": {"summary": answer.__doc__, "responses": told | {"401": errors["401"]}}}
             continue
         if path in written:
-            told["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+            if is_ollamas(path):
+                told["200"]["content"]["application/x-ndjson"] = {"schema": schemas[path, "serialization"]}
+            else:
+                told["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
         body = {"required": True, "content": _json(schemas[path, "validation"])}
         paths[path] = {"post": {"summary": requests[path].__doc__, "requestBody": body, "responses": told | errors}}
     metrics = {"200": {"description": "The metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -12,15 +12,15 @@ from typing import Any
 import anyio
 from starlette.types import Receive, Scope, Send
 
-from pystaged.server.errors import ApiError, ending, explained
+from pystaged.server.errors import ApiError, ending, explained, is_ollamas
 
 _PING = 15.0  # seconds without an event after which a comment keeps the connection alive
-_EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
+_PARTS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _log = logging.getLogger("pystaged.server")
 
 
 class Sender:
-    """Sends one answer.
+    """Sends one answer to a request for a path; in Ollama's interface parts are lines of JSON, else events.
 
     names_events: whether events carry their type as name. error_event: spells an error in a stream.
     """
@@ -28,8 +28,8 @@ class Sender:
     names_events = False
     error_event: Callable[[ApiError], bytes] = staticmethod(ApiError.json)
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path, self._in_lines = send, path, is_ollamas(path)
         self._lock = anyio.Lock()
         self.last = time.monotonic()
         self.status = 0
@@ -43,12 +43,16 @@ class Sender:
 
     async def event(self, data: Any) -> None:
         """Send one event of a stream."""
+        if self._in_lines:
+            await self._part(encoded(data) + b"\n")
+            return
         name = f"event: {data['type']}\n".encode() if self.names_events else b""
         await self._part(name + b"data: " + encoded(data) + b"\n\n")
 
     async def ping(self) -> None:
-        """Send a comment, which clients ignore."""
-        await self._part(b":\n\n")
+        """Send a comment, which clients ignore; lines have none."""
+        if not self._in_lines:
+            await self._part(b":\n\n")
 
     async def end(self, mark: bytes) -> None:
         """Send the end of a stream."""
@@ -58,18 +62,20 @@ class Sender:
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
         if not self.status:
-            await self.whole(error.json(), error.status, error.headers)
+            await self.whole(error.json(self._path), error.status, error.headers)
         elif self._is_in_parts:  # nothing can follow a whole answer
             async with self._lock:
                 name = b"event: error\n" if self.names_events else b""
-                await self._pass(name + b"data: " + self.error_event(error) + b"\n\n", more=False)
+                begin, end = (b"", b"\n") if self._in_lines else (name + b"data: ", b"\n\n")
+                await self._pass(begin + self.error_event(error) + end, more=False)
 
     async def _part(self, data: bytes) -> None:
         # An event must not be cut in two by a ping.
         async with self._lock:
             if not self.status:
                 self._is_in_parts = True
-                await self._begin(200, _EVENTS)
+                kind = "application/x-ndjson" if self._in_lines else "text/event-stream"
+                await self._begin(200, {"content-type": kind, **_PARTS})
             await self._pass(data, more=True)
             self.last = time.monotonic()
 
@@ -105,8 +111,7 @@ class Reply:
         self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        sender = Sender(send)
+        sender = Sender(send, scope["path"])
         try:
             async with anyio.create_task_group() as group:
 

@@ -80,7 +80,7 @@ async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
     del receive
     # Makes a browser reload the page.
     headers = {"Retry-After": "1", "Connection": "close"} | ({"Refresh": "1"} if scope["path"] == "/" else {})
-    await Sender(send).fail(ApiError(503, "Loading model", headers=headers))
+    await Sender(send, scope["path"]).fail(ApiError(503, "Loading model", headers=headers))
 
 
 class Server(uvicorn.Server):

@@ -48,11 +48,11 @@ class Guard:
 
         error = self._problem(scope, headers, origin, is_listed)
         if error:
-            await Sender(send_with_origin).fail(error)
+            await Sender(send_with_origin, scope["path"]).fail(error)
         elif is_listed and scope["method"] == "OPTIONS":
             asked = headers.get("access-control-request-headers", "*")
             allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-            await Sender(send_with_origin).whole(b"", 200, allowed)
+            await Sender(send_with_origin, scope["path"]).whole(b"", 200, allowed)
         else:
             await self._app(scope, receive, send_with_origin)
 

@@ -1,6 +1,7 @@
 """Public programs that speak to servers of OpenAI's kind. They have many dependencies: PYSTAGED_CLIENTS names a Python
-that has them (pip install instructor litellm llm llm-comply "lm-eval[api]" schemathesis); without, they are skipped.
-llama.cpp's tests of its server are run where PYSTAGED_LLAMA_CPP names its sources; they need their requirements.txt."""
+that has them (pip install instructor litellm llm llm-comply "lm-eval[api]" ollama schemathesis); without, they are
+skipped. llama.cpp's tests of its server are run where PYSTAGED_LLAMA_CPP names its sources; they need their
+requirements.txt."""
 
 from __future__ import annotations
 
@@ -107,6 +108,39 @@ for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.
 def test_instructor(smollm2: Engine) -> None:
     with live(smollm2) as server:
         assert run("instructor", "-c", INSTRUCTOR, server.url).count("city=") == 3
+
+
+OLLAMA = """
+import ollama, sys
+client = ollama.Client(sys.argv[1])
+hello, options = [{"role": "user", "content": "Hello"}], {"temperature": 0, "num_predict": 4}
+whole = client.chat("tiny", hello, options=options)
+assert whole.done and whole.done_reason == "length" and whole.eval_count == 4
+parts = client.chat("tiny", hello, options=options, stream=True)
+assert "".join(part.message.content for part in parts) == whole.message.content
+def weather(place: str) -> str:
+    return "Sun"
+call = r'<tool_call>\\n{\\"name\\": \\"weather\\", \\"arguments\\": {\\"place\\": \\"Rome\\"}}\\n</tool_call>'
+called = client.chat("tiny", hello, tools=[weather], options={"num_predict": 200, "grammar": f'root ::= "{call}"'})
+(call,) = called.message.tool_calls
+assert (call.function.name, call.function.arguments) == ("weather", {"place": "Rome"})
+messages = [*hello, called.message, {"role": "tool", "content": weather("Rome"), "tool_name": "weather"}]
+assert client.chat("tiny", messages, options=options).message.content
+assert client.generate("tiny", "Hello", options=options).response == whole.message.content
+assert client.list().models[0].model == "tiny"
+assert "completion" in client.show("tiny").capabilities
+try:
+    client.chat("tiny", [{"role": "user", "content": "Hello" * 2000}])
+except ollama.ResponseError as error:
+    assert error.status_code == 400 and "context length" in error.error
+    print(whole.message.content)
+"""
+
+
+def test_ollama(smollm2: Engine) -> None:
+    with live(smollm2) as server:
+        expected = smollm2.chat([{"role": "user", "content": "Hello"}], max_tokens=4).text
+        assert run("ollama", "-c", OLLAMA, server.url).strip() == expected.strip()
 
 
 def test_llm_with_an_address_of_its_own(server: Server, engine: Engine, tmp_path: Path) -> None:

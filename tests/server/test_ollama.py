@@ -1,0 +1,181 @@
+"""Ollama's interface; its own client is tried in test_suites.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from support.random_models import RandomModel, add_vocabulary, write
+from support.server import NAME, Server, live
+
+import pystaged
+from pystaged.engine import Engine
+
+QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
+MARKS = ["<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+ASKED: Any = [{"role": "user", "content": "Hello"}]
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
+CALLING = (
+    "<think>\nHm.\n</think>\n\nI look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    def vocabulary(writer: GGUFWriter, size: int) -> None:
+        add_vocabulary(writer, size, dict(enumerate(MARKS, 300)))
+        writer.add_chat_template(QWEN3)
+
+    model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=vocabulary)
+    path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+    with pystaged.load(path, recycle=False, report=print) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Server]:
+    with live(engine) as server:
+        yield server
+
+
+def ask(server: Server, path: str, **body: Any) -> Any:
+    status, found = server.ask(path, {"model": NAME, "stream": False, **body})
+    assert status == 200, found
+    return found
+
+
+def lines(server: Server, path: str, **body: Any) -> list[Any]:
+    """The parts of a stream, which is the default."""
+    response = server.send("POST", path, {"model": NAME, **body})
+    assert response.getheader("content-type") == "application/x-ndjson"
+    found = [json.loads(line) for line in response.read().decode().splitlines()]
+    assert [part["done"] for part in found] == [False] * (len(found) - 1) + [True]
+    return found
+
+
+def greedy(**more: Any) -> Any:
+    return {"temperature": 0, "num_predict": 12, **more}
+
+
+def test_a_chat(server: Server, engine: Engine) -> None:
+    expected = engine.chat(ASKED, max_tokens=12)
+    found = ask(server, "/api/chat", messages=ASKED, options=greedy(num_ctx=4096), logprobs=True, keep_alive="5m")
+    assert found["message"] == {"role": "assistant", "content": expected.text}
+    assert (found["model"], found["done"], found["done_reason"]) == (NAME, True, "length")
+    assert (found["prompt_eval_count"], found["eval_count"]) == (expected.stats.prompt_tokens, 12)
+    assert found["total_duration"] >= found["eval_duration"] > 0
+    assert len(found["logprobs"]) == 12
+    parts = lines(server, "/api/chat", messages=ASKED, options=greedy(), logprobs=True)
+    assert "".join(part["message"]["content"] for part in parts) == expected.text
+    assert [each for part in parts for each in part.get("logprobs", [])] == found["logprobs"]
+    assert parts[-1]["eval_count"] == 12
+
+
+def test_a_prompt(server: Server, engine: Engine) -> None:
+    asked: Any = {"prompt": "Hello", "options": greedy()}
+    expected = engine.chat(ASKED, max_tokens=12).text
+    assert ask(server, "/api/generate", **asked)["response"] == expected
+    assert "".join(part["response"] for part in lines(server, "/api/generate", **asked)) == expected
+    told = engine.chat([{"role": "system", "content": "Be brief."}, *ASKED], max_tokens=12).text
+    assert ask(server, "/api/generate", system="Be brief.", **asked)["response"] == told
+
+
+def test_a_text_that_is_continued_or_filled_in(server: Server, engine: Engine) -> None:
+    asked: Any = {"prompt": "the tree", "options": greedy()}
+    assert (
+        ask(server, "/api/generate", raw=True, **asked)["response"] == engine.generate("the tree", max_tokens=12).text
+    )
+    filled = engine.infill("the tree", "the end", max_tokens=12).text
+    assert ask(server, "/api/generate", suffix="the end", **asked)["response"] == filled
+
+
+def test_tools_and_thinking(server: Server) -> None:
+    written: Any = {"temperature": 0, "num_predict": -1, "grammar": f"root ::= {json.dumps(CALLING)}"}
+    asked: Any = {"tools": [{"type": "function", "function": WEATHER}], "options": written, "think": True}
+    message = ask(server, "/api/chat", messages=ASKED, **asked)["message"]
+    calls = [{"function": {"name": "weather", "arguments": {"place": place}}} for place in ("Rome", "Oslo")]
+    assert message["tool_calls"] == calls
+    assert message["thinking"].strip() == "Hm."
+    assert message["content"].strip() == "I look."
+    parts = [part["message"] for part in lines(server, "/api/chat", messages=ASKED, **asked)]
+    assert [call for part in parts for call in part.get("tool_calls", [])] == calls
+    for name in ("thinking", "content"):
+        assert "".join(part.get(name, "") for part in parts) == message[name]
+
+
+def test_results_go_back_to_their_calls(server: Server) -> None:
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("one", "two")]
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_name": "two"},
+        {"role": "tool", "content": "1"},
+    ]
+    found = ask(server, "/api/chat", messages=messages, options=greedy())
+    ids = [f"call_1_{i}" for i in range(2)]
+    ours = [
+        *ASKED,
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": key, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+                for key, name in zip(ids, ("one", "two"), strict=True)
+            ],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": ids[1], "name": "two"},
+        {"role": "tool", "content": "1", "tool_call_id": ids[0], "name": "one"},
+    ]
+    asked = {"messages": ours, "temperature": 0, "max_tokens": 12}
+    status, body = server.ask("/v1/chat/completions", asked)
+    assert status == 200, body
+    assert found["message"]["content"] == body["choices"][0]["message"]["content"]
+    assert found["prompt_eval_count"] == body["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}])
+def test_formats(server: Server, form: Any) -> None:
+    asked = {"format": form, "options": {"num_predict": 100, "seed": 1}}
+    text = ask(server, "/api/chat", messages=ASKED, think=False, **asked)["message"]["content"]
+    assert text.lstrip().startswith("{")
+
+
+def test_the_model(server: Server, engine: Engine) -> None:
+    (model,) = server.ask("/api/tags")[1]["models"]
+    assert (model["name"], model["size"]) == (NAME, engine.model.file_bytes)
+    shown = ask(server, "/api/show")
+    assert shown["template"] == QWEN3
+    assert shown["model_info"]["llama.context_length"] == engine.n_ctx
+    assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
+    assert server.ask("/api/version")[1]["version"] >= "0.12"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/api/chat", {"messages": []}, "messages"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images is not supported"),
+        ("/api/chat", {"messages": ASKED, "options": {"temperature": -1}}, "temperature"),
+        ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
+        ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
+        ("/api/pull", {"model": "a"}, "there is no POST /api/pull"),
+    ],
+)
+def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: str) -> None:
+    status, found = server.ask(path, body)
+    assert status in (400, 404)
+    assert list(found) == ["error"]
+    assert words in found["error"]
+
+
+def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
+    written = {"grammar": 'root ::= "a" "\ud800"'}
+    response = server.send("POST", "/api/chat", {"messages": ASKED, "options": written})
+    assert "error" in json.loads(response.read().decode().splitlines()[-1])
