@@ -191,6 +191,39 @@ def grow_llama(
     _write(reader, out, "llama", changed, _llama_plan(reader, layers, axes, GGMLQuantizationType[quantization]))
 
 
+def mix_llama(source: Path, out: Path, *, experts: int, used: int, seed: int = 0) -> None:
+    """Write a mixture of experts that computes what a model of Llama's architecture computes.
+
+    Each expert is a copy of its layer's feed-forward network, and the weights of a token's experts sum to 1. Routers
+    are random matrices of what the networks read, so like trained ones they give neighbours some experts in common,
+    and some experts more tokens than others.
+
+    Args:
+        source: GGUF in any type.
+        experts, used: experts of a layer, and of a token.
+
+    Raises:
+        ValueError: not such a GGUF.
+        OSError: a file cannot be read or written.
+    """
+    reader = GGUFReader(source)
+    _check(reader, "llama", _value(reader, "llama.block_count"), TYPES[0])
+    router, width = np.random.default_rng(seed), _value(reader, "llama.embedding_length")
+    with whole_file(out) as part, closing(GGUFWriter(part, "llama")) as writer:
+        _copy_metadata(reader, writer, {"llama.expert_count": experts, "llama.expert_used_count": used})
+        for tensor in reader.tensors:
+            name, data = tensor.name, tensor.data
+            if name.endswith(("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")):
+                name, data = name.replace(".weight", "_exps.weight"), np.broadcast_to(data, (experts, *data.shape))
+            writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
+            if name.endswith("ffn_down_exps.weight"):
+                values = router.standard_normal((experts, width)) / np.sqrt(width)
+                writer.add_tensor(name.replace("ffn_down_exps", "ffn_gate_inp"), values.astype(np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+
 @dataclass(frozen=True)
 class Axis:
     """A dimension of the result: its size, and where the source's entries stand in it."""

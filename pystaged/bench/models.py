@@ -48,7 +48,9 @@ LLAMAS: dict[str, dict[str, Any]] = {  # Llama 3.2 1B and 3.1 8B
 }
 # SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; this ffn_width gives it as many weights.
 GROWN_SMOLLM2 = {"width": 2048, "layers": 30, "heads": 32, "kv_heads": 8, "ffn_width": 4352}
-MADE = ("grown", "grown-smollm2", "random", *LLAMAS)
+MIXED_SMOLLM2 = {"experts": 32, "used": 4}  # gpt-oss-20b's
+FROM_SMOLLM2 = ("grown-smollm2", "mixed-smollm2")
+MADE = ("grown", *FROM_SMOLLM2, "random", *LLAMAS)
 
 
 def find(model: str, quantization: str, report: Callable[[str], None] = lambda _: None) -> Path:
@@ -57,7 +59,8 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     Args:
         model: a name from MADE, else as in names.resolve. "random": a GPT-2 Large of random weights; "grown": its shape
             with the bundled target's output; "llama1b", "llama8b": Llamas of random weights; "grown-smollm2": 1.2
-            billion weights with SmolLM2's output.
+            billion weights with SmolLM2's output; "mixed-smollm2": a mixture with its output, 4 of 32 experts for each
+            token, in SmolLM2's own types.
         quantization: type of a model to make: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
         report: called with a line before a model is made, which takes minutes, or downloaded.
 
@@ -67,10 +70,10 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     """
     if model not in MADE:
         return names.resolve(model, announced(report))
-    source = names.resolve("smollm2" if model in LLAMAS or model == "grown-smollm2" else "bundled")
+    source = names.resolve("smollm2" if model in (*LLAMAS, *FROM_SMOLLM2) else "bundled")
     folder = cache_folder() / "bench"
     name = f"gpt2-large-{model}" if model in ("grown", "random") else model
-    path = folder / f"{name}.{quantization}.gguf"
+    path = folder / (f"{name}.gguf" if model == "mixed-smollm2" else f"{name}.{quantization}.gguf")
     # The cache may hold a model that an older version grew from an older source.
     if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
         report(f"making {path}, once")
@@ -81,7 +84,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
 
 def check_type(model: str, quantization: str) -> None:
     """Raise ValueError for a type in which a model cannot be made."""
-    if model not in MADE:
+    if model not in MADE or model == "mixed-smollm2":
         return
     types: tuple[str, ...] = _recipe("random_weights" if model in ("random", *LLAMAS) else "grow").TYPES
     if model in LLAMAS:
@@ -99,7 +102,7 @@ def find_draft(model: str, draft: str | Path | None, report: Callable[[str], Non
     found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft, progress)
     if found or draft != "auto" or model in LLAMAS:
         return found
-    path = names.resolve("smollm2" if model == "grown-smollm2" else model, progress)
+    path = names.resolve("smollm2" if model in FROM_SMOLLM2 else model, progress)
     tokenizer = Tokenizer(os.fsencode(path))
     return find_head(tokenizer) or drafts.find_draft(tokenizer, report)
 
@@ -114,6 +117,8 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
         _recipe(random).write_random_gpt2(path, **shape, **others)
     elif model in LLAMAS:
         _recipe(random).write_random_llama(path, **LLAMAS[model], quantization=quantization, vocabulary=source)
+    elif model == "mixed-smollm2":
+        _recipe(growing).mix_llama(source, path, **MIXED_SMOLLM2)
     elif quantization in _recipe(growing).TYPES:
         _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:

@@ -55,8 +55,9 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown' and 'grown-smollm2' have a small model's output "
-        "at a large one's cost; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have random weights.",
+        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown', 'grown-smollm2' and the mixture 'mixed-smollm2' "
+        "have a small model's output at a large one's cost; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have "
+        "random weights.",
         callback=lambda name: name or names.default_model(report),
         show_default=DEFAULT_MODEL,
     ),

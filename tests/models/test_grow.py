@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, quants
-from grow import grow, grow_llama, layer_plan
+from grow import grow, grow_llama, layer_plan, mix_llama
 from random_weights import (
     END_OF_TEXT,
     TYPES,
@@ -276,6 +276,16 @@ def test_grown_llama_says_what_its_source_says(tmp_path: Path, tie: bool, old: A
     np.testing.assert_allclose(FamilyReference(grown).logits(TOKENS), exact, rtol=0, atol=1e-4)
     np.testing.assert_allclose(own_logits(grown), own_logits(source), rtol=0, atol=1e-4)
     assert greedy(grown) == greedy(source)
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q4_0"])
+def test_a_mixture_of_copies_says_what_its_source_says(tmp_path: Path, quantization: str) -> None:
+    source, mixed = random_llama(tmp_path / "source.gguf", quantization), tmp_path / "mixed.gguf"
+    mix_llama(source, mixed, experts=8, used=3)
+    model = Model(mixed)
+    assert model.weight_bytes > Model(source).weight_bytes
+    np.testing.assert_allclose(own_logits(mixed), own_logits(source), rtol=0, atol=1e-4)
+    assert greedy(mixed) == greedy(source)
 
 
 def test_norms_of_small_values(tmp_path: Path) -> None:
