@@ -37,6 +37,10 @@ def cpu_quota(root: str | bytes | PathLike[str] | PathLike[bytes] = "") -> int:
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices here: name, description, whether a GPU, bytes of memory free and in all."""
 
+def file_identity(path: str | bytes | PathLike[str] | PathLike[bytes]) -> int:
+    """A number for a GGUF file: of its metadata, sizes and times of change, and the first weights of each tensor.
+    Raises ModelError as Model."""
+
 def rpc_version() -> tuple[int, int]:
     """Major and minor version of the RPC protocol spoken here.
 
@@ -688,6 +692,25 @@ class Work:
     @property
     def num_rows(self) -> int:
         """Rows that it adds to a pass."""
+
+def write_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes, sessions: Sequence[Session]) -> None:
+    """Write texts, with their keys, values and recurrent states, into a file that exists.
+
+    Args:
+        head: says what the texts are of; the file begins with it.
+
+    Raises:
+        ModelError: the file cannot be written.
+        ValueError: a session has pending rows, is closed, or is on a device.
+    """
+
+def read_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes, sessions: Sequence[Session]) -> None:
+    """Read texts from a file of write_texts into new sessions of the same models, in the same order.
+
+    Raises:
+        ModelError: the file cannot be read, is damaged, or has another head; the sessions are empty then.
+        ValueError: a session is not empty, is closed, or is on a device.
+    """
 
 def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several where their rows are more than a pass takes.

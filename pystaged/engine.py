@@ -20,7 +20,7 @@ from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import PREFILL_BUDGET
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
-from pystaged.options import LoadFields
+from pystaged.options import PROMPT_CACHE_SIZE, LoadFields
 from pystaged.process import ProcessLock
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
@@ -94,6 +94,10 @@ class Engine:
         kv_memory: bytes for the KV cache of all texts, ended ones included, which are kept for texts with the same
             prefix. None for a quarter of the memory that the weights leave free, but enough for one full context; on
             devices, for 8. A text waits while it has no room beside others; a single text always fits.
+        prompt_cache: folder in which ended texts of 128 tokens or more are kept with their keys, values and recurrent
+            states, for prompts that begin like them, also after a restart; "auto" for one in the cache folder, None
+            for none. The text is the same. The files hold what was said, readable for this user only. On the CPU only.
+        prompt_cache_size: bytes of these files; the texts used longest ago are removed first.
         policy: decides how trees grow, in all contexts and threads; by default GainPolicy with measured costs.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds; each such pass prefills at least 8
             tokens.
@@ -120,11 +124,14 @@ class Engine:
         weight_cache: bool = False,
         recycle: bool = True,
         kv_memory: int | None = None,
+        prompt_cache: str | Path | None = None,
+        prompt_cache_size: int = PROMPT_CACHE_SIZE,
         policy: TreePolicy | None = None,
         prefill_budget: float = PREFILL_BUDGET,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        for name, value in (("model", model), ("draft", draft), ("ngrams", ngrams)):
+        paths = {"model": model, "draft": draft, "ngrams": ngrams, "prompt_cache": prompt_cache}
+        for name, value in paths.items():
             if not (value is None or isinstance(value, (str, Path))):
                 raise TypeError(f"{name} must be a name or a path, not {type(value).__name__}")
         for name, device_name in (("device", device), ("draft_device", draft_device)):
@@ -138,6 +145,9 @@ class Engine:
             kv_memory = integer("kv_memory", kv_memory)
             if kv_memory < 1:
                 raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
+        prompt_cache_size = integer("prompt_cache_size", prompt_cache_size)
+        if prompt_cache_size < 1:
+            raise ValueError(f"prompt_cache_size must be a positive number of bytes, not {prompt_cache_size}")
         if not prefill_budget >= 0:
             raise ValueError(f"prefill_budget must be at least 0 seconds, not {prefill_budget}")
         self._warn = report or _warn
@@ -153,7 +163,9 @@ class Engine:
             weight_cache=truth("weight_cache", weight_cache),
             recycle=truth("recycle", recycle),
         )
-        self.runtime = Runtime(bundle, n_ctx, kv_memory, policy, prefill_budget)
+        self.runtime = Runtime(
+            bundle, n_ctx, kv_memory, policy, prefill_budget, prompt_cache, prompt_cache_size, self._warn
+        )
         self._chat_format: ChatFormat | None = None
         self._lock = ProcessLock()
 

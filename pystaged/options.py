@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 MOST_LOGPROBS = 100  # likeliest tokens per position; limited because each is a Python object
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+PROMPT_CACHE_SIZE = 8 << 30  # bytes
 
 _MOST = 2**31 - 1
 _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
@@ -176,6 +177,11 @@ class LoadFields(TypedDict, total=False):
     kv_memory: Annotated[int | None, Option(None, ge=1, help=
         "Bytes for the KV caches and recurrent states of all texts, on the command line also as 2G; by default a "
         "quarter of the free memory. One text alone always fits.")]
+    prompt_cache: Annotated[str | Path | None, Option(None, help=
+        "Folder in which ended texts are kept with their KV caches, for prompts that begin like them, also after a "
+        "restart; auto: one in the cache folder.")]
+    prompt_cache_size: Annotated[int, Option(PROMPT_CACHE_SIZE, ge=1, help=
+        "Bytes of these files, on the command line also as 2G; texts used longest ago are removed first.")]
 
 # fmt: on
 

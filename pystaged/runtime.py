@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, Tokenizer
+from pystaged._core import ContextFullError, Tokenizer, file_identity
 from pystaged.config import GenerationConfig, Grammar, integer
 from pystaged.decoding.contexts import ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import Stepper
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
+from pystaged.loading.prompts import KeptPrompts
 from pystaged.process import ProcessLock
-from pystaged.receipt import Origin
+from pystaged.receipt import ARITHMETIC, Origin
 from pystaged.scheduler import Scheduler
 from pystaged.sequence import Sequence
 from pystaged.text import Prompt, encode_continuation
@@ -32,12 +36,21 @@ class Runtime:
     """The models of an engine, its contexts and its scheduler.
 
     bundle: target, drafters, tokenizer. decoders: makes contexts. n_ctx: context length in tokens.
+    report: called with a line about a prompt on disk that cannot be used or written.
 
     Args and errors as in Engine.
     """
 
     def __init__(
-        self, bundle: Bundle, n_ctx: int, kv_memory: int | None, policy: TreePolicy | None, prefill_budget: float
+        self,
+        bundle: Bundle,
+        n_ctx: int,
+        kv_memory: int | None,
+        policy: TreePolicy | None,
+        prefill_budget: float,
+        prompt_cache: str | Path | None,
+        prompt_cache_size: int,
+        report: Callable[[str], None],
     ) -> None:
         self.bundle = bundle
         self.decoders = decoders = DecoderFactory(bundle)
@@ -48,6 +61,10 @@ class Runtime:
             on_device=[bool(each.devices) for each in bundle.models],
         )
         self.n_ctx = self.contexts.n_ctx
+        self._prompts: KeptPrompts | None = None
+        if prompt_cache is not None:
+            self._prompts = _kept_prompts(bundle, prompt_cache, self.n_ctx, prompt_cache_size, report)
+            self.contexts.prompts = self._prompts
         self.stepper = Stepper(None if policy else decoders.target_cost(), prefill_budget)
         self.scheduler = Scheduler(self.stepper, self.contexts, bundle.text_over)
         self._grammars: Grammars | None = None
@@ -150,6 +167,8 @@ class Runtime:
         """See Engine.close."""
         if not self.contexts.closed:
             self.contexts.close()
+            if self._prompts:
+                self._prompts.close()
             self.bundle.close()
             if self._grammars is not None:
                 self._grammars.close()
@@ -171,6 +190,25 @@ class Runtime:
 
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(grammar)
+
+
+def _kept_prompts(
+    bundle: Bundle, folder: str | Path, n_ctx: int, most_bytes: int, report: Callable[[str], None]
+) -> KeptPrompts:
+    """The texts of a bundle's models that are kept in a folder; arguments as in KeptPrompts.
+
+    Raises:
+        OSError, ValueError: as KeptPrompts; ValueError: a model is not on the CPU.
+    """
+    if any(model.devices for model in bundle.models):
+        raise ValueError("prompts are kept on the cpu only; leave out prompt_cache (--prompt-cache) or the device")
+    files = [bundle.path, *([bundle.draft_path] if bundle.draft_path else [])]
+    metadata = bundle.tokenizer.metadata
+    # Files with two sets of rotary factors use one of them up to this length.
+    original = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.original_context_length", n_ctx)
+    parts = [*(file_identity(os.fsencode(path)) for path in files), len(bundle.models), bundle.target.kv]
+    parts += [ARITHMETIC, n_ctx > int(original), sys.byteorder]
+    return KeptPrompts(folder, repr(parts), most_bytes, report)
 
 
 def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:

@@ -820,6 +820,8 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
         ({"device": 5}, TypeError, "device must be a name, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
         ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
+        ({"prompt_cache_size": 0}, ValueError, "prompt_cache_size must be a positive number of bytes"),
+        ({"prompt_cache": 5}, TypeError, "prompt_cache must be a name or a path, not int"),
         ({"kv_memory": 0}, ValueError, "kv_memory must be a positive number of bytes"),
         ({"kv_memory": -5}, ValueError, "kv_memory must be a positive number of bytes"),
         ({"kv_memory": "2G"}, TypeError, "kv_memory must be an integer, not str"),

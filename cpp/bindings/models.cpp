@@ -30,6 +30,14 @@ void add_models(py::module_& m) {
         }
         return result;
     });
+    m.def(
+        "file_identity",
+        [](const py::object& path) {
+            const std::string file = to_path(path);
+            const py::gil_scoped_release release;
+            return GgufFile(file).identity();
+        },
+        py::arg("path"));
     m.def("rpc_version", &rpc_version);
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -5,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "session.h"
+#include "text_file.h"
 #include "work.h"
 
 namespace pystaged {
@@ -337,6 +339,18 @@ void add_sessions(py::module_& m) {
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
     m.def("run", &run_works, py::arg("works"));
+    const auto of_sessions = [](auto act) {
+        return [act](const py::object& path, const py::bytes& head, const std::vector<Session*>& sessions) {
+            if (std::count(sessions.begin(), sessions.end(), nullptr) > 0) {
+                throw py::type_error("sessions must be of type Session");
+            }
+            const std::string file = to_path(path), begin = head;
+            const py::gil_scoped_release release;
+            act(file, begin, sessions);
+        };
+    };
+    m.def("write_texts", of_sessions(&write_texts), py::arg("path"), py::arg("head"), py::arg("sessions"));
+    m.def("read_texts", of_sessions(&read_texts), py::arg("path"), py::arg("head"), py::arg("sessions"));
 }
 
 }  // namespace pystaged

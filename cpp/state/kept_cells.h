@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace pystaged {
 
@@ -70,6 +71,19 @@ public:
             read_first_ = read_end_ = 0;
         }
         read_to_ = std::min(read_to_, length);
+    }
+
+    // All that it knows of a text, for a file.
+    std::vector<int32_t> shape() const { return {read_first_, read_end_, first_, read_to_}; }
+    // Of a text of `length` positions. Returns whether there is such a shape.
+    bool resume(int length, const std::vector<int32_t>& shape) {
+        if (shape.size() != 4 || shape[0] < 0 || shape[1] < shape[0] || shape[2] < shape[1] || shape[2] > length ||
+            shape[3] < 0 || shape[3] > length || shape[2] % kStep != 0 || shape[0] % kStep != 0 ||
+            (window_ == 0 && shape != std::vector<int32_t>{0, 0, 0, 0})) {
+            return false;
+        }
+        read_first_ = shape[0], read_end_ = shape[1], first_ = shape[2], read_to_ = shape[3];
+        return true;
     }
 
 private:

@@ -129,6 +129,14 @@ void KvCache::copy(const KvCache& from, int first, int last) {
     }
 }
 
+void KvCache::add_pieces(int first, int last, std::vector<Piece>& pieces) const {
+    for (int head = 0; head < num_heads_ && first < last; ++head) {
+        uint8_t* data = head_data(head);
+        pieces.push_back({data + first * key_bytes_, (padded(last, kLanes) - first) * key_bytes_});
+        pieces.push_back({data + num_cells_ * key_bytes_ + first * value_bytes_, (last - first) * value_bytes_});
+    }
+}
+
 void KvCache::release(int first, int last) {
     for (int head = 0; head < num_heads_; ++head) {
         const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;

@@ -11,6 +11,7 @@
 
 #include "kernels/kernel.h"
 #include "memory.h"
+#include "state/text_state.h"
 
 namespace pystaged {
 
@@ -35,6 +36,8 @@ public:
     void move(int from, int to);
     // Copies cells [first, last) from a cache of the same shape.
     void copy(const KvCache& from, int first, int last);
+    // Appends the memory of cells [first, last); `first` is a multiple of kLanes.
+    void add_pieces(int first, int last, std::vector<Piece>& pieces) const;
     // Gives the memory of cells [first, last) back to the system, as far as it is whole pages.
     void release(int first, int last);
 

@@ -38,6 +38,11 @@ void KvState::copy(const KvState& from, int length) {
     cache_.copy(from.cache_, kept_.first(), length);
 }
 
+void KvState::add_pieces(int length, std::vector<Piece>& pieces) {
+    cache_.add_pieces(kept_.read_first(), kept_.read_end(), pieces);
+    cache_.add_pieces(kept_.first(), length, pieces);
+}
+
 void KvState::stretch(int length, int longer) {
     // Copies, because memory that nobody has written to is not there, and takes no time to read.
     for (int cell = length; cell < longer; ++cell) {
@@ -157,6 +162,38 @@ int PackedState::copy(const TextState& from, int length) {
 void PackedState::stretch(int length, int longer) {
     touch(longer);
     for_each_layer([&](auto& state, int) { state.stretch(length, longer); });
+}
+
+// Of each layer the number of its numbers, then these.
+std::vector<int32_t> PackedState::shape() const {
+    std::vector<int32_t> all;
+    for (const LayerState& layer : layers_) {
+        const std::vector<int32_t> shape = std::visit([](const auto& state) { return state.shape(); }, layer);
+        all.push_back(static_cast<int32_t>(shape.size()));
+        all.insert(all.end(), shape.begin(), shape.end());
+    }
+    return all;
+}
+
+std::vector<Piece> PackedState::pieces(int length) {
+    std::vector<Piece> pieces;
+    for (LayerState& layer : layers_) {
+        std::visit([&](auto& state) { state.add_pieces(length, pieces); }, layer);
+    }
+    return pieces;
+}
+
+void PackedState::resume(int length, const std::vector<int32_t>& shape) {
+    touch(length);
+    auto at = shape.begin();
+    for (LayerState& layer : layers_) {
+        const int32_t count = at == shape.end() ? -1 : *at++;
+        if (count < 0 || count > shape.end() - at ||
+            !std::visit([&](auto& state) { return state.resume(length, {at, at + count}); }, layer)) {
+            throw std::invalid_argument("no text has this shape");
+        }
+        at += count;
+    }
 }
 
 size_t PackedState::num_bytes(int length) const {

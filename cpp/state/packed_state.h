@@ -25,6 +25,9 @@ public:
     void cut(int length) { kept_.cut(length); }
     void copy(const KvState& from, int length);
     void stretch(int length, int longer);
+    std::vector<int32_t> shape() const { return kept_.shape(); }
+    void add_pieces(int length, std::vector<Piece>& pieces);
+    bool resume(int length, const std::vector<int32_t>& shape) { return kept_.resume(length, shape); }
     // Gives the memory of rows [first, last), which the text has lost, back to the system.
     void release(int first, int last) { cache_.release(first, last); }
     size_t num_bytes(int length) const { return cache_.cell_bytes() * kept_.count(length); }
@@ -48,6 +51,9 @@ public:
     int cut(int length) override;
     int copy(const TextState& from, int length) override;
     void stretch(int length, int longer) override;
+    std::vector<int32_t> shape() const override;
+    std::vector<Piece> pieces(int length) override;
+    void resume(int length, const std::vector<int32_t>& shape) override;
     size_t num_bytes(int length) const override;
 
     // Pending rows from `first` on are about to be written, of a reading or else of a tree; parents[i] is the one

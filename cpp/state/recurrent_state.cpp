@@ -181,6 +181,46 @@ void RecurrentState::stretch(int length, int longer) {
     length_ += longer - length;
 }
 
+// The applied rows, then the lengths of states that are kept.
+std::vector<int32_t> RecurrentState::shape() const {
+    std::vector<int32_t> shape = {length_};
+    for (const Kept& kept : kept_) {
+        shape.push_back(kept.length);
+    }
+    return shape;
+}
+
+void RecurrentState::add_pieces(int, std::vector<Piece>& pieces) {
+    if (length_ > 0) {
+        pieces.push_back({state_->data(), state_size_ * sizeof(float)});
+    }
+    for (const Kept& kept : kept_) {
+        pieces.push_back({kept.state->data(), state_size_ * sizeof(float)});
+    }
+    pieces.push_back({inputs_.data(), num_unapplied_ * input_size_ * sizeof(float)});
+}
+
+bool RecurrentState::resume(int length, const std::vector<int32_t>& shape) {
+    if (shape.empty() || shape.size() > kMostKept || shape[0] < 0 || shape[0] > length ||
+        length - shape[0] > kMostPending) {
+        return false;
+    }
+    for (size_t i = 1; i < shape.size(); ++i) {
+        if (shape[i] <= (i == 1 ? 0 : shape[i - 1]) || shape[i] > shape[0]) {
+            return false;
+        }
+    }
+    length_ = shape[0];
+    state_ = length_ > 0 ? std::make_shared<Values>(state_size_) : nullptr;
+    kept_.clear();
+    for (size_t i = 1; i < shape.size(); ++i) {
+        kept_.push_back({shape[i], std::make_shared<Values>(state_size_)});
+    }
+    num_unapplied_ = first_pending_ = length - length_;
+    touched_ = std::max(touched_, num_unapplied_);
+    return true;
+}
+
 size_t RecurrentState::num_bytes(int length) const {
     if (length == 0) {
         return 0;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "state/text_state.h"
 
 namespace pystaged {
 
@@ -21,6 +22,8 @@ public:
     static constexpr int kMostPending = 512;
     // Rows whose inputs keep their memory from pass to pass: those of a usual tree.
     static constexpr int kFewRows = 32;
+    // States that a file may keep of a text.
+    static constexpr int kMostKept = 64;
 
     // The state after so many rows, and where to write it.
     struct Stop {
@@ -62,6 +65,9 @@ public:
     void cut(int length);
     void copy(const RecurrentState& from, int length);
     void stretch(int length, int longer);
+    std::vector<int32_t> shape() const;
+    void add_pieces(int length, std::vector<Piece>& pieces);
+    bool resume(int length, const std::vector<int32_t>& shape);
     // Rows of the text have no memory of their own here.
     void release(int, int) {}
     size_t num_bytes(int length) const;

@@ -133,6 +133,8 @@ _TYPER: dict[str, dict[str, Any]] = {
     "grammar": {"metavar": "FILE|GRAMMAR"},
     "kv": {"callback": _check_kv},
     "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None},
+    "prompt_cache": {"metavar": "FOLDER|auto"},
+    "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "show_default": "8G"},
     "seed": {"callback": None},  # has 64 bits
 }
 _MORE = {

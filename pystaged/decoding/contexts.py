@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from heapq import nlargest
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,14 @@ class Wait(Enum):
 
     MEMORY = "memory that other sequences hold"
     PROMPT = "another sequence's prefill of the same tokens"
+
+
+class Prompts(Protocol):
+    """Ended texts that are kept on disk; see KeptPrompts."""
+
+    def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
+    def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
+    def keep(self, sessions: Sequence[Session]) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -109,6 +118,9 @@ class ContextPool:
         memory: bytes; None for a quarter of `free`, but enough for one full context; on devices, enough for 8.
         free: free bytes of this machine's memory.
         on_device: for each session of a context, the target's first, whether it is on a device.
+
+    Attributes:
+        prompts: keeps ended texts on disk; None for none.
     """
 
     def __init__(
@@ -120,6 +132,7 @@ class ContextPool:
         on_device: Sequence[bool] = (False, False),
     ) -> None:
         self._make = make
+        self.prompts: Prompts | None = None
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close an engine during a call
         first = make(None, 0)
         kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
@@ -180,6 +193,8 @@ class ContextPool:
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
             source, length, common = self._most_like(prompt[: -1 if reuse else 0])
+            if reuse and self._restore(prompt[:-1], length):
+                source, length, common = self._most_like(prompt[:-1])
             if reuse and not must and self._is_being_read(prompt, length):
                 return Wait.PROMPT
             held = self._at_rest.get(source) if source else None
@@ -201,6 +216,9 @@ class ContextPool:
         with self._lock.here():
             self._look_again()
             self._lent = [loan for loan in self._lent if loan.context() is not context]
+            if self.prompts and not self._closed:
+                with suppress(*_OUT_OF_REACH, MemoryError):
+                    self.prompts.keep(context.sessions)
             self._rest(context)
             self._tidy()
 
@@ -237,6 +255,26 @@ class ContextPool:
         else:
             self._at_rest[whole] = self._at_rest.pop(whole)
             context.close()
+
+    def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
+        """Read a text from disk into a context at rest, if it begins so much more like the prompt than those here, of
+        which `length` tokens are there."""
+        found = self.prompts.find(prompt, self._n_ctx) if self.prompts else None
+        if not self.prompts or not found or common_prefix(found[1], prompt) < length + _WORTH_WAITING:
+            return False
+        path, tokens = found
+        if any(np.array_equal(held.tokens[: len(tokens)], tokens) for held in self._at_rest.values()):
+            return False  # it cannot rewind so far
+        need = self._needed(len(tokens))
+        self._make_room(need)
+        if self._lent and self.num_bytes + need > self.memory:
+            return False
+        context = self._begin(None, 0)
+        if not self.prompts.load(path, context.sessions):
+            context.close()
+            return False
+        self._at_rest[context] = self._held(context)
+        return True
 
     def _tidy(self) -> None:
         """Drop loans whose contexts no longer exist, and free contexts beyond the bounds."""

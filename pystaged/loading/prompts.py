@@ -1,0 +1,159 @@
+"""Ended texts kept on disk with their keys, values and recurrent states, for prompts that begin like them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import Session, read_texts, write_texts
+from pystaged.decoding.drafter import common_prefix
+from pystaged.files import cache_folder, check_room, expanded, leftovers, open_regular, remove_leftover, whole_file
+
+_TITLE = b"pystaged prompt 1\n"
+_LEAST = 128  # tokens; prefill of fewer is quick
+_MOST_WAITING = 3  # copies of texts that wait to be written
+
+
+class KeptPrompts:
+    """The texts of a model in a folder, a file each; `find`, `load` and `keep` are for one thread.
+
+    Args:
+        folder: "auto" for one in the cache folder. It is made, and must belong to the user alone.
+        content: identifies the models and all else that the bytes depend on.
+        most_bytes: bytes of all files in the folder. The texts used longest ago are removed first.
+        report: called with a line for a file that cannot be written or read.
+
+    Raises:
+        OSError: the folder cannot be made.
+        ValueError: others can write into the folder.
+    """
+
+    def __init__(self, folder: str | Path, content: str, most_bytes: int, report: Callable[[str], None]) -> None:
+        self._folder = cache_folder() / "prompts" if folder == "auto" else expanded(folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = self._folder.stat()
+        if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(f"others can write into {self._folder}; name a folder that is yours alone (chmod 700)")
+        for part in leftovers(self._folder):
+            remove_leftover(part)
+        self._content = hashlib.sha256(content.encode()).hexdigest()
+        self._most_bytes, self._report = most_bytes, report
+        self._texts: dict[Path, NDArray[np.int32]] = {}
+        self._writer = ThreadPoolExecutor(1, "pystaged prompts")
+        self._waiting: list[Future[None]] = []
+        self._has_failed = False  # the last one that was written
+
+    def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None:
+        """The file and the tokens of the text of at most n_ctx tokens that begins most like a prompt; None for none."""
+        self._look()
+        fitting = [each for each in self._texts.items() if len(each[1]) <= n_ctx]
+        return max(fitting, key=lambda each: common_prefix(each[1], prompt), default=None)
+
+    def load(self, path: Path, sessions: Sequence[Session]) -> bool:
+        """Read a text that `find` returned into the empty sessions of a context. A file that cannot be used is removed;
+        then the sessions stay empty."""
+        try:
+            read_texts(os.fsencode(path), self._head(self._texts[path]), sessions)
+            os.utime(path)
+        except OSError as error:
+            self._drop(path, str(error))
+            return False
+        return True
+
+    def keep(self, sessions: Sequence[Session]) -> None:
+        """Write the text of a context in the background, unless one that begins with it is kept."""
+        tokens = sessions[0].tokens
+        self._waiting = [each for each in self._waiting if not each.done()]
+        if len(tokens) < _LEAST or len(self._waiting) >= _MOST_WAITING:
+            return
+        self._look()
+        if any(common_prefix(text, tokens) == len(tokens) for text in self._texts.values()):
+            return
+        copies = [session.fork(len(session.tokens)) for session in sessions]
+        with suppress(RuntimeError):  # the program is exiting
+            self._waiting.append(self._writer.submit(self._write, copies))
+
+    def close(self) -> None:
+        """Wait for the end of writing."""
+        self._writer.shutdown()
+
+    def _write(self, copies: Sequence[Session]) -> None:
+        tokens = copies[0].tokens
+        head, num_bytes = self._head(tokens), sum(session.num_bytes for session in copies)
+        path = self._folder / f"{self._content[:16]}.{hashlib.sha256(head).hexdigest()[:16]}.prompt"
+        try:
+            if not self._make_room(num_bytes):
+                return
+            check_room(self._folder, num_bytes)
+            with whole_file(path) as part:
+                part.chmod(0o600)
+                write_texts(os.fsencode(part), head, copies)
+        except OSError as error:
+            if not self._has_failed:  # every text would, where the disk is full
+                self._report(f"a prompt is not kept: {error}")
+            self._has_failed = True
+            return
+        self._has_failed = False
+        for other, text in list(self._texts.items()):
+            # Without a text that this one can go back to, nothing is lost.
+            length = len(text)
+            if common_prefix(text, tokens) == length < len(tokens) and copies[0].reachable(length) == length:
+                other.unlink(missing_ok=True)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove the texts used longest ago, of any model, until a file of so many bytes is within the bound; returns
+        whether one ever is."""
+        files = []
+        for path in self._folder.glob("*.prompt"):
+            with suppress(FileNotFoundError):  # another process removed it
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
+        excess = num_bytes - self._most_bytes + sum(size for _, size, _ in files)
+        for _, size, path in sorted(files) if num_bytes <= self._most_bytes else []:
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+        return num_bytes <= self._most_bytes
+
+    def _look(self) -> None:
+        """Read the tokens of new files of these models, and forget removed ones."""
+        there = set(self._folder.glob(f"{self._content[:16]}.*.prompt"))
+        self._texts = {path: text for path, text in self._texts.items() if path in there}
+        for path in there - self._texts.keys():
+            try:
+                self._texts[path] = self._tokens(path)
+            except (OSError, ValueError) as error:
+                self._drop(path, str(error))
+
+    def _tokens(self, path: Path) -> NDArray[np.int32]:
+        """The tokens in the head of a file. Raises OSError and ValueError for what is none."""
+        start = self._start()
+        with open_regular(path) as file:
+            if file.read(len(start)) != start:
+                raise ValueError(f"{path}: of another model or version")
+            length = int.from_bytes(file.read(8), "little")
+            data = file.read(4 * length) if 4 * length <= os.fstat(file.fileno()).st_size else b""
+        if length == 0 or len(data) != 4 * length:
+            raise ValueError(f"{path}: damaged")
+        return np.frombuffer(data, "<i4").astype(np.int32)
+
+    def _start(self) -> bytes:
+        return _TITLE + self._content.encode() + b"\n"
+
+    def _head(self, tokens: NDArray[np.int32]) -> bytes:
+        return self._start() + len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes()
+
+    def _drop(self, path: Path, problem: str) -> None:
+        """Remove a file that cannot be used; another process may have removed it already."""
+        self._texts.pop(path, None)
+        with suppress(OSError):
+            path.unlink()
+            self._report(f"a kept prompt is removed: {problem}")

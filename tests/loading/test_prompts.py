@@ -1,0 +1,221 @@
+"""Prompts on disk: a text that goes on from restored bytes is the text of a cold start, and no bad file is trusted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.random_models import RandomModel, write
+
+import pystaged
+from pystaged import FixedPolicy, GenerationResult, ModelError, _core
+from pystaged._core import Session, read_texts, write_texts
+from pystaged.loading import prompts
+
+POLICY = FixedPolicy(width=1, depth=0, budget=0)
+PROMPT = np.random.default_rng(7).integers(1, 200, 300).tolist()
+MODELS = {
+    "llama": RandomModel("llama", context=2000, quantization="Q8_0"),
+    "gemma3": RandomModel("gemma3", context=2000, metadata={"attention.sliding_window": 40}),
+    "lfm2": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000),
+    "qwen35": RandomModel(
+        "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), context=2000
+    ),
+    "falcon-h1": RandomModel("falcon-h1", width=32, heads=2, kv_heads=1, spaces=(4, 2, 16), context=2000),
+}
+PROGRAM = """
+import sys, pystaged
+tokens = [int(each) for each in sys.argv[4].split(",")]
+options = {"draft": None, "recycle": False, "policy": pystaged.FixedPolicy(width=1, depth=0, budget=0)}
+with pystaged.load(sys.argv[1], prompt_cache=sys.argv[2], kv=sys.argv[3], **options) as engine:
+    result = engine.generate(tokens, max_tokens=20)
+print(result.stats.reused_tokens, *result.tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda name: write(folder / f"{name}.gguf", MODELS[name]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "prompts"
+
+
+def text(model: Path, tokens: list[int], folder: Path | None, **options: Any) -> GenerationResult:
+    """A text of a new engine."""
+    options = {"draft": None, "recycle": False, "policy": POLICY, **options}
+    with pystaged.load(model, prompt_cache=folder, **options) as engine:
+        return engine.generate(tokens, max_tokens=20)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.prompt"))
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+@pytest.mark.parametrize("name", MODELS)
+def test_restored_bytes_give_the_text_of_a_cold_start(
+    path_of: Callable[[str], Path], folder: Path, name: str, kv: str
+) -> None:
+    first = text(path_of(name), PROMPT, folder, kv=kv)
+    turn = [*PROMPT, *first.tokens, 5, 6, 7]
+    warm, cold = text(path_of(name), turn, folder, kv=kv), text(path_of(name), turn, None, kv=kv)
+    assert warm.tokens == cold.tokens
+    assert warm.stats.reused_tokens >= len(PROMPT)
+    assert cold.stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_another_process_with_another_kernel_goes_on(path_of: Callable[[str], Path], folder: Path, name: str) -> None:
+    def run(tokens: list[int], folder: Path, kernel: str) -> list[int]:
+        words = [sys.executable, "-c", PROGRAM, path_of(name), folder, "q8_0", ",".join(map(str, tokens))]
+        done = subprocess.run(
+            words, env={**os.environ, "PYSTAGED_KERNEL": kernel}, capture_output=True, text=True, check=True
+        )
+        return [int(word) for word in done.stdout.split()]
+
+    _, *tokens = run(PROMPT, folder, "scalar")
+    turn = [*PROMPT, *tokens, 5]
+    reused, *warm = run(turn, folder, _core.kernels()[-1])
+    assert warm == run(turn, folder.with_name("none"), "scalar")[1:]
+    assert reused >= len(PROMPT)
+
+
+def test_an_edit_in_the_middle_reuses_what_stands_before_it(path_of: Callable[[str], Path], folder: Path) -> None:
+    text(path_of("llama"), PROMPT, folder)
+    edited = [*PROMPT[:200], 3, *PROMPT[201:]]
+    warm = text(path_of("llama"), edited, folder)
+    assert warm.stats.reused_tokens == 200
+    assert warm.tokens == text(path_of("llama"), edited, None).tokens
+
+
+def test_the_text_of_a_draft_is_kept_too(path_of: Callable[[str], Path], folder: Path) -> None:
+    options: dict[str, Any] = {"draft": path_of("llama"), "policy": FixedPolicy(width=2, depth=2, budget=4)}
+    first = text(path_of("llama"), PROMPT, folder, **options)
+    turn = [*PROMPT, *first.tokens, 5]
+    warm, cold = text(path_of("llama"), turn, folder, **options), text(path_of("llama"), turn, None, **options)
+    assert warm.tokens == cold.tokens
+    assert warm.stats.reused_tokens >= len(PROMPT)
+
+
+def test_a_text_replaces_those_that_it_begins_with(path_of: Callable[[str], Path], folder: Path) -> None:
+    first = text(path_of("llama"), PROMPT, folder)
+    text(path_of("llama"), PROMPT, folder)
+    (kept,) = files(folder)
+    text(path_of("llama"), [*PROMPT, *first.tokens, 5], folder)
+    assert len(files(folder)) == 1
+    assert files(folder) != [kept]
+
+
+def test_the_user_alone_can_read_them(path_of: Callable[[str], Path], folder: Path) -> None:
+    text(path_of("llama"), PROMPT, folder)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *files(folder))] == [0o700, 0o600]
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="others can write into"):
+        text(path_of("llama"), PROMPT, folder)
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "head", "state", "end", "empty"])
+def test_a_damaged_file_is_removed_with_a_line(path_of: Callable[[str], Path], folder: Path, harm: str) -> None:
+    model = path_of("llama")
+    text(model, PROMPT, folder)
+    (path,) = files(folder)
+    data = bytearray(path.read_bytes())
+    at = {"head": 30, "state": len(data) // 2, "end": len(data) - 1}.get(harm, 0)
+    data[at] ^= 4 if at else 0
+    path.write_bytes({"cut": data[:-100], "longer": data + b"0", "empty": b""}.get(harm, data))
+    lines: list[str] = []
+    again = text(model, PROMPT, folder, report=lines.append)
+    assert again.stats.reused_tokens == 0
+    assert again.tokens == text(model, PROMPT, None).tokens
+    assert any(line.startswith("a kept prompt is removed: ") for line in lines)
+    assert path.read_bytes() != data or harm in ("cut", "longer", "empty")
+
+
+def test_a_file_of_another_model_or_kv_type_is_not_used(path_of: Callable[[str], Path], folder: Path) -> None:
+    text(path_of("llama"), PROMPT, folder)
+    (ours,) = files(folder)
+    assert text(path_of("llama"), PROMPT, folder, kv="q8_0").stats.reused_tokens == 0
+    assert text(path_of("gemma3"), PROMPT, folder).stats.reused_tokens == 0
+    theirs = next(path for path in files(folder) if path.name[:16] != ours.name[:16])
+    theirs.replace(ours)
+    assert text(path_of("llama"), PROMPT, folder, report=lambda _: None).stats.reused_tokens == 0
+
+
+def test_the_texts_used_longest_ago_make_room(path_of: Callable[[str], Path], folder: Path) -> None:
+    model = path_of("llama")
+    text(model, PROMPT, folder)
+    (first,) = files(folder)
+    os.utime(first, (1, 1))
+    size = first.stat().st_size
+    other = PROMPT[::-1]
+    text(model, other, folder, prompt_cache_size=size * 3 // 2)
+    assert first not in files(folder)
+    assert len(files(folder)) == 1
+    text(model, [9, *PROMPT], folder, prompt_cache_size=size // 2)
+    assert len(files(folder)) == 1
+
+
+def test_a_full_disk_costs_one_line(
+    path_of: Callable[[str], Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(prompts, "write_texts", full)
+    lines: list[str] = []
+    options: dict[str, Any] = {"draft": None, "recycle": False, "policy": POLICY, "report": lines.append}
+    with pystaged.load(path_of("llama"), prompt_cache=folder, **options) as engine:
+        found = [engine.generate(prompt, max_tokens=3).tokens for prompt in (PROMPT, PROMPT[::-1])]
+    assert [len(tokens) for tokens in found] == [3, 3]
+    assert len([line for line in lines if line.startswith("a prompt is not kept: ")]) == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    model, file = _core.Model(path_of("llama")), tmp_path / "file"
+    session = Session(model)
+    session.prefill(PROMPT)
+    with pytest.raises(ModelError, match="No such file"):
+        write_texts(file, b"head", [session])
+    file.touch()
+    write_texts(file, b"head", [session])
+    with pytest.raises(ValueError, match="new sessions"):
+        read_texts(file, b"head", [session])
+    with pytest.raises(TypeError):
+        read_texts(file, b"head", [None])  # type: ignore[list-item]
+    with pytest.raises(ModelError, match="another model"):
+        read_texts(file, b"hear", [Session(model)])
+    with pytest.raises(ModelError, match="longer than the context"):
+        read_texts(file, b"head", [Session(model, 100)])
+    other = Session(model)
+    data = file.read_bytes()
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        harmed = bytearray(data[: rng.integers(4, len(data) + 1)])
+        # Counts and shapes lie in the first bytes.
+        harmed[rng.integers(0, min(len(harmed), 1400))] ^= 1 << rng.integers(0, 8)
+        file.write_bytes(harmed)
+        with pytest.raises(ModelError):
+            read_texts(file, b"head", [other])
+        assert len(other.tokens) == 0
+    session.evaluate([1], [-1])
+    with pytest.raises(ValueError, match="pending"):
+        write_texts(file, b"head", [session])
+
+
+def test_a_model_on_a_device_keeps_none(path_of: Callable[[str], Path], folder: Path) -> None:
+    with pytest.raises(ValueError, match="on the cpu only"):
+        text(path_of("llama"), PROMPT, folder, device="ggml-cpu")
