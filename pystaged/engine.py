@@ -24,7 +24,7 @@ from pystaged.options import PROMPT_CACHE_SIZE, LoadFields
 from pystaged.process import ProcessLock
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
-from pystaged.runtime import Runtime
+from pystaged.runtime import Runtime, long_context_of
 from pystaged.stats import PassStats
 from pystaged.streams import OwningStream, Stream
 from pystaged.text import Prompt
@@ -43,6 +43,7 @@ Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] |
 class LoadOptions(LoadFields, total=False):
     """Options of `load`; see Engine."""
 
+    long_context: bool
     policy: TreePolicy | None
     prefill_budget: float
     report: Callable[[str], None] | None
@@ -98,6 +99,8 @@ class Engine:
             states, for prompts that begin like them, also after a restart; "auto" for one in the cache folder, None
             for none. The text is the same. The files hold what was said, readable for this user only. On the CPU only.
         prompt_cache_size: bytes of these files; the texts used longest ago are removed first.
+        long_context: with n_ctx 0, take up to 32,768 tokens, or 16,384 or 8,192 where a quarter of the free memory (or
+            kv_memory) holds no longer context; on the CPU only. The server does so.
         policy: decides how trees grow, in all contexts and threads; by default GainPolicy with measured costs.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds; each such pass prefills at least 8
             tokens.
@@ -126,6 +129,7 @@ class Engine:
         kv_memory: int | None = None,
         prompt_cache: str | Path | None = None,
         prompt_cache_size: int = PROMPT_CACHE_SIZE,
+        long_context: bool = False,
         policy: TreePolicy | None = None,
         prefill_budget: float = PREFILL_BUDGET,
         report: Callable[[str], None] | None = None,
@@ -163,6 +167,8 @@ class Engine:
             weight_cache=truth("weight_cache", weight_cache),
             recycle=truth("recycle", recycle),
         )
+        if truth("long_context", long_context) and n_ctx == 0:
+            n_ctx = long_context_of(bundle, kv_memory)
         self.runtime = Runtime(
             bundle, n_ctx, kv_memory, policy, prefill_budget, prompt_cache, prompt_cache_size, self._warn
         )

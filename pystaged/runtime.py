@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Tokenizer, file_identity
+from pystaged.backends.devices import open_session
 from pystaged.config import GenerationConfig, Grammar, integer
-from pystaged.decoding.contexts import ContextPool
+from pystaged.decoding.contexts import FREE_SHARE, ContextPool
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import Stepper
 from pystaged.loading.bundle import Bundle
@@ -30,6 +31,9 @@ from pystaged.thinking import Reasoning
 
 if TYPE_CHECKING:
     from pystaged.grammars import GrammarConstraint, Grammars
+
+
+_LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told by the length, too
 
 
 class Runtime:
@@ -190,6 +194,17 @@ class Runtime:
 
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(grammar)
+
+
+def long_context_of(bundle: Bundle, kv_memory: int | None) -> int:
+    """Positions of the contexts of a bundle with Engine's option long_context; 0 for the usual ones."""
+    if any(model.devices for model in bundle.models):
+        return 0
+    sessions = [open_session(model, 1) for model in bundle.models]
+    token_bytes = sum(session.cell_bytes - session.windowed_cell_bytes for session in sessions)
+    memory = kv_memory or bundle.free_memory() // FREE_SHARE
+    fitting = (length for length in _LONG_CONTEXTS if length * token_bytes <= memory)
+    return min(next(fitting, 0), bundle.target.max_context)
 
 
 def _kept_prompts(

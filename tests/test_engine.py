@@ -291,6 +291,17 @@ def test_long_prompts(engine: Engine) -> None:
     assert engine.generate(fits).text == result.text
 
 
+def test_long_contexts_are_as_memory_allows(tmp_path: Path) -> None:
+    path = write(tmp_path / "long.gguf", RandomModel("llama", context=40_000))
+    options: dict[str, Any] = {"draft": None, "recycle": False, "policy": FixedPolicy(1, 0, 0), "long_context": True}
+    token_bytes = _core.Session(_core.Model(path), 1).cell_bytes
+    for kv_memory, expected in ((40_000, 32_768), (20_000, 16_384), (10_000, 8192)):
+        with pystaged.load(path, kv_memory=kv_memory * token_bytes, **options) as engine:
+            assert engine.n_ctx == expected
+    with pystaged.load(path, n_ctx=100, **options) as engine:
+        assert engine.n_ctx == 100
+
+
 def test_a_context_shorter_than_the_models_says_how_to_have_more(path: Path) -> None:
     for n_ctx, more in (
         (16, rf"16; shorten .*n_ctx \(--n-ctx\), up to {CONTEXT}$"),

@@ -163,13 +163,12 @@ def draft_name(name: str) -> str | Path:
     return name if name in ("auto", "none") else model_name(name)
 
 
-def open_engine(model: str | None, options: LoadOptions) -> Engine:
-    """Load a model with a command's options; errors as in pystaged.load."""
+def open_engine(model: str | None, options: LoadOptions, *, long_context: bool = False) -> Engine:
+    """Load a model with a command's options; long_context and errors as in pystaged.load."""
     from pystaged import load  # noqa: PLC0415
 
-    return load(
-        model_name(model), **cast(Any, options.given | {"draft": draft_name(options.given["draft"])}), report=report
-    )
+    given = cast(Any, options.given | {"draft": draft_name(options.given["draft"])})
+    return load(model_name(model), **given, long_context=long_context, report=report)
 
 
 def read_prompt(prompt: str) -> str:

@@ -105,7 +105,11 @@ class SharedOptions(LoadOptions):
             "default": False,
             "help": "Draft from likely tokens of all users' earlier texts: the time that a text takes may reveal "
             "others' texts.",
-        }
+        },
+        "n_ctx": {
+            "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
+            "or 16384 or 8192 where a quarter of the free memory holds no longer context.",
+        },
     }
 
 
@@ -138,6 +142,13 @@ def serve(
             min=-1, callback=check, help="Most tokens of an answer's reasoning, -1 for no limit.", show_default=False
         ),
     ] = None,
+    billing_header: Annotated[
+        bool,
+        typer.Option(
+            "--billing-header",
+            help="Keep Claude Code's x-anthropic-billing-header line in prompts, which then begin anew at every turn.",
+        ),
+    ] = False,
     sampling: SamplingOptions,
     loading: SharedOptions,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
@@ -193,12 +204,13 @@ def serve(
             queue=waiting.queue,
             timeout=waiting.timeout,
             queue_timeout=waiting.queue_timeout,
+            billing_header=billing_header,
             metrics_prefix=metrics_prefix,
             log=report if log_requests else None,
         )
         with ExitStack() as stack:
             with answering_that_it_loads(listener, settings):
-                engine = stack.enter_context(open_engine(name, loading))
+                engine = stack.enter_context(open_engine(name, loading, long_context=True))
                 app = application(engine, settings)
             serve(
                 app,

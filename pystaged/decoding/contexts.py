@@ -24,7 +24,7 @@ _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves 
 _WORTH_WAITING = 64  # tokens of prefill from which on waiting to copy another sequence's is faster than repeating it
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
-_SHARE = 4  # contexts get the free memory divided by this
+FREE_SHARE = 4  # contexts get the free memory divided by this
 _KEPT_SHARE = 16  # states kept of a text may take the memory of contexts divided by this
 _MOST_KEPT = 8  # states kept of a text, however small they are
 # States are kept so many tokens before the end of a prompt: the next prompt may differ in the last tokens, which begin
@@ -136,13 +136,13 @@ class ContextPool:
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close an engine during a call
         first = make(None, 0)
         kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
-        kept_room = (memory or free // _SHARE) // _KEPT_SHARE
+        kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
         self._cells = [
             _Cells.of(session, whole, self._num_kept) for session, whole in zip(first.sessions, on_device, strict=False)
         ]
         self.full_bytes = self._needed(first.target.n_ctx)
-        usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // _SHARE, self.full_bytes)
+        usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // FREE_SHARE, self.full_bytes)
         self.memory = memory or usual
         self._n_ctx = first.target.n_ctx
         self._at_rest = {first: self._held(first)}  # least recently used first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -26,6 +27,8 @@ _DELTAS = {
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
 _MOST = 4096  # parts of a message
+# Claude Code's first line, which changes with every turn; behind it, no prompt would begin like the one before.
+_BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 
 class Block(Open):
@@ -140,14 +143,14 @@ class TokenCount(TypedDict):
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     try:
-        return MessageAnswer(state, request, chats.turns(state, _chat(request)))
+        return MessageAnswer(state, request, chats.turns(state, _chat(state, request)))
     except ApiError as error:
         raise _too_long(error) from None
 
 
 def count(state: State, request: MessageRequest) -> TokenCount:
     """Count the tokens of a prompt. Errors as in begin."""
-    return {"input_tokens": chats.count(state, _chat(request))}
+    return {"input_tokens": chats.count(state, _chat(state, request))}
 
 
 def _too_long(error: ApiError) -> ApiError:
@@ -159,11 +162,12 @@ def _too_long(error: ApiError) -> ApiError:
     return ApiError(400, f"{words}; the server's --n-ctx allows more", param="messages", code=body["code"])
 
 
-def _chat(request: MessageRequest) -> ChatRequest:
+def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if request.messages[-1].role == "assistant":
         raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
-    messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    system = _text(request.system or "") if state.settings.billing_header else _unbilled(request.system or "")
+    messages = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
         messages += _answered(message) if message.role == "assistant" else _asked(message)
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
@@ -182,6 +186,13 @@ def _chat(request: MessageRequest) -> ChatRequest:
         schema = {"schema": output.format.schema_}
         more["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat_request(request, messages, **more)
+
+
+def _unbilled(system: Content) -> str:
+    """A system message without Claude Code's billing header, which may be a block of its own."""
+    if isinstance(system, str):
+        return _BILLING.sub("", system)
+    return _text([block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in system])
 
 
 def _tool(tool: MessageTool) -> dict[str, Any]:

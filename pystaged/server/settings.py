@@ -21,8 +21,9 @@ class Settings:
     keys of which a request needs one; empty for no check. allowed_hosts: host names to accept, besides localhost
     and addresses. cors_origins: sites whose pages may use the server, "*" for all. parallel: most sequences in
     progress; queue: most sequences waiting. max_body: most bytes of a request. timeout, queue_timeout: longest time
-    of a request, in all and in the queue, in seconds. metrics_prefix: of the names in /metrics. log: called with a
-    line for each request, or None.
+    of a request, in all and in the queue, in seconds. billing_header: whether the system messages of /v1/messages keep
+    Claude Code's x-anthropic-billing-header line, which changes with every turn. metrics_prefix: of the names in
+    /metrics. log: called with a line for each request, or None.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Settings:
     max_body: int = 4 << 20
     timeout: float = 3600.0
     queue_timeout: float = 600.0
+    billing_header: bool = False
     metrics_prefix: str = "pystaged:"
     log: Any = None
 

@@ -8,12 +8,14 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.families import CASES
 from support.random_models import RandomModel, write
 
 import pystaged
@@ -26,6 +28,7 @@ PROMPT = np.random.default_rng(7).integers(1, 200, 300).tolist()
 MODELS = {
     "llama": RandomModel("llama", context=2000, quantization="Q8_0"),
     "gemma3": RandomModel("gemma3", context=2000, metadata={"attention.sliding_window": 40}),
+    "gemma4": replace(CASES["gemma4"], context=2000),
     "lfm2": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000),
     "qwen35": RandomModel(
         "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), context=2000
