@@ -66,7 +66,7 @@ void PackedPass::choose(const Experts& experts, int n) {
         const float* logits = scores_.data() + row * stride;
         std::vector<double> scores(logits, logits + numbers.count);
         for (double& score : scores) {
-            score = std::isfinite(score) ? score : 0;  // the row's logits will not be finite either
+            score = std::isfinite(score) ? score : 0;  // so that they have an order
         }
         if (numbers.scores == Scores::softmax) {
             softmax(scores);

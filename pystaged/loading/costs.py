@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pystaged._core import HiddenRows, Model, Session, Work, run
+from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
@@ -21,6 +22,12 @@ from pystaged.files import cache_folder, keep, read_small
 
 # Acceptance rates of first guesses, assumed until a drafter has been scored.
 DRAFT_RATE, HEAD_RATE, NGRAM_RATE = 0.75, 0.6, 0.53
+# Text of the passes that are timed.
+_TEXT = (
+    "The sky is blue because air scatters blue light more than red light. In the evening the light comes a longer way "
+    "through the air, so that more of the blue is lost, and what is left is red. On the Moon, which has no air, the "
+    "sky is black even when the Sun shines. Question: What would the sky look like if the air were much thicker?"
+)
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 600.0  # limits of a pass on any machine
 _LEAST_RISE = 0.5  # more rows never cost less, but corrections while running are noisy
 _MOST_RISE = 1.25  # times as many one-row passes; more means that another program disturbed the measurement
@@ -30,22 +37,20 @@ _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
-def measure_passes(model: Model, target: Model | None = None) -> PassCost:
+def measure_passes(model: Model, text: NDArray[np.int32]) -> PassCost:
     """Time a model's passes with an empty and with a long past, including candidate selection.
 
     Args:
-        target: of a draft that reads its hidden states.
+        text: tokens of the rows, int32[n], repeated if there are more rows. Of a mixture of experts, neighbours in a
+            text have some experts in common.
     """
-    if target:
-        return _measure_features(model, target)
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
     room = model.max_context - most_rows
     cells = min(_CELLS, room) if room >= _LEAST_CELLS else 0
     sessions: dict[int, Session] = {}
 
-    # Different tokens, as a mixture's rows have different experts.
-    tokens = np.random.default_rng(0).integers(model.vocab_size, size=most_rows, dtype=np.int32)
+    tokens = np.resize(text, most_rows)
 
     def run(num_rows: int, cells: int) -> None:
         session = sessions[cells]
@@ -68,7 +73,7 @@ def measure_passes(model: Model, target: Model | None = None) -> PassCost:
 
 
 def _measure_features(draft: Model, target: Model) -> PassCost:
-    """The same for a draft that reads a target's hidden states: blocks, or rows that read the draft's own."""
+    """As measure_passes, for a draft that reads a target's hidden states: blocks, or rows that read the draft's own."""
     greedy, chain = SamplingConfig().native, range(-1, MEASURED_ROWS[-1] - 1)
     cells = min(_CELLS, target.max_context - MEASURED_ROWS[-1])
     cells = cells if cells >= _LEAST_CELLS else 0
@@ -137,7 +142,10 @@ class Costs:
         cost = None if again else self._store.load(key)
         if cost is None:
             self._report(f"measuring passes of {path.name} on {device}")
-            cost = measure_passes(model, target)
+            if target:
+                cost = _measure_features(model, target)
+            else:
+                cost = measure_passes(model, Tokenizer(os.fsencode(path)).encode(_TEXT))
             self._store.save(key, cost)
         self._known[place] = key, cost
         return cost

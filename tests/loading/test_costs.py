@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pystaged._core import Model, Session
@@ -156,7 +157,7 @@ def test_every_length_of_context_can_be_measured(
         return opened[-1]
 
     monkeypatch.setattr(costs, "open_session", opening)
-    found = measure_passes(Model(str(path)))
+    found = measure_passes(Model(str(path)), np.arange(5, dtype=np.int32))
     assert found.seconds.keys() == found.slopes.keys() == {n for n in MEASURED_ROWS if n <= max(context, 2)}
     assert all(slope >= 0 for slope in found.slopes.values())
     assert all(session.closed for session in opened)
