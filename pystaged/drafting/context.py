@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-_MAX_ORDER = 4  # tokens of the longest n-gram
+_MAX_ORDER = 4  # tokens of the longest n-gram that is looked up
+_LONGER = (16, 8)  # lengths of longer matches, which are sought among the occurrences of that
 _WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 
 
 class ContextNgrams:
     """The n-grams of orders 1 to 4 of the committed tokens, and the positions of the tokens that followed them.
 
-    The `tail` of a lookup is the committed tokens, perhaps followed by a guessed path; its last 4 tokens suffice.
+    The `tail` of a lookup is the committed tokens, perhaps followed by a guessed path; its last 16 tokens suffice.
     """
 
     def __init__(self) -> None:
@@ -30,11 +31,12 @@ class ContextNgrams:
             self._tokens.append(int(token))
 
     def chances(self, tail: Sequence[int], k: int) -> tuple[dict[int, float], int]:
-        """The tokens that followed the longest suffix of `tail`, of at most 4 tokens, that occurred before.
+        """The tokens that followed the longest suffix of `tail` that occurred before, among those of 1, 2, 3, 4, 8 and
+        16 tokens.
 
         Returns:
             at most k tokens, the most frequent first, then the most recent, each with count / (occurrences + 1) among
-            the 32 most recent occurrences; and the length of the suffix, 0 for no match.
+            the 32 most recent occurrences of the last 4 tokens; and the length of the suffix, 0 for no match.
 
         Raises:
             ValueError: k is below 1.
@@ -44,13 +46,19 @@ class ContextNgrams:
         gram = tuple(tail[-_MAX_ORDER:])
         while gram and gram not in self._followers:
             gram = gram[1:]
-        positions = self._followers[gram][-_WINDOW:] if gram else []
+        positions, order = self._followers[gram][-_WINDOW:] if gram else [], len(gram)
+        for length in _LONGER if order == _MAX_ORDER else ():
+            end = list(tail[-length:])
+            longer = [position for position in positions if self._tokens[max(0, position - length) : position] == end]
+            if longer and len(end) == length:
+                positions, order = longer, length
+                break
         counts: dict[int, int] = {}
         for position in reversed(positions):
             token = self._tokens[position]
             counts[token] = counts.get(token, 0) + 1
         best = sorted(counts.items(), key=_by_count)[:k] if len(counts) > 1 else counts.items()
-        return {token: count / (len(positions) + 1) for token, count in best}, len(gram)
+        return {token: count / (len(positions) + 1) for token, count in best}, order
 
 
 def _by_count(item: tuple[int, int]) -> int:

@@ -22,9 +22,9 @@ NOBODY = 0
 DRAFT = 1
 TABLE = 2
 RECYCLED = (NOBODY, 3, 4)  # by number of matching tokens
-CONTEXT = (NOBODY, 5, 6, 7, 8)  # by length of the n-gram
-LATER = (9, 10, 11, 12, 13, 14, 15)  # tokens of a parallel draft's pass after the first one, which is DRAFT's
-HEAD = 16  # added to the source of the lookups that it is mixed with
+CONTEXT = {0: NOBODY, 1: 5, 2: 6, 3: 7, 4: 8, 8: 9, 16: 10}  # by number of matching tokens
+LATER = (11, 12, 13, 14, 15, 16, 17)  # tokens of a parallel draft's pass after the first one, which is DRAFT's
+HEAD = 18  # added to the source of the lookups that it is mixed with
 
 # The share of a proposer, by the source of the mixture before it; 1 if that is empty. The longer an n-gram of the
 # sequence, the larger its share.
@@ -33,7 +33,7 @@ SHARES: dict[int, dict[int, float]] = {
     CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
     CONTEXT[2]: {TABLE: 0.5, RECYCLED[1]: 0.8, RECYCLED[2]: 0.8},
     CONTEXT[3]: {TABLE: 0.75, RECYCLED[1]: 0.9, RECYCLED[2]: 0.9},
-    CONTEXT[4]: {TABLE: 0.9, RECYCLED[1]: 0.95, RECYCLED[2]: 0.95},
+    **{CONTEXT[n]: {TABLE: 0.9, RECYCLED[1]: 0.95, RECYCLED[2]: 0.95} for n in (4, 8, 16)},
     HEAD: {
         TABLE: 0.8,
         RECYCLED[1]: 0.8,
@@ -41,7 +41,7 @@ SHARES: dict[int, dict[int, float]] = {
         CONTEXT[1]: 0.7,
         CONTEXT[2]: 0.5,
         CONTEXT[3]: 0.3,
-        CONTEXT[4]: 0.1,
+        **{CONTEXT[n]: 0.1 for n in (4, 8, 16)},
     },
 }
 
@@ -81,7 +81,7 @@ _TEMPERATURE = 1.25  # of the softmax; separates hits from misses best for the b
 _RANKS = 6
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
-_TRUST_IN_DRAFT, _TRUST = 0.9, 0.6  # prior rate of a candidate, divided by its share: a draft's, any other's
+_TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 
 class Rates(dict[Cell, float]):
@@ -89,7 +89,7 @@ class Rates(dict[Cell, float]):
 
     def __missing__(self, cell: Cell) -> float:
         source, _, column = cell
-        rate = self[cell] = (_TRUST_IN_DRAFT if source == DRAFT else _TRUST) * _CENTRES[column]
+        rate = self[cell] = _TRUST.get(source, 0.6) * _CENTRES[column]
         return rate
 
 

@@ -17,7 +17,7 @@ from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.stats import DrafterStats
 
-TAIL = 4  # tokens of the longest n-gram
+TAIL = 16  # tokens of the longest n-gram
 
 
 class GrowingTree(TreeBuilder):

@@ -27,10 +27,15 @@ from support.random_models import RandomModel, add_vocabulary, write
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import GainPolicy
+from pystaged.decoding.requests import finish
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.corpus import sample_answers, sample_documents
+from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.katz import estimate
+from pystaged.drafting.lookups import lookups
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.tables import find_table, table_path
@@ -684,11 +689,17 @@ def test_a_name_that_is_not_utf_8(draft: Path) -> None:
 
 
 def scan(tokens: list[int], tail: list[int]) -> tuple[list[int], int]:
-    """Positions that followed the longest suffix of `tail` that was followed by anything: the last 32."""
+    """Positions that followed the longest suffix of `tail` that was followed by anything: the last 32 of up to four
+    tokens, and among those the ones of eight or sixteen."""
     for order in range(min(4, len(tail)), 0, -1):
         found = [i for i in range(order, len(tokens)) if tokens[i - order : i] == tail[-order:]]
         if found:
-            return found[-32:], order
+            found = found[-32:]
+            for length in (16, 8) if order == 4 and len(tail) >= 8 else ():
+                longer = [i for i in found if length <= min(i, len(tail)) and tokens[i - length : i] == tail[-length:]]
+                if longer:
+                    return longer, length
+            return found, order
     return [], 0
 
 
@@ -724,6 +735,36 @@ def test_only_recent_occurrences_count() -> None:
     context = ContextNgrams()
     context.extend([1, 2] * 5 + [1, 3] * 33)
     assert context.chances([9, 1], 8) == ({3: 32 / 33}, 1)
+
+
+def test_a_long_match_goes_on_where_it_was() -> None:
+    context = ContextNgrams()
+    context.extend([*range(20), 50, 1, *range(16, 20), 60, 2, *range(12, 20), 70])
+    assert context.chances(range(16, 20), 8) == ({70: 1 / 4, 60: 1 / 4, 50: 1 / 4}, 4)
+    assert context.chances([3, *range(12, 20)], 8) == ({70: 1 / 3, 50: 1 / 3}, 8)
+    assert context.chances(range(20), 8) == ({50: 1 / 2}, 16)
+
+
+def test_an_edit_takes_few_steps() -> None:
+    """A text of few different tokens is written again with three changes, as if a target did it."""
+    cost, free = PassCost({1: 1.0, 16: 1.2, 32: 2.4}), PassCost({1: 0.0})
+    drafter = TreeDrafter(lookups(), GainPolicy(cost, free), VOCAB_SIZE + 1)
+    text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 480, dtype=np.int32)
+    answer = [*text[:100], 6, *text[100:240], *text[250:380], *[6] * 9, *text[390:]]
+    drafter.start(np.array([*text, 6, *answer[:20]], np.int32))
+    rest, steps = answer[20:], 0
+    while rest:
+        tree = finish(drafter.draft(SamplingConfig(), 64))
+        node, accepted = 0, []
+        for token in rest:
+            accepted.append(int(token))
+            found = (tree.parents == node) & (tree.tokens == token)
+            if not found.any():
+                break
+            node = int(found.argmax())
+        drafter.advance(accepted)
+        rest, steps = rest[len(accepted) :], steps + 1
+    assert steps <= 42  # 64 by matches of at most four tokens
 
 
 def test_context_refuses_impossible_sizes() -> None:
