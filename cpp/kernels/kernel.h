@@ -149,12 +149,14 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-enum class Activation { none, gelu, silu, squared_relu };  // gelu in its tanh form
+// gelu in its tanh form; what clamped_silu gates is clamped, too, and 1 added.
+enum class Activation { none, gelu, silu, squared_relu, clamped_silu, clamped_linear };
 
 // What happens to a sum before it is stored:
 //   out = softcap(gate * activation(sum + bias) * scale) + residual
 // Where the outputs are `gated`, those of groups 2 g are gates of those of groups 2 g + 1, which alone make group g:
 //   out = softcap(activation(gate's sum + bias) * (sum + bias) * scale) + residual
+// where clamped_silu's gates open clamped_linear(sum + bias).
 struct Epilogue {
     const float* bias = nullptr;  // [outputs], or none
     Activation activation = Activation::none;

@@ -9,6 +9,8 @@
     switch (activation) {
         case Activation::gelu: return gelu(x);
         case Activation::silu: return silu(x);
+        case Activation::clamped_silu: return clamped_silu(x);
+        case Activation::clamped_linear: return clamped_linear(x);
         default: return squared_relu(x);
     }
 }
@@ -25,6 +27,8 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     const bool opened = e.gated && unit / kUnits % 2 == 1;  // its gate lies in `out` already
     if (e.activation != Activation::none && !opened) {
         sum = activate(sum, e.activation);
+    } else if (opened && e.activation == Activation::clamped_silu) {
+        sum = activate(sum, Activation::clamped_linear);
     }
     if (e.gated) {
         column -= size_t(unit / kUnits + 1) / 2 * kLanes;

@@ -144,6 +144,18 @@ inline V squared_relu(V x) {
     return x * x;
 }
 
+// gpt-oss's gate, and what it opens: both bounded, NaN kept.
+template <class V>
+inline V clamped_silu(V x) {
+    x = min(V::set(7.0f), x);
+    return x / (V::set(1.0f) + exp(x * V::set(-1.702f)));
+}
+
+template <class V>
+inline V clamped_linear(V x) {
+    return max(V::set(-7.0f), min(V::set(7.0f), x)) + V::set(1.0f);
+}
+
 // cap * tanh(x / cap), as cap - 2 cap / (exp(2 x / cap) + 1); NaN where x is not finite.
 template <class V>
 inline V softcapped(V x, float cap) {

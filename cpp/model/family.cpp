@@ -28,6 +28,8 @@ constexpr Family kFamilies[] = {
     {"ernie4_5-moe", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias | kOutputBias, kNormalized},
     {"bailingmoe2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kRouted | kSigmoidExperts},
     {"olmoe", Pairs::halves, Gate::silu, kPreNorms | kWholeNorms | kHead, kQkvBias, kExperts | kWholeExperts},
+    {"gpt-oss", Pairs::halves, Gate::clamped, kAttnNorm | kBiases | kHead, 0,
+     kFfnNormBehind | kExperts | kScoresOfChosen | kSinks, 0, 2, 128},
     {"phi3", Pairs::halves, Gate::silu, kPreNorms | kFusedGate, kHead | kQkvBias | kLongFactors},
     {"starcoder2", Pairs::halves, Gate::none, kPreNorms | kOutputBias | kFfnBias, kHead | kQkvBias, kLayerNorm},
     {"stablelm", Pairs::halves, Gate::silu, kAttnNorm | kHead, kFfnNorm | kQkvBias | kOwnHeadNorms, kLayerNorm},

@@ -8,8 +8,9 @@ namespace pystaged {
 // Which numbers of a head rotary positions turn together.
 enum class Pairs { none, adjacent, halves };
 
-// What the feed-forward network does between its matrices: GELU alone, or an activation of the gate times the rest.
-enum class Gate { none, silu, gelu };
+// What the feed-forward network does between its matrices: GELU alone, or an activation of the gate times the rest,
+// which is clamped like the gate in gpt-oss.
+enum class Gate { none, silu, gelu, clamped };
 
 // How a draft reads hidden states of its target: a row beside each token (EAGLE-3), a row joined with each token into
 // one (MTP, the layer in some models' files that predicts further tokens), or as context, the keys and values of the
@@ -37,7 +38,7 @@ enum Part : unsigned {
 };
 
 // What holds for some architectures and not for others.
-enum Rule : unsigned {
+enum Rule : uint64_t {
     kLayerNorm = 1 << 0,            // norms are layer norms, else RMS
     kScaledEmbedding = 1 << 1,      // by the square root of the width
     kWholeRotation = 1 << 2,        // rotary positions turn all of a head
@@ -69,7 +70,9 @@ enum Rule : unsigned {
     kLayersDiffer = 1 << 28,        // in heads of keys and values and feed-forward width; where they have a window, in
                                     // the width of heads and what is turned of them; the last may store no keys
     kUnscaledScores = 1 << 29,      // attention's scores are not divided by the root of a head's width
-    kNormedValues = 1 << 30         // by each head's RMS; a layer without values normalizes its keys for them
+    kNormedValues = 1 << 30,        // by each head's RMS; a layer without values normalizes its keys for them
+    kSinks = uint64_t(1) << 31,     // each head has a score beside those of positions, for attending to nothing
+    kScoresOfChosen = uint64_t(1) << 32  // the weights of a row's experts are a softmax of their scores alone
 };
 
 struct Family {
@@ -77,7 +80,7 @@ struct Family {
     Pairs rope;
     Gate gate;
     unsigned required, optional;  // parts
-    unsigned rules = 0;
+    uint64_t rules = 0;
     int skip_rope_every = 0;  // every so many layers, one has no rotary positions
     int window_period = 0;    // where a file has a window but no pattern: how many layers to one without it
     int window = 0;           // of a file that states none; such a family always has one

@@ -165,7 +165,8 @@ void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, H
 
 void read_experts(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     ExpertNumbers& experts = h.experts;
-    experts.count = family.has(kExperts) ? keys.number("expert_count", 0, 1024, 0) : 0;
+    const int least = family.has(kScoresOfChosen) ? 1 : 0;  // there is no gpt-oss without
+    experts.count = family.has(kExperts) ? keys.number("expert_count", least, 1024, least) : 0;
     if (experts.count == 0) {
         return;
     }
@@ -199,6 +200,9 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
                   " experts for each token");
     }
     experts.normalized = family.has(kNormalizedExperts);
+    if (family.has(kScoresOfChosen)) {
+        experts.scores = Scores::softmax_of_chosen;
+    }
     if (family.has(kRoutingKeys)) {
         const int usual = static_cast<int>(family.has(kSigmoidExperts) ? Scores::sigmoid : Scores::softmax);
         const int scores = keys.number("expert_gating_func", 0, 3, usual);

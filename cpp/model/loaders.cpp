@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <stdexcept>
 
 namespace pystaged {
@@ -151,6 +152,7 @@ Attention PackedLoader::attention() {
     if (family_.has(kNormedValues)) {
         result.v_norm.values.assign(numbers_.layers[layer_].head_dim, 1.0f);
     }
+    result.sinks = vector(Role::attn_sinks);
     pack_qkv(result);
     result.output = linear(Role::attn_output, Role::attn_output_bias);
     return result;
@@ -301,10 +303,11 @@ void PackedLoader::pack_qkv(Attention& attention) {
         parts.push_back({find(Role::attn_v), find(Role::attn_v_bias), in_order(kv), &attention.v_at});
     }
     attention.qkv = pack_side_by_side(parts, attention.qkv_stride);
-    for (const auto& [role, place] : {std::pair(Role::attn_k, &attention.k_at), {Role::attn_v, &attention.v_at}}) {
-        if (!find(role)) {
-            *place = attention.qkv_stride;
-        }
+    if (!find(Role::attn_k)) {
+        attention.k_at = attention.qkv_stride;
+    }
+    if (!find(Role::attn_v)) {
+        attention.v_at = attention.qkv_stride;
     }
 }
 
@@ -342,25 +345,26 @@ Dense PackedLoader::dense() {
 }
 
 Experts PackedLoader::experts() {
-    // One expert's matrix.
-    const auto slice = [&](Role role, int expert) {
-        TensorView view = *find(role);
-        view.bytes /= view.ne[2];
-        view.at += expert * view.bytes;
-        view.ne[2] = 1;
-        return view;
+    std::map<Role, TensorView> parts;  // of one expert
+    const auto slice = [&](Role role, int dimension, int expert) -> const TensorView* {
+        const TensorView* whole = find(role);
+        if (!whole) {
+            return nullptr;
+        }
+        TensorView& part = parts[role] = *whole;
+        part.bytes /= part.ne[dimension];
+        part.at += expert * part.bytes;
+        part.ne[dimension] = 1;
+        return &part;
     };
     Experts result;
-    result.router = linear(Role::router);
+    result.router = linear(Role::router, Role::router_bias);
     result.bias = vector(Role::selection_bias);
     for (int i = 0; i < numbers_.experts.count; ++i) {
-        const TensorView up = slice(Role::experts_up, i), down = slice(Role::experts_down, i);
-        if (find(Role::experts_gate)) {
-            const TensorView gate = slice(Role::experts_gate, i);
-            result.each.push_back(pack_dense({&gate, &up, &down}, numbers_.experts.width));
-        } else {
-            result.each.push_back(pack_dense({nullptr, &up, &down}, numbers_.experts.width));
-        }
+        result.each.push_back(pack_dense({slice(Role::experts_gate, 2, i), slice(Role::experts_up, 2, i),
+                                          slice(Role::experts_down, 2, i), slice(Role::experts_gate_bias, 1, i),
+                                          slice(Role::experts_up_bias, 1, i), slice(Role::experts_down_bias, 1, i)},
+                                         numbers_.experts.width));
     }
     if (numbers_.experts.shared_width > 0) {
         result.all = pack_dense({find(Role::shared_gate), find(Role::shared_up), find(Role::shared_down)},

@@ -117,7 +117,7 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35,
                 kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37, kSelectionBias = Parts(1) << 38,
                 kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40, kLayerEmbeddings = Parts(1) << 41,
-                kLayerScale = Parts(1) << 42;
+                kLayerScale = Parts(1) << 42, kHasSinks = Parts(1) << 43;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -194,6 +194,7 @@ constexpr Entry kAttention[] = {
     {Role::attn_k_norm, "attn_k_norm.weight", Size::kv, Size::none, kWholeNorms},
     {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
     {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
+    {Role::attn_sinks, "attn_sinks.weight", Size::heads, Size::none, kHasSinks},
 };
 // Of a layer that attends to keys and values of another one.
 constexpr Entry kQueries[] = {
@@ -258,6 +259,10 @@ constexpr Entry kFusedExpertUp = {
     Role::experts_up, "ffn_gate_up_exps.weight", Size::width, Size::fused_expert_ffn, kGate, Size::experts};
 constexpr Entry kOfExperts[] = {
     {Role::router, "ffn_gate_inp.weight", Size::width, Size::experts, 0},
+    {Role::router_bias, "ffn_gate_inp.bias", Size::experts, Size::none, kFfnBias},
+    {Role::experts_gate_bias, "ffn_gate_exps.bias", Size::expert_ffn, Size::experts, kGate | kFfnBias},
+    {Role::experts_up_bias, "ffn_up_exps.bias", Size::expert_ffn, Size::experts, kFfnBias},
+    {Role::experts_down_bias, "ffn_down_exps.bias", Size::width, Size::experts, kFfnBias},
     {Role::selection_bias, "exp_probs_b.bias", Size::experts, Size::none, kSelectionBias},
     {Role::experts_down, "ffn_down_exps.weight", Size::expert_ffn, Size::width, 0, Size::experts},
     {Role::shared_gate, "ffn_gate_shexp.weight", Size::width, Size::shared_ffn, kShares | kGate},
@@ -331,7 +336,8 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
         (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
         (h.experts.shared_width > 0 ? kShares : 0) | (family.has(kSharedGate) ? kOpensShared : 0) |
-        (h.layer_embedding_width > 0 ? kLayerEmbeddings : 0) | features_of(file, family, h);
+        (h.layer_embedding_width > 0 ? kLayerEmbeddings : 0) | (family.has(kSinks) ? kHasSinks : 0) |
+        features_of(file, family, h);
     const Parts known = required | family.optional | kTapsBias | kAheadNorm | kSelectionBias |
                         (family.has(kLayersDiffer) ? kLayerScale : 0);
     std::unordered_set<std::string> claimed;

@@ -11,6 +11,7 @@ namespace pystaged {
 // When packed, the matrices that multiply the same row are joined into one if their types allow it.
 struct Attention {
     Norm q_norm, k_norm;
+    Vector sinks;   // [heads], or none
     Vector v_norm;  // of ones, where values are normalized
     std::vector<Linear> qkv;
     // Where rows of `qkv`'s products, packed, have their parts behind the queries; at their end what they do not have.

@@ -4,6 +4,7 @@
 #include <climits>
 #include <numeric>
 
+#include "own_math.h"
 #include "thread_pool.h"
 
 namespace pystaged {
@@ -153,6 +154,13 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             float* to = out + row * out_stride + size_t(head) * head_dim;
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
             kernel.fold(partials + i * stride, next, count, head_dim, total, done ? to : nullptr);
+            if (done && how.sinks) {
+                const float* state = total + padded(head_dim, kLanes);
+                const double sum = state[kPartialSum];
+                const double sink = own_exp(how.sinks[head] - double(state[kPartialTop]) * state[kPartialScale]);
+                const float part = static_cast<float>(sum / (sum + sink));
+                std::transform(to, to + head_dim, to, [part](float x) { return x * part; });
+            }
             if (done && rows.gate_at > 0) {
                 const float* gates = rows.qkv + (rows.first_row + row - rows.begin) * rows.stride + rows.gate_at;
                 kernel.open(gates + size_t(head) * head_dim, false, head_dim, to);

@@ -21,7 +21,8 @@ struct AttentionLayer {
     const float* q_norm = nullptr;  // [head_dim], or none
     const float* k_norm = nullptr;
     const float* v_norm = nullptr;
-    bool own_norms = false;  // whether each head has its own: [heads][head_dim]
+    const float* sinks = nullptr;  // [num_heads], scores of attending to nothing, or none
+    bool own_norms = false;        // whether each head has its own: [heads][head_dim]
     bool layer_norms = false;
     float norm_epsilon = 0;
 };

@@ -16,9 +16,10 @@ namespace {
 constexpr int kFewRows = 64;
 
 Activation activation_of(const Family& family) {
-    return family.has(kSquaredRelu)    ? Activation::squared_relu
-           : family.gate == Gate::silu ? Activation::silu
-                                       : Activation::gelu;
+    return family.gate == Gate::clamped ? Activation::clamped_silu
+           : family.has(kSquaredRelu)   ? Activation::squared_relu
+           : family.gate == Gate::silu  ? Activation::silu
+                                        : Activation::gelu;
 }
 
 }  // namespace
@@ -525,6 +526,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     how.q_norm = whole_norms ? nullptr : attention.q_norm.weight.data();
     how.k_norm = whole_norms ? nullptr : attention.k_norm.weight.data();
     how.v_norm = attention.v_norm.data();
+    how.sinks = attention.sinks.data();
     how.own_norms = model_.family().optional & kOwnHeadNorms;
     how.layer_norms = model_.family().has(kLayerNorm);
     how.norm_epsilon = h.norm_epsilon;
@@ -583,6 +585,7 @@ void PackedPass::open(const Dense& dense, const Activations& of_gate, const Acti
         gate.epilogue = epilogue(dense.gate, gates, stride);
         gate.epilogue.activation = activation;
         up.epilogue.gate = gates;
+        up.epilogue.activation = activation == Activation::clamped_silu ? Activation::clamped_linear : Activation::none;
         up.before = &gate;
     } else {
         up.epilogue.activation = activation;

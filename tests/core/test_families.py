@@ -266,6 +266,13 @@ SINGLE_TYPES = {
     "experts-MXFP4": RandomModel(
         "qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0", types={"exps": "MXFP4"}, tie=False
     ),
+    "gpt-oss": replace(
+        CASES["gpt-oss"],
+        seed=0,
+        experts=(8, 3, 64, 0),
+        quantization="Q8_0",
+        types={"gate_exps": "Q8_0", "exps": "MXFP4"},
+    ),
     "gemma4": replace(
         CASES["gemma4"],
         quantization="Q8_0",
@@ -562,6 +569,21 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         None,
         "has 3 entries for 2 layers",
     ),
+    "no-sinks": (
+        CASES["gpt-oss"],
+        drop("blk.0.attn_sinks.weight"),
+        "tensor 'blk.0.attn_sinks.weight' is missing",
+    ),
+    "no-expert-biases": (
+        CASES["gpt-oss"],
+        drop("blk.1.ffn_up_exps.bias"),
+        "tensor 'blk.1.ffn_up_exps.bias' is missing",
+    ),
+    "no-experts": (
+        replace(CASES["gpt-oss"], experts=(0, 0, 0, 0)),
+        None,
+        "metadata 'gpt-oss.expert_used_count' is missing",
+    ),
     "shared-cells": (
         replace(CASES["gemma4"], metadata=CASES["gemma4"].metadata | {"attention.shared_kv_layers": 5}),
         None,
@@ -729,6 +751,7 @@ for number in range(int(sys.argv[3])):
         "nemotron_h",
         "falcon-h1",
         "gemma4",
+        "gpt-oss",
     ],
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:

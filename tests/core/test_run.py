@@ -35,6 +35,7 @@ FAMILIES = {
         "gemma2", head_dim=24, kv_heads=1, layers=3, context=CONTEXT, metadata={"attention.sliding_window": 300}
     ),
     "gemma4": replace(CASES["gemma4"], context=CONTEXT),
+    "gpt-oss": replace(CASES["gpt-oss"], context=CONTEXT),
 }
 PREFIX = np.random.default_rng(0).integers(0, 257, CONTEXT - 100, dtype=np.int32)
 LENGTHS = [0, 1, 15, 16, 17, 100, 511, 512, 513, 700, 1025, 1100]

@@ -150,6 +150,8 @@ double activated(double x, Activation activation) {
         case Activation::gelu: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
         case Activation::silu: return x / (1 + std::exp(-x));
         case Activation::squared_relu: return std::max(x, 0.0) * std::max(x, 0.0);
+        case Activation::clamped_silu: return std::min(x, 7.0) / (1 + std::exp(-1.702 * std::min(x, 7.0)));
+        case Activation::clamped_linear: return std::clamp(x, -7.0, 7.0) + 1;
         default: return x;
     }
 }
@@ -159,7 +161,8 @@ Epilogue some_epilogue() {
     static int turn = 0;
     Epilogue epilogue;
     epilogue.activation =
-        std::array{Activation::gelu, Activation::none, Activation::silu, Activation::squared_relu}[turn % 4];
+        std::array{Activation::gelu,         Activation::none,         Activation::silu,
+                   Activation::squared_relu, Activation::clamped_silu, Activation::clamped_linear}[turn % 6];
     epilogue.scale = turn % 3 == 1 ? 0.25f : 1.0f;
     epilogue.softcap = turn % 5 == 4 ? 1.5f : 0.0f;
     ++turn;
@@ -307,10 +310,11 @@ void test_gated(ggml_type type, int rows, int cols) {
             (order[i] < rows ? gate_bias : up_bias)[order[i] % rows] = bias[i];
         }
     }
-    for (const Activation activation : {Activation::gelu, Activation::silu}) {
+    for (const Activation activation : {Activation::gelu, Activation::silu, Activation::clamped_silu}) {
         Epilogue first, second, at_once;
         first.activation = at_once.activation = activation;
         second.scale = at_once.scale = 0.25f;
+        second.activation = activation == Activation::clamped_silu ? Activation::clamped_linear : Activation::none;
         at_once.gated = true;
         Product opened(kMost, stride), expected(kMost, stride);
         multiply(gate, find_kernel("scalar"), x, 0, kMost, gate_bias, none, 1, first, opened);

@@ -140,6 +140,16 @@ CASES: dict[str, RandomModel] = {
         "falcon-h1", tie=False, space_norm=False, width=120, spaces=(5, 1, 32), kv_heads=1
     ),
     "lfm2-odd": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=290, heads=5, kv_heads=1, ffn_width=70),
+    "gpt-oss": RandomModel(
+        "gpt-oss",
+        layers=3,
+        head_dim=32,
+        tie=False,
+        biases=True,
+        experts=(8, 3, 32, 0),
+        seed=4,
+        metadata=YARN | {"attention.sliding_window": 50, "rope.freq_base": 150000.0},
+    ),
     "qwen3moe": RandomModel("qwen3moe", head_dim=32, experts=(8, 2, 32, 0)),
     "qwen3moe-many": RandomModel("qwen3moe", tie=False, experts=(64, 8, 40, 0)),
     "olmoe": RandomModel("olmoe", tie=False, kv_heads=4, ffn_width=32, experts=(8, 3, 32, 0)),

@@ -17,10 +17,14 @@ ADJACENT = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smol
 NO_ROTATION = ("gpt2", "nemotron_h", "nemotron_h_moe")
 WHOLE_NORMS = ("olmo2", "olmoe")
 DELTA_NETS = ("qwen35", "qwen35moe")
-NORM_BEHIND = (*DELTA_NETS, "glm4moe")  # the norm of the feed-forward network is named as if behind attention
+NORM_BEHIND = (
+    *DELTA_NETS,
+    "glm4moe",
+    "gpt-oss",
+)  # the norm of the feed-forward network is named as if behind attention
 SIGMOID = ("lfm2moe", "glm4moe", "bailingmoe2", "nemotron_h_moe")
 NORMALIZED = ("llama", "granitemoe", "granitehybrid", "qwen3moe", "ernie4_5-moe", "lfm2moe", "qwen35moe")
-WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
+WINDOW_PERIODS = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
 class FamilyReference:
@@ -182,7 +186,11 @@ class FamilyReference:
             hidden |= distance >= self._window
         scores = np.where(hidden, -np.inf, scores)
         powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = (powers / powers.sum(axis=-1, keepdims=True)) @ v
+        sums = powers.sum(axis=-1, keepdims=True)
+        if f"blk.{layer}.attn_sinks.weight" in self.weights:
+            sinks = self.weights[f"blk.{layer}.attn_sinks.weight"][:, None, None]
+            sums = sums + np.exp(sinks - scores.max(axis=-1, keepdims=True))
+        mixed = (powers / sums) @ v
         mixed = mixed.transpose(1, 0, 2)
         if gate is not None:
             mixed = mixed * sigmoid(gate)
@@ -312,7 +320,8 @@ class FamilyReference:
     def _experts(self, block: str, x: Doubles) -> Doubles:
         used, count = self._key("expert_used_count"), self._key("expert_count")
         logits = self._linear(block + "ffn_gate_inp", x)
-        kind = self._key("expert_gating_func", 0) or (2 if self.family in SIGMOID else 1)
+        usual = 3 if self.family == "gpt-oss" else 2 if self.family in SIGMOID else 1
+        kind = self._key("expert_gating_func", 0) or usual
         scores = sigmoid(logits) if kind == 2 else softmax(logits) if kind == 1 else logits
         ranked = scores + self.weights.get(f"{block}exp_probs_b.bias", 0)
         if (groups := self._key("expert_group_count", 1)) > 1:
@@ -338,7 +347,10 @@ class FamilyReference:
                     gate, up = np.split(both, 2)
                 assert up is not None
                 down = self.weights[f"{block}ffn_down_exps.weight"][expert]
-                found[row] += weight * (down @ self._opened(None if gate is None else gate @ x[row], up @ x[row]))
+                biases = (self.weights.get(f"{block}ffn_{name}_exps.bias") for name in ("gate", "up", "down"))
+                of_gate, of_up, of_down = (0 if bias is None else bias[expert] for bias in biases)
+                opened = self._opened(None if gate is None else gate @ x[row] + of_gate, up @ x[row] + of_up)
+                found[row] += weight * (down @ opened + of_down)
         if f"{block}ffn_up_shexp.weight" not in self.weights:
             return found
         gate = self._linear(block + "ffn_gate_shexp", x) if f"{block}ffn_gate_shexp.weight" in self.weights else None
@@ -350,6 +362,9 @@ class FamilyReference:
     def _opened(self, gate: Doubles | None, up: Doubles) -> Doubles:
         if gate is None:
             return np.square(np.maximum(up, 0))
+        if self.family == "gpt-oss":
+            gate = np.minimum(gate, 7)
+            return gate * sigmoid(1.702 * gate) * (np.clip(up, -7, 7) + 1)
         return gate * sigmoid(gate) * up
 
     def _linear(self, name: str, x: Doubles) -> Doubles:

@@ -181,7 +181,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             if (
                 values.ndim >= 2
                 and not name.startswith("position")
-                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$|gate_inp", name)
+                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$|bias$|gate_inp", name)
             ):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
@@ -320,7 +320,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
         q, kv = m.heads * dim, m.number("attention.head_count_kv", layer, m.kv_heads) * dim
         if family != "olmo2":
             norm(f"{block}.attn_norm", m.width, bias=layer_norm)
-            if family in (*DELTA_NETS, "glm4moe"):
+            if family in (*DELTA_NETS, "glm4moe", "gpt-oss"):
                 norm(f"{block}.post_attention_norm", m.width)
             elif family == "falcon-h1":
                 norm(f"{block}.ffn_norm", m.width)
@@ -379,7 +379,7 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.attn_q_norm", m.heads, m.dim)
             norm(f"{block}.attn_k_norm", m.kv_heads, m.dim)
         always = family in NO_GATE
-        other = always or (m.biases and family in ("llama", "mistral3", "granite", "nemotron_h"))
+        other = always or (m.biases and family in ("llama", "mistral3", "granite", "nemotron_h", "gpt-oss"))
         if layer not in (*m.recurrent, *m.feeding):
             if m.fused or family == "gpt2":
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
@@ -391,6 +391,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                     ):
                         matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
+            if family == "gpt-oss":
+                found[f"{block}.attn_sinks.weight"] = generator.standard_normal(m.heads).astype(np.float32)
         if family.startswith("nemotron_h") and layer not in m.feeding:
             continue
         gated = family not in (*NO_GATE, "nemotron_h", "nemotron_h_moe")
@@ -399,10 +401,14 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
 
             def experts(name: str, rows: int, cols: int, block: str = block, count: int = count) -> None:
                 values = generator.standard_normal((count, rows, cols)) / np.sqrt(cols)
+                if family == "gpt-oss" and name != "down":
+                    values *= 4  # so that clamps bind
                 found[f"{block}.ffn_{name}_exps.weight"] = values.astype(np.float32)
+                if family == "gpt-oss":
+                    found[f"{block}.ffn_{name}_exps.bias"] = generator.standard_normal((count, rows)).astype(np.float32)
 
             # Scores far apart, so that no rounding changes the choice.
-            matrix(f"{block}.ffn_gate_inp", count, m.width)
+            matrix(f"{block}.ffn_gate_inp", count, m.width, other)
             found[f"{block}.ffn_gate_inp.weight"] *= 3
             if m.selection_bias:
                 found[f"{block}.exp_probs_b.bias"] = (generator.standard_normal(count) * 0.2).astype(np.float32)
