@@ -34,6 +34,7 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "costs": "fuzz.kept:Costs",
     "memory": "fuzz.kept:Memory",
     "packed": "fuzz.kept:Packed",
+    "prompts": "fuzz.kept:Prompts",
     "cache": "fuzz.kept:Cache",
     "receipt": "fuzz.receipts:Receipts",
     "http": "fuzz.http:Http",

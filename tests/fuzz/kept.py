@@ -22,11 +22,13 @@ from pystaged.loading import cache
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.packed import load_packed
+from pystaged.loading.prompts import KeptPrompts
 from pystaged.loading.recycled import KeptCandidates, _digest
 
 KEPT = RecycledCandidates.num_candidates
 
 VOCAB = 300
+TOKENS = [7 * i % 250 for i in range(200)]
 # Tokens, keys and halves that a memory may have, and some that it may not.
 _ITEMS = [0, 1, VOCAB - 1, VOCAB, 2**32 - 1, 0x3C00, 0x3C01, 0x0001, 0x3800, 0x38003800, 0x7C00, 0x7E00, 0xBC00, 2**63]
 
@@ -150,6 +152,43 @@ class Packed(_Kept):
         model = load_packed(self._model, "", 1, lambda _: None)
         if logits(model) != self._expected:
             raise AssertionError("other logits than those of the file")
+
+
+class Prompts(_Kept):
+    """A text that goes on from a file has the logits of one that was read, whatever is in the file."""
+
+    def write(self) -> Path:
+        self._model = _core.Model(str(named_model(self.folder, "lfm2-window")), "", 1)
+        session = _core.Session(self._model, 256)
+        session.keep_states([100, 180], 2)
+        session.prefill(TOKENS)
+        session.verify(TOKENS[:3], [-1, 0, 1], _core.Sampling())
+        kept = self._prompts()
+        kept.keep([session])
+        kept.close()
+        self._tokens, self._expected = session.tokens, self._next(session)
+        return next((self.folder / "prompts").glob("*.prompt"))
+
+    def damaged(self, r: random.Random, data: bytes) -> bytes:
+        head = data[:2000]  # tokens and shapes
+        return damage(r, head) + data[len(head) :] if r.random() < 0.6 else damage(r, data)
+
+    def read(self) -> None:
+        kept, session = self._prompts(), _core.Session(self._model, 256)
+        if (found := kept.find(self._tokens, 256)) and kept.load(found[0], [session]):
+            if not np.array_equal(session.tokens, self._tokens) or self._next(session) != self._expected:
+                raise AssertionError("other logits than those of the text")
+        elif len(session.tokens):
+            raise AssertionError("a refused file has left tokens")
+
+    def _prompts(self) -> KeptPrompts:
+        return KeptPrompts(self.folder / "prompts", "content", 1 << 20, lambda _: None)
+
+    def _next(self, session: _core.Session) -> bytes:
+        session.evaluate([1], [-1])
+        found = bytes(session.logits(0).tobytes())
+        session.discard()
+        return found
 
 
 class Cache(_Kept):
