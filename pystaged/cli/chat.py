@@ -62,6 +62,14 @@ def chat(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue a text in turns with the model, without messages and template.")
     ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue a conversation saved with /save; with --prompt-cache it is not read again.",
+            show_default=False,
+        ),
+    ] = None,
     system: System = "",
     max_tokens: Annotated[
         int | None,
@@ -133,6 +141,8 @@ def chat(
         options["stop_loops"] = not raw if stop_loops is None else stop_loops
         common = (engine, sampling, limit, color, interrupts)
         session = Raw(*common, **options) if raw else Chat(*common, system=system, think=think, **options)
+        if resume is not None:
+            session.resume(expanded(resume))
         if question is None:
             take_lines(session, interrupts, session.greeting(name))
             return

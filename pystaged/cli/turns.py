@@ -172,7 +172,10 @@ class Turns(ABC):
         report(f"saved {path}")
 
     def _load(self, words: str) -> None:
-        path = _file("/load", words)
+        self.resume(_file("/load", words))
+
+    def resume(self, path: Path) -> None:
+        """Continue what /save saved. Errors as in take."""
         report(f"loaded {path}: {self._load_from(path)}")
 
     def greeting(self, name: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 from support.commands import assert_refused, run
 
 import pystaged
+from pystaged.chat.messages import Message
 from pystaged.cli import turns
 from pystaged.cli.chat import Chat, read_conversation
 from pystaged.cli.interrupts import Interrupts
@@ -325,6 +326,20 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
 
 
 # ---- Saved conversations ----
+
+
+def test_a_saved_conversation_is_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    messages: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    file.write_text(json.dumps({"system": "", "messages": messages}))
+    done = run("chat", "bundled", "--resume", file, "--temperature", "0", "-n", "6", stdin=b"Go on")
+    with pystaged.load("bundled", report=lambda _: None) as engine:
+        assert (
+            done.stdout.decode()
+            == engine.chat([*messages, {"role": "user", "content": "Go on"}], max_tokens=6).text + "\n"
+        )
+    assert b"loaded" in done.stderr
+    assert_refused(run("chat", "bundled", "--resume", tmp_path / "none.json", stdin=b"x"), "none.json")
 
 
 def test_save_and_load(
