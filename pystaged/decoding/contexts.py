@@ -46,7 +46,7 @@ class Prompts(Protocol):
 
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
     def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
-    def keep(self, sessions: Sequence[Session]) -> None: ...
+    def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -193,10 +193,10 @@ class ContextPool:
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
             source, length, common = self._most_like(prompt[: -1 if reuse else 0])
-            if reuse and self._restore(prompt[:-1], length):
-                source, length, common = self._most_like(prompt[:-1])
             if reuse and not must and self._is_being_read(prompt, length):
                 return Wait.PROMPT
+            if reuse and self._restore(prompt[:-1], length):
+                source, length, common = self._most_like(prompt[:-1])
             held = self._at_rest.get(source) if source else None
             if source and held and _survives(len(held.tokens), length):
                 self._wake(source, length)
@@ -216,9 +216,8 @@ class ContextPool:
         with self._lock.here():
             self._look_again()
             self._lent = [loan for loan in self._lent if loan.context() is not context]
-            if self.prompts and not self._closed:
-                with suppress(*_OUT_OF_REACH, MemoryError):
-                    self.prompts.keep(context.sessions)
+            if not self._closed:
+                self._keep(context)
             self._rest(context)
             self._tidy()
 
@@ -231,8 +230,17 @@ class ContextPool:
 
     def close(self) -> None:
         """Free the contexts at rest, and each lent one when it is given back; lend no more."""
+        with self._lock.here():
+            for context in list(self._at_rest):
+                self._keep(context, last=True)
         self._closed = True
         self.forget()
+
+    def _keep(self, context: Decoder, *, last: bool = False) -> None:
+        """Keep a context's text on disk."""
+        if self.prompts:
+            with suppress(*_OUT_OF_REACH, MemoryError):
+                self.prompts.keep(context.sessions, last=last)
 
     def _rest(self, context: Decoder) -> None:
         """Keep a context at rest, unless another one at rest can rewind to its tokens."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from pystaged.files import cache_folder, check_room, expanded, leftovers, open_r
 
 _TITLE = b"pystaged prompt 1\n"
 _LEAST = 128  # tokens; prefill of fewer is quick
-_MOST_WAITING = 3  # copies of texts that wait to be written
+_NEARLY = 7 / 8  # a conversation is written again when it has grown so much, not at every turn
+_MOST_WAITING = 2  # copies of texts that are or wait to be written
 
 
 class KeptPrompts:
@@ -49,6 +50,7 @@ class KeptPrompts:
         self._texts: dict[Path, NDArray[np.int32]] = {}
         self._writer = ThreadPoolExecutor(1, "pystaged prompts")
         self._waiting: list[Future[None]] = []
+        self._process = os.getpid()
         self._has_failed = False  # the last one that was written
 
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None:
@@ -68,14 +70,20 @@ class KeptPrompts:
             return False
         return True
 
-    def keep(self, sessions: Sequence[Session]) -> None:
-        """Write the text of a context in the background, unless one that begins with it is kept."""
+    def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None:
+        """Write the text of a context in the background, unless nearly all of it is kept, or too many are being
+        written; the last ones of an engine are written unless all of them is kept."""
         tokens = sessions[0].tokens
-        self._waiting = [each for each in self._waiting if not each.done()]
-        if len(tokens) < _LEAST or len(self._waiting) >= _MOST_WAITING:
+        if len(tokens) < _LEAST or os.getpid() != self._process:
             return
         self._look()
-        if any(common_prefix(text, tokens) == len(tokens) for text in self._texts.values()):
+        kept = max((common_prefix(text, tokens) for text in self._texts.values()), default=0)
+        if kept == len(tokens) or (not last and kept >= len(tokens) * _NEARLY):
+            return
+        self._waiting = [each for each in self._waiting if not each.done()]
+        if last:
+            wait(self._waiting)
+        elif len(self._waiting) >= _MOST_WAITING:
             return
         copies = [session.fork(len(session.tokens)) for session in sessions]
         with suppress(RuntimeError):  # the program is exiting

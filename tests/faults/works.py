@@ -23,7 +23,7 @@ from support.convert import convert
 from support.families import CASES
 from support.random_models import write
 
-from pystaged._core import RecycledCandidates
+from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.drafting.table import NgramTable
 from pystaged.files import leftovers
@@ -31,6 +31,7 @@ from pystaged.loading import cache, hub
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
 from pystaged.loading.packed import load_packed
+from pystaged.loading.prompts import KeptPrompts
 from pystaged.loading.quantize import quantize
 from pystaged.loading.recycled import KeptCandidates
 
@@ -38,6 +39,7 @@ KEPT = RecycledCandidates.num_candidates
 
 PULLED = "someone/tiny-GGUF"
 SAVED = 25  # times that a small file is saved, one after the other
+PROMPT = [7 * i % 250 for i in range(400)]
 State = object
 
 
@@ -113,6 +115,31 @@ def memory(folder: Path) -> State:
     return len(_memory(folder).candidates.entries()[0]) or None
 
 
+def keep_prompt(folder: Path) -> None:
+    for path in (folder / "prompts").glob("*.prompt"):
+        path.unlink()
+    kept, session = _prompts(folder, lambda _: None)
+    session.prefill(PROMPT)
+    kept.keep([session])
+    kept.close()
+
+
+def prompt(folder: Path) -> State:
+    def refuse(line: str) -> None:
+        raise ValueError(line)
+
+    kept, session = _prompts(folder, refuse)
+    found = kept.find(np.array(PROMPT, np.int32), session.n_ctx)
+    if found:
+        kept.load(found[0], [session])
+    return session.tokens.tolist() or None
+
+
+def _prompts(folder: Path, report: Callable[[str], None]) -> tuple[KeptPrompts, Session]:
+    kept = KeptPrompts(folder / "prompts", "content", 1 << 30, report)
+    return kept, Session(Model(folder / "model.gguf", "", 1))
+
+
 def save_table(folder: Path) -> None:
     documents = [np.random.default_rng(0).integers(0, 50, 5000)]
     table = NgramTable.build(documents, vocab_size=50, vocab_hash="50-0123456789abcdef")
@@ -165,6 +192,7 @@ WORKS = {
     "packed": Work(_llama, pack, packed),
     "costs": Work(_llama, save_costs, costs),
     "memory": Work(_llama, save_memory, memory),
+    "prompts": Work(_llama, keep_prompt, prompt),
     "table": Work(_llama, save_table, table, (OSError,)),
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.families import CASES
 from support.random_models import RandomModel, write
+from support.scheduling import wait_until
 
 import pystaged
 from pystaged import FixedPolicy, GenerationResult, ModelError, _core
@@ -120,6 +121,20 @@ def test_a_text_replaces_those_that_it_begins_with(path_of: Callable[[str], Path
     text(path_of("llama"), [*PROMPT, *first.tokens, 5], folder)
     assert len(files(folder)) == 1
     assert files(folder) != [kept]
+
+
+def test_a_conversation_is_written_when_it_has_grown(path_of: Callable[[str], Path], folder: Path) -> None:
+    options: dict[str, Any] = {"draft": None, "recycle": False, "policy": POLICY, "prompt_cache": folder}
+    with pystaged.load(path_of("llama"), **options) as engine:
+        turn = [*PROMPT, *engine.generate(PROMPT, max_tokens=20).tokens]
+        wait_until(lambda: len(files(folder)) == 1)
+        first = files(folder)
+        for _ in range(2):
+            turn = [*turn, 5, *engine.generate([*turn, 5], max_tokens=3).tokens]
+        assert files(folder) == first
+    assert len(files(folder)) == 1
+    assert files(folder) != first
+    assert text(path_of("llama"), turn, folder).stats.reused_tokens == len(turn) - 1
 
 
 def test_the_user_alone_can_read_them(path_of: Callable[[str], Path], folder: Path) -> None:
