@@ -63,6 +63,8 @@ class CallForm:
     def marks(self) -> tuple[str, ...]:
         """All marks, which may be control tokens."""
         more = ("[ARGS]", "[CALL_ID]") if "[ARGS]" in self.head else ()
+        if self is HARMONY:
+            return HARMONY_MARKS
         return tuple(mark for mark in (*self.begins, self.end, self.quote, *more) if mark)
 
 
@@ -191,6 +193,25 @@ def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
     yield "call", head[1]
     if (yield from _json_value(source)):
         yield "end", ""
+    return True
+
+
+_HARMONY_HEAD = _pattern(r"([\w.-]{1,128})(?: <\|channel\|>\w+)?(?: <\|constrain\|>| )\w* <\|message\|> (?=\{)")
+
+
+def _harmony_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """gpt-oss's form: a message to a function, whose text is JSON."""
+    del schemas
+    head = yield from _head(source, _HARMONY_HEAD, form.end)
+    if head is None:
+        return False
+    source.take(head.end())
+    yield "call", head[1]
+    if (yield from _json_value(source)):
+        yield "end", ""
+        yield from source.skip_space()
+        if (yield from _starts(source, form.end)):
+            source.take(len(form.end))
     return True
 
 
@@ -495,6 +516,16 @@ HERMES = CallForm(
     end="</tool_call>",
     between="\n",
 )
+HARMONY = CallForm(
+    ("<|channel|>", "<|call|>"),
+    ("<|channel|>commentary to=functions.", "to=functions."),
+    _harmony_call,
+    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+    "<|call|>",
+    end="<|call|>",
+    between=None,
+)
+HARMONY_MARKS = ("<|end|>", "<|call|>")  # the others are in the text even if nobody asks for them
 _JSON = '{{"name": {quoted}, "arguments": '
 FORMS = (
     CallForm(
@@ -541,6 +572,7 @@ FORMS = (
         member_end="</arg_value>\n",
     ),
     HERMES,
+    HARMONY,
     CallForm(
         ("List of tools: ",),
         ("<|tool_call_start|>",),

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from pystaged._core import Tokenizer
-from pystaged.chat.calls import HERMES, CallForm, Schemas, form_of, is_json
-from pystaged.chat.source import Parser, Source
+from pystaged.chat.calls import HARMONY, HARMONY_MARKS, HERMES, CallForm, Schemas, form_of, is_json
+from pystaged.chat.source import Kind, Parser, Source
 
 _PIECE = 4096  # characters that are read at once
 _ENOUGH = 32  # tokens at a prompt's end that may hold the mark that begins reasoning
@@ -22,16 +22,22 @@ class Thinking(NamedTuple):
     end: str
 
     @property
-    def marks(self) -> tuple[str, str]:
+    def marks(self) -> tuple[str, ...]:
         """The marks that may be control tokens."""
+        if self == CHANNELS:
+            return HARMONY_MARKS
         return self.begin.removesuffix("thought"), self.end
 
     @property
     def closing(self) -> str:
         """The text that ends reasoning at its limit."""
+        if self == CHANNELS:
+            return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end == "</think>" else self.end
 
 
+CHANNELS = Thinking("<|channel|>analysis<|message|>", "<|end|>")
+"""gpt-oss's reasoning: messages in a channel of their own, among others."""
 _THINKING = (
     Thinking("<think>", "</think>"),
     Thinking("[THINK]", "[/THINK]"),
@@ -56,6 +62,7 @@ class Dialect:
         """The dialect that a chat template is written in; without tools of its own, calls are in the Hermes form."""
         form = form_of(template) if knows_tools else HERMES
         thinking = next((each for each in _THINKING if each.end in template), None)
+        thinking = CHANNELS if form is HARMONY or CHANNELS.begin in template else thinking
         controls: dict[str, int] = {}
         for mark in (*form.marks, *(thinking.marks if thinking else ())):
             tokens = tokenizer.encode(mark, add_special=False).tolist()
@@ -158,6 +165,9 @@ def calls_of(text: str) -> list[Block]:
 def _turn(
     source: Source, thinking: Thinking | None, is_open: bool, form: CallForm | None, schemas: Schemas
 ) -> Parser[None]:
+    if thinking == CHANNELS:
+        yield from _messages(source, form, schemas)
+        return
     if thinking is not None and (is_open or (yield from _begins(source, thinking.begin))):
         yield from source.skip_space()
         yield from source.until((thinking.end,), "reasoning", trims=True)
@@ -175,6 +185,30 @@ def _turn(
         else:
             source.text = source.text.removeprefix(mark) if is_inside else source.text
             yield "text", space + mark
+
+
+def _messages(source: Source, form: CallForm | None, schemas: Schemas) -> Parser[None]:
+    """gpt-oss's messages: each has a header, which says its channel and to whom it is."""
+    marks = ("<|message|>", *(HARMONY.begins if form is HARMONY else ()))
+    while (yield from _begins_header(source)):
+        header, mark = yield from source.collected(marks)
+        if mark in HARMONY.begins:
+            if not (yield from HARMONY.parse(source, HARMONY, schemas)):
+                yield "text", mark
+                break
+        elif mark:
+            kind: Kind = "reasoning" if header.endswith("analysis") else "text"
+            yield from source.until(("<|end|>", "<|call|>"), kind)
+        else:
+            return  # nothing follows the header
+    yield from source.until((), "text")
+
+
+def _begins_header(source: Source) -> Parser[bool]:
+    for mark in ("<|channel|>", "<|start|>", "to="):
+        if (yield from _begins(source, mark, takes=False)):
+            return True
+    return False
 
 
 def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:

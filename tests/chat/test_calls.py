@@ -18,7 +18,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat import calls
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
-from pystaged.chat.turn import Dialect, Thinking, TurnReader
+from pystaged.chat.turn import CHANNELS, Dialect, Thinking, TurnReader
 from pystaged.config import Grammar
 from pystaged.definitions import GrammarError
 from pystaged.grammars import Grammars
@@ -26,7 +26,7 @@ from pystaged.result import GenerationResult
 from pystaged.stats import GenerationStats
 
 TEMPLATES = Path(__file__).parent / "templates"
-XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, GLM, _, LFM2, LLAMA = FORMS
+XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, GLM, _, HARMONY, LFM2, LLAMA = FORMS
 THINK = Thinking("<think>", "</think>")
 SCHEMAS: dict[str, Any] = {
     "write": {"properties": {"path": {"type": "string"}, "size": {"type": "integer"}, "extra": {}}},
@@ -158,6 +158,43 @@ def test_arguments_that_are_cut(form: CallForm, text: str) -> None:
     cut = text[: text.index("a.t") + 3]
     assert split(cut, form=form)[1][::2] == ("write", False)
     assert split(cut, form=form)[1][1].endswith('"a.t')
+
+
+HARMONY_CALL = 'commentary to=functions.write <|constrain|>json<|message|>{"path": "a.txt", "size": 3}<|call|>'
+OTHER_HARMONY_CALL = ' to=functions.write<|channel|>commentary json<|message|>{"path": "a.txt", "size": 3}'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>Yes.", [("text", "Yes.")]),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.\n",
+            [("reasoning", "Hm."), ("text", "Yes.\n")],
+        ),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>{HARMONY_CALL}",
+            [("text", "I look."), WRITE],
+        ),
+        (
+            f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{OTHER_HARMONY_CALL}",
+            [("reasoning", "Hm."), WRITE],
+        ),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [("reasoning", "Hm.")]),
+        ("No header", [("text", "No header")]),
+        ('<|channel|>analysis<|message|>Hm.<|end|>{"a": 1}', [("reasoning", "Hm."), ("text", '{"a": 1}')]),
+    ],
+)
+def test_channels(text: str, expected: list[Part]) -> None:
+    assert split(text, form=HARMONY, thinking=CHANNELS) == expected
+    if WRITE not in expected:
+        assert split(text, thinking=CHANNELS) == expected
+
+
+def test_the_template_decides_about_channels(controlled: Callable[[dict[int, str]], Tokenizer]) -> None:
+    dialect = Dialect.of((TEMPLATES / "gpt-oss.jinja").read_text(), controlled({300: "<|end|>"}))
+    assert (dialect.form, dialect.thinking, dialect.controls) == (HARMONY, CHANNELS, {"<|end|>": 300})
+    assert CHANNELS.closing == "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 def test_calls_after_reasoning() -> None:
@@ -411,6 +448,8 @@ def test_the_template_decides_the_form() -> None:
         "granite4": HERMES,
         "lfm2": LFM2,
         "lfm2.5": LFM2,
+        "gpt-oss": HARMONY,
+        "gemma4": GEMMA4,
     }
     for name, form in forms.items():
         assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form, name

@@ -19,7 +19,14 @@ from pystaged.chat.format import ChatFormat
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
 
-WITH_PARTS = ("gemma3", "granite4", "lfm2.5", "odd", "qwen3.5")  # templates that write contents of several parts
+WITH_PARTS = (
+    "gemma3",
+    "gemma4",
+    "granite4",
+    "lfm2.5",
+    "odd",
+    "qwen3.5",
+)  # templates that write contents of several parts
 QUESTION = [says("user", "Hello")]
 
 
