@@ -162,6 +162,16 @@ def calls_of(text: str) -> list[Block]:
     return [block for block in reader.of_kind("call") if block.is_whole and is_json(block.text)]
 
 
+def quoted(answer: str) -> str:
+    """An answer as messages of later prompts have it: of gpt-oss's, whose template refuses channels, the text alone."""
+    if not answer.startswith("<|channel|>"):
+        return answer
+    reader = TurnReader(CHANNELS)
+    reader.push(answer)
+    reader.finish()
+    return "".join(block.text for block in reader.of_kind("text"))
+
+
 def _turn(
     source: Source, thinking: Thinking | None, is_open: bool, form: CallForm | None, schemas: Schemas
 ) -> Parser[None]:
@@ -198,7 +208,8 @@ def _messages(source: Source, form: CallForm | None, schemas: Schemas) -> Parser
                 break
         elif mark:
             kind: Kind = "reasoning" if header.endswith("analysis") else "text"
-            yield from source.until(("<|end|>", "<|call|>"), kind)
+            if (yield from source.until(("<|end|>", "<|call|>", "<|start|>"), kind)) == "<|start|>":
+                source.text = "<|start|>" + source.text  # where control tokens are left out, it ends the message, too
         else:
             return  # nothing follows the header
     yield from source.until((), "text")

@@ -15,6 +15,7 @@ import typer
 from pystaged._core import Tokenizer
 from pystaged.chat.format import begin
 from pystaged.chat.messages import marked_messages
+from pystaged.chat.turn import quoted
 from pystaged.cli.console import open_engine, read_prompt, report
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import (
@@ -184,8 +185,11 @@ class Chat(Turns):
         return self._engine.stream_chat([*system, *begun], template_options=self._template_options, **options)
 
     def _ended(self, begun: list[dict[str, Any]], pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        return [*begun, {"role": "assistant", "content": "".join(piece.text for piece in pieces), "tokens": tokens}]
+        text = "".join(piece.text for piece in pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": quoted(text)}
+        if message["content"] == text:
+            message["tokens"] = [token for piece in pieces for token in piece.tokens]
+        return [*begun, message]
 
     def _text(self) -> str:
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far)

@@ -18,7 +18,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat import calls
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
-from pystaged.chat.turn import CHANNELS, Dialect, Thinking, TurnReader
+from pystaged.chat.turn import CHANNELS, Dialect, Thinking, TurnReader, quoted
 from pystaged.config import Grammar
 from pystaged.definitions import GrammarError
 from pystaged.grammars import Grammars
@@ -189,6 +189,13 @@ def test_channels(text: str, expected: list[Part]) -> None:
     assert split(text, form=HARMONY, thinking=CHANNELS) == expected
     if WRITE not in expected:
         assert split(text, thinking=CHANNELS) == expected
+
+
+def test_channels_are_not_quoted() -> None:
+    answer = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes.\n"  # as it is shown
+    assert split(answer, thinking=CHANNELS) == [("reasoning", "Hm."), ("text", "Yes.\n")]
+    assert quoted(answer) == "Yes.\n"
+    assert quoted("a <|channel|> b") == "a <|channel|> b"
 
 
 def test_the_template_decides_about_channels(controlled: Callable[[dict[int, str]], Tokenizer]) -> None:
