@@ -23,6 +23,8 @@
 #include "pass/packed_pass.h"
 #include "sampler.h"
 #include "session.h"
+#include "state/packed_state.h"
+#include "text_file.h"
 #include "tokenizer.h"
 #include "work.h"
 
@@ -589,6 +591,61 @@ void test_packed_weights(const std::string& path) {
     std::filesystem::remove(packed);
 }
 
+void test_text_files(const std::string& path) {
+    const auto model = std::make_shared<Model>(path, "", 2);
+    Session session(model, 200);
+    std::vector<int32_t> tokens(100);
+    std::iota(tokens.begin(), tokens.end(), 1);
+    session.prefill(tokens, {});
+    const std::string file = std::filesystem::temp_directory_path() / ("text" + std::to_string(getpid()));
+    std::ofstream(file).close();
+    write_texts(file, "head", {&session});
+    Session again(model, 150);
+    read_texts(file, "head", {&again});
+    session.evaluate({1}, {-1}, -1);
+    again.evaluate({1}, {-1}, -1);
+    CHECK(again.tokens() == tokens && logits_of(again, 0) == logits_of(session, 0));
+    std::ifstream in(file, std::ios::binary);
+    const std::string whole((std::istreambuf_iterator<char>(in)), {});
+    Session empty(model, 150);
+    for (int i = 0; i < 300; ++i) {
+        // Counts and shapes lie in the first bytes.
+        std::string harmed = whole.substr(0, i % 3 == 0 ? random_bits() % whole.size() : whole.size());
+        if (!harmed.empty()) {
+            harmed[random_bits() % std::min<size_t>(harmed.size(), i % 2 == 0 ? 1000 : whole.size())] ^= 1 << i % 8;
+        }
+        std::ofstream(file, std::ios::binary).write(harmed.data(), static_cast<std::streamsize>(harmed.size()));
+        CHECK_THROWS(ModelError, (read_texts(file, "head", {&empty}), 0));
+        CHECK(empty.tokens().empty());
+    }
+    std::filesystem::remove(file);
+}
+
+void test_shapes() {
+    KeptCells all(0), windowed(50);
+    for (const std::vector<int32_t>& bad : std::vector<std::vector<int32_t>>{
+             {}, {0, 0, 0}, {-64, 0, 0, 0}, {64, 0, 64, 0}, {0, 70, 64, 0}, {0, 0, 128, 0}, {0, 0, 0, 101}}) {
+        CHECK(!windowed.resume(100, bad) && !all.resume(100, bad));
+    }
+    CHECK(!all.resume(100, {0, 0, 64, 0}) && windowed.resume(100, {0, 10, 64, 80}));
+    RecurrentState state(8, 4);
+    for (const std::vector<int32_t>& bad : std::vector<std::vector<int32_t>>{
+             {}, {-1}, {101}, {90, 0}, {90, 91}, {90, 5, 5}, std::vector<int32_t>(99, 90)}) {
+        CHECK(!state.resume(100, bad));
+    }
+    CHECK(!state.resume(1000, {400}));
+    CHECK(state.resume(100, {90, 20, 80}));
+    std::vector<Piece> pieces;
+    state.add_pieces(100, pieces);
+    KvCache halves(KvType::f16, 2, 8, 40), eighths(KvType::q8_0, 2, 40, 33);
+    halves.add_pieces(0, 40, pieces);
+    eighths.add_pieces(16, 33, pieces);
+    for (const Piece& piece : pieces) {
+        std::memset(piece.data, 1, piece.bytes);
+    }
+    CHECK(pieces.size() == 4 + 4 + 4);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -612,6 +669,8 @@ int main(int argc, char** argv) {
     test_works(path, find_kernel(""));
 #endif
     test_packed_weights(path);
+    test_text_files(path);
+    test_shapes();
     test_concurrent_sessions(path);
     test_log_capture();
 #ifndef __SANITIZE_THREAD__
