@@ -35,6 +35,7 @@ struct Outcome {
     // each row of a verified tree.
     std::vector<int32_t> tokens;
     std::vector<float> scores;  // of the candidates, or these logits
+    HiddenRows embeddings;      // of a reading that embeds
 };
 
 // A text: its committed tokens and the pending rows behind them. Session::Turn alone hands it out.
@@ -48,6 +49,7 @@ struct Text {
         std::shared_ptr<float> hidden;       // or none
         std::shared_ptr<const float> input;  // another model's hidden states, or none
         bool of_target = false;              // see Pass
+        std::shared_ptr<float> embedding{};  // or none
     };
 
     Text(std::shared_ptr<const Model> of, int num_positions);

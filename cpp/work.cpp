@@ -141,6 +141,9 @@ void Run::append() {
         }
         check(work->masks, judged, text.model->numbers().vocab_size);
         check_hidden(*work);
+        if (work->embeds && text.model->device_memory()) {
+            throw std::invalid_argument("embeddings are computed by the CPU's own kernels alone");
+        }
     }
     starts_.reserve(works_.size());
     for (size_t w = 0; w < works_.size(); ++w) {
@@ -158,6 +161,12 @@ void Run::append() {
         for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
             pending[starts_.back() + i].input = work->hidden.rows[i];
             pending[starts_.back() + i].of_target = of_target;
+        }
+        if (work->embeds) {
+            auto rows = HiddenRows::make(work->tokens.size(), padded(model.numbers().width, kBlock));
+            for (size_t i = 0; i < rows.size(); ++i) {
+                pending[starts_.back() + i].embedding = std::move(rows[i]);
+            }
         }
         const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
         if (model.state_size() > 0) {
@@ -235,7 +244,8 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     Pass pass;
     std::vector<int32_t> tokens, positions, parents;
     std::vector<RowContext> contexts;
-    std::vector<float*> hidden;
+    std::vector<float*> hidden, embeddings;
+    bool embeds = false;
     std::vector<const float*> inputs;
     std::vector<char> of_target;
     for (const Piece& span : spans) {
@@ -256,6 +266,8 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
             parents.push_back(row.parent);
             contexts.push_back({std::max(row.position + 1, row.direct), row.direct, row.tail.data()});
             hidden.push_back(row.hidden.get());
+            embeddings.push_back(row.embedding.get());
+            embeds = embeds || row.embedding;
             inputs.push_back(row.input.get());
             of_target.push_back(row.of_target);
         }
@@ -265,6 +277,7 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     pass.parents = parents.data();
     pass.contexts = contexts.data();
     pass.hidden = hidden.data();
+    pass.embeddings = embeds ? embeddings.data() : nullptr;
     pass.inputs = inputs.data();
     pass.of_target = of_target.data();
     Text& any = *pieces[0].text;  // of one model; on a device it is the only one
@@ -309,6 +322,12 @@ std::vector<Outcome> Run::finish() {
         if (works_[i]->kind == Work::Kind::read) {
             paths.back().resize(works_[i]->tokens.size());
             std::iota(paths.back().begin(), paths.back().end(), 0);
+        }
+        if (works_[i]->embeds) {
+            outcomes[i].embeddings.width = text_of(i).model->numbers().width;
+            for (const int32_t row : paths.back()) {
+                outcomes[i].embeddings.rows.push_back(text_of(i).pending[row].embedding);
+            }
         }
         auto& committed = text_of(i).committed;
         committed.reserve(committed.size() + paths.back().size());
@@ -385,6 +404,12 @@ Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
     return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}, {}, std::move(hidden)};
+}
+
+Work Work::embed(Session& session, std::vector<int32_t> tokens) {
+    Work work = read(session, std::move(tokens));
+    work.embeds = true;
+    return work;
 }
 
 Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,

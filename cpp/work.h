@@ -27,8 +27,10 @@ struct Work {
     // target's or those of its own rows before; of one that reads them as context, its target's with tokens that are
     // read, and none with a block that is proposed.
     HiddenRows hidden;
+    bool embeds = false;  // of read: whether its result has each row as the head would read it
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
+    static Work embed(Session& session, std::vector<int32_t> tokens);
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
                        const Sampling& sampling, int num_candidates = 0, Masks masks = {});
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,

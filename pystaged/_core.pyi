@@ -662,6 +662,10 @@ class Work:
         hidden: of each token another model's hidden states, where the session's model reads them.
         """
     @staticmethod
+    def embed(session: Session, tokens: _Ints) -> Work:
+        """As read; the result is what the head would read of each token, after the last norm: float32[n, width]. On the
+        CPU's own kernels alone."""
+    @staticmethod
     def verify(
         session: Session,
         tokens: _Ints,

@@ -69,8 +69,8 @@ OPTIONS = {
     "--device-draft": "--draft-device",
     "--draft-max": _DEPTH,
     "--draft-min": _DEPTH,
-    "--embedding": "has no equivalent: there are no embeddings",
-    "--embeddings": "has no equivalent: there are no embeddings",
+    "--embedding": "is not needed: the server always has /v1/embeddings",
+    "--embeddings": "is not needed: the server always has /v1/embeddings",
     "--file": "has no equivalent: give the text on standard input, as in: pystaged generate - < FILE",
     "--flash-attn": _ALWAYS,
     "--format": "is --json-schema here, which takes a schema",
@@ -153,8 +153,7 @@ SETTINGS = {
 
 # HTTP paths of Ollama, LM Studio and llama-server.
 ADDRESSES = {
-    "/api/embed": "there are no embeddings",
-    "/api/embeddings": "there are no embeddings",
+    "/api/embeddings": "use /api/embed",
     "/api/ps": "use /api/tags",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
@@ -163,10 +162,8 @@ ADDRESSES = {
     "/api/v1/models": "use /v1/models",
     "/chat": "use /",
     "/docs": "use /openapi.json",
-    "/embedding": "there are no embeddings",
-    "/embeddings": "there are no embeddings",
+    "/embedding": "use /v1/embeddings",
     "/slots": "use /metrics",
-    "/v1/embeddings": "there are no embeddings",
 }
 
 

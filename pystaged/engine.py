@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
+    from pystaged.embedding import Pooling
     from pystaged.sequence import Sequence as Text
 
 # Not Sequence[str], because a string is one.
@@ -394,6 +395,25 @@ class Engine:
         tokens = sequence.prompt_tokens.tolist()
         logprobs = np.array([np.nan, *(each.logprob for each in scored)])
         return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
+
+    def embed(self, texts: Prompts, *, pooling: Pooling | None = None, normalize: bool = True) -> NDArray[np.float32]:
+        """Embeddings of texts: their hidden states after the last norm, float32[n, width]. On the CPU only.
+
+        Args:
+            texts: a list of texts or of token ids; none of them empty.
+            pooling: "mean" of all tokens, "last" or "cls", the first; None for what the model's file says, else "mean".
+            normalize: to length 1.
+
+        Raises:
+            ValueError, TypeError, ContextFullError: as in `stream`; ValueError for a model on another device.
+        """
+        from pystaged.embedding import embed, pooling_of  # noqa: PLC0415
+
+        if not _are_several(texts):
+            raise TypeError("texts must be a list of texts or of token ids")
+        self.runtime.contexts.check_open()
+        tokens = [self.encode(text) for text in texts]
+        return embed(self.model, tokens, pooling or pooling_of(self.tokenizer.metadata), normalize)
 
     def close(self) -> None:
         """Free all contexts that no text uses; generating again raises ValueError. Texts in progress go on, but on RPC

@@ -91,7 +91,7 @@ py::tuple to_verified(const Outcome& outcome, size_t num_rows, int num_candidate
 
 py::object to_result(const Work& work, const Outcome& outcome) {
     switch (work.kind) {
-        case Work::Kind::read: return py::none();
+        case Work::Kind::read: return work.embeds ? py::object(to_matrix(outcome.embeddings)) : py::none();
         case Work::Kind::verify: return to_verified(outcome, work.tokens.size(), work.k);
         case Work::Kind::propose: break;
     }
@@ -315,6 +315,10 @@ void add_sessions(py::module_& m) {
                 return Work::read(session, to_ints(tokens, "tokens"), hidden.value_or(HiddenRows()));
             },
             py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+        .def_static(
+            "embed",
+            [](Session& session, const py::object& tokens) { return Work::embed(session, to_ints(tokens, "tokens")); },
+            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
         .def_static(
             "verify",
             [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,

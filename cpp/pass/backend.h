@@ -42,6 +42,8 @@ struct Pass {
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
     float* const* hidden = nullptr;        // [num_rows], where each row's taps go, [taps][width], or none
+    // [num_rows], where each row goes as the head would read it, [padded width], or none; none at all on devices.
+    float* const* embeddings = nullptr;
     // [num_rows], another model's hidden states that this one reads, or none; where `of_target` says so those of all
     // layers that it reads of its target, else a row as wide as this model.
     const float* const* inputs = nullptr;

@@ -194,7 +194,7 @@ void PackedPass::compute(const Pass& pass) {
     if (pass.is_context) {
         run_context(*this, model_, pass.num_rows);
     } else {
-        run_transformer(*this, model_, pass.num_rows, pass.num_logits);
+        run_transformer(*this, model_, pass.num_rows, pass.num_logits, pass.embeddings != nullptr);
     }
     pass_ = nullptr;
 }
@@ -643,6 +643,12 @@ void PackedPass::tap(const Value& x, int index) const {
             } else {
                 std::copy_n(x.rows + i * x.stride, width, to);
             }
+        }
+    }
+    const bool is_last = index + 1 == model_.numbers().num_layers;
+    for (int i = 0; is_last && pass_->embeddings && i < x.n; ++i) {
+        if (float* out = pass_->embeddings[first + i]) {
+            apply(model_.output_norm(), x.rows + i * x.stride, width, out);
         }
     }
 }

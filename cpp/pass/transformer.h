@@ -6,7 +6,8 @@
 namespace pystaged {
 
 // Runs or records one pass; the result is what ends it: the logits, or what the last mixer leaves where no row needs
-// any. What a model lacks is absent from its layers, and `Ops` takes an absent norm for none at all:
+// any. With `embeds`, all rows come to the end. What a model lacks is absent from its layers, and `Ops` takes an absent
+// norm for none at all:
 //   Value embed(num_rows)                             rows of the residual stream, perhaps of hidden rows too
 //   Value tail(Value, first_row)                      the rows from there on
 //   Value norm(Value, Norm)                           rows as matrices read them
@@ -19,9 +20,9 @@ namespace pystaged {
 //   Value logits(Value)
 // A branch is normalized where the layer says so, and scaled as the model has it.
 template <class Ops>
-typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, int num_logits) {
+typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, int num_logits, bool embeds = false) {
     const int first_judged = num_rows - num_logits;
-    const int first_wanted = model.taps_end() ? 0 : first_judged;  // behind the last mixer
+    const int first_wanted = embeds || model.taps_end() ? 0 : first_judged;  // behind the last mixer
     auto x = ops.embed(num_rows);
     for (int i = 0; i < model.numbers().num_layers; ++i) {
         const Layer& layer = model.layers()[i];

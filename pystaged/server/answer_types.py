@@ -208,6 +208,28 @@ class ChatCompletion(TypedDict):
     prompt_progress: NotRequired[PromptProgress]
 
 
+class Embedding(TypedDict):
+    """The embedding of a text: numbers, or float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class ErrorBody(TypedDict):
     message: str
     type: str

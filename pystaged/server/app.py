@@ -22,7 +22,7 @@ from starlette.routing import Route
 import pystaged
 from pystaged.elsewhere import ADDRESSES
 from pystaged.engine import Engine
-from pystaged.server import about, chats, completions, messages, native, ollama, responses, settings, tokens
+from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.openapi import describe
@@ -49,6 +49,8 @@ _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/v1/messages/count_tokens": messages.count,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
+    "/v1/embeddings": embeddings.embeddings,
+    "/api/embed": ollama.embed,
     "/api/show": ollama.show,
 }
 _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {

@@ -41,7 +41,7 @@ def texts(
     n, engine = request.n or 1, state.engine
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; set n instead")
-    prompts = _prompts(request)
+    prompts = listed(request.prompt)
     if len(prompts) * n > MOST_TEXTS:
         raise ApiError(400, f"{len(prompts) * n} sequences are too many; at most {MOST_TEXTS} are allowed", param="n")
     options = text_options(request, state.settings.defaults, engine, usual)
@@ -74,9 +74,8 @@ def _text(prompt: Prompt) -> str:
     return prompt
 
 
-def _prompts(request: CompletionRequest) -> list[Prompt]:
+def listed(prompt: Any) -> list[Prompt]:
     """A request's prompts as a list."""
-    prompt: Any = request.prompt
     return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 

@@ -16,6 +16,7 @@ from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
 from pystaged.server.answer_types import TokenLogprob
+from pystaged.server.embeddings import embedded
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import of_chat
@@ -26,6 +27,7 @@ from pystaged.server.request_types import (
     CompletionRequest,
     ModelRequest,
     Open,
+    Prompts,
     TextRequest,
     Tool,
 )
@@ -96,6 +98,13 @@ class GenerateRequest(_Request):
     raw: bool | None = None
 
 
+class EmbedRequest(ModelRequest):
+    """A request to /api/embed."""
+
+    input: Prompts
+    dimensions: int | None = None
+
+
 class ShowRequest(ModelRequest):
     """A request to /api/show."""
 
@@ -161,6 +170,16 @@ class Shown(TypedDict):
     capabilities: list[str]
 
 
+class Embedded(TypedDict):
+    """The answer of /api/embed; durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
 class Version(TypedDict):
     """The version of Ollama whose interface this is."""
 
@@ -208,6 +227,20 @@ def show(state: State, request: ShowRequest) -> Shown:
             f"{family}.embedding_length": engine.model.width,
         },
         "capabilities": [name for name, is_so in can.items() if is_so],
+    }
+
+
+def embed(state: State, request: EmbedRequest) -> Embedded:
+    """Embed texts. Raises ApiError."""
+    begun = time.monotonic()
+    refuse({"dimensions": request.dimensions}, {"dimensions": ()})
+    vectors, count = embedded(state, completions.listed(request.input))
+    return {
+        "model": state.settings.name,
+        "embeddings": vectors.tolist(),
+        "total_duration": round(1e9 * (time.monotonic() - begun)),
+        "load_duration": 0,
+        "prompt_eval_count": count,
     }
 
 

@@ -101,18 +101,22 @@ class TextRequest(_SamplingRequest):
     pystaged: bool | None = None
 
 
+# A text as a string or as token ids, or a list of either.
+Prompts = Annotated[
+    Annotated[str, Field(min_length=1)]
+    | Annotated[Tokens, Field(min_length=1)]
+    | Annotated[
+        list[Annotated[str | Annotated[Tokens, Field(min_length=1)], Field(union_mode="left_to_right")]],
+        Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True),
+    ],
+    Field(union_mode="left_to_right"),
+]
+
+
 class CompletionRequest(TextRequest):
     """A request to /v1/completions."""
 
-    prompt: Annotated[
-        Annotated[str, Field(min_length=1)]
-        | Annotated[Tokens, Field(min_length=1)]
-        | Annotated[
-            list[Annotated[str | Annotated[Tokens, Field(min_length=1)], Field(union_mode="left_to_right")]],
-            Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True),
-        ],
-        Field(union_mode="left_to_right"),
-    ]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -260,6 +264,14 @@ class ChatRequest(TurnRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     prediction: Prediction | None = None
     reasoning_effort: str | None = None
+
+
+class EmbeddingsRequest(ModelRequest):
+    """A request to /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
 
 
 class TokenizeRequest(ModelRequest):

@@ -128,6 +128,7 @@ messages = [*hello, called.message, {"role": "tool", "content": weather("Rome"),
 assert client.chat("tiny", messages, options=options).message.content
 assert client.generate("tiny", "Hello", options=options).response == whole.message.content
 assert client.list().models[0].model == "tiny"
+assert len(client.embed("tiny", ["Hello", "Bye"]).embeddings) == 2
 assert "completion" in client.show("tiny").capabilities
 try:
     client.chat("tiny", [{"role": "user", "content": "Hello" * 2000}])
@@ -254,7 +255,7 @@ LEFT_OUT = {
     ],
     "start the server with other options": ["test_completion_unified", "test_metrics_disabled", "test_return_progress"],
     "ask for what only llama-server has: its slots, verbose answers, fields of an answer, "
-    "embeddings, templates without answers, prompts as objects or of texts and tokens mixed": [
+    "counts of embeddings, templates without answers, prompts as objects or of texts and tokens mixed": [
         *("test_cancel_request", "test_metrics_slots_idle_after_completion"),
         *("test_metrics_timings_on_prompt_progress", "test_responses_stream_with_llama_telemetry"),
         *("test_verbose_debug", "test_chat_template", "test_chat_template_assistant_prefill"),

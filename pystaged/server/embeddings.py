@@ -1,0 +1,51 @@
+"""/v1/embeddings, in OpenAI's format."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged.server.answer_types import Embeddings
+from pystaged.server.completions import listed
+from pystaged.server.errors import ApiError, too_long, unsupported
+from pystaged.server.request_types import EmbeddingsRequest
+from pystaged.server.state import State
+from pystaged.text import Prompt
+
+
+def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
+    """Embed texts. Raises ApiError."""
+    if request.dimensions is not None:
+        raise unsupported("dimensions", "dimensions is not supported by this server; leave it out")
+    vectors, count = embedded(state, listed(request.input))
+    in_text = request.encoding_format == "base64"
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_text else vector.tolist(),
+            }
+            for i, vector in enumerate(vectors)
+        ],
+        "model": state.settings.name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+
+
+def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], int]:
+    """The embeddings of texts, float32[n, width], and the number of their tokens. Raises ApiError."""
+    engine = state.engine
+    tokens: list[Prompt] = []
+    for text in texts:
+        try:
+            ids = engine.tokenizer.encode(text) if isinstance(text, str) else text
+        except UnicodeError:
+            raise ApiError(400, "the input is not valid Unicode text", param="input") from None
+        if len(ids) > engine.n_ctx:
+            raise too_long(len(ids), engine.n_ctx, "input")
+        tokens.append(ids)
+    return engine.embed(tokens), sum(map(len, tokens))
