@@ -56,7 +56,8 @@ def test_the_command_answers_while_it_loads(tmp_path: Path, monkeypatch: pytest.
         port = free.getsockname()[1]
     seen: list[Any] = []
 
-    def ask(name: str, options: object) -> None:
+    def ask(name: str, options: object, *, long_context: bool) -> None:
+        assert long_context
         del options
         seen.append(Server(port).ask("/health"))
         raise ValueError(f"{name} cannot be loaded")

@@ -142,7 +142,7 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
 
     seen: list[bool] = []
 
-    def stop(name: str, options: Any) -> None:
+    def stop(name: str, options: Any, **_: bool) -> None:
         seen.append(options.given["recycle"])
         raise ValueError(json.dumps(name))
 
