@@ -30,6 +30,10 @@ struct Experts {
     std::vector<Dense> each;   // [experts]
     std::optional<Dense> all;  // what all rows share, or none,
     Linear gate;               // and its gate, one number for a row, or none
+    // Where that is a dense network beside the experts, norms of what the router and the experts read and of both
+    // results, and factors of the experts' results, [experts].
+    Norm router_norm, norm, post_norm, all_post_norm;
+    Vector factors;
 
     // Calls act(linear) for each matrix.
     template <class Act>

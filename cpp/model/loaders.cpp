@@ -370,6 +370,17 @@ Experts PackedLoader::experts() {
         result.all = pack_dense({find(Role::shared_gate), find(Role::shared_up), find(Role::shared_down)},
                                 numbers_.experts.shared_width);
     }
+    if (family_.has(kDenseBeside)) {
+        result.all = dense();
+        result.router_norm.weight = vector(Role::router_norm);
+        for (float& weight : result.router_norm.weight.values) {
+            weight /= std::sqrt(static_cast<float>(numbers_.width));
+        }
+        result.norm.weight = vector(Role::experts_norm);
+        result.post_norm.weight = vector(Role::experts_post_norm);
+        result.all_post_norm.weight = vector(Role::beside_post_norm);
+        result.factors = vector(Role::experts_down_factors);
+    }
     if (find(Role::shared_opening)) {
         result.gate = linear(Role::shared_opening);
     }

@@ -250,6 +250,14 @@ constexpr Entry kDense[] = {
     {Role::ffn_down_bias, "ffn_down.bias", Size::width, Size::none, kFfnBias},
 };
 
+// Of a layer of experts beside a dense network.
+constexpr Entry kBesideDense[] = {
+    {Role::router_norm, "ffn_gate_inp.scale", Size::width, Size::none, 0},
+    {Role::experts_norm, "pre_ffw_norm_2.weight", Size::width, Size::none, 0},
+    {Role::experts_post_norm, "post_ffw_norm_2.weight", Size::width, Size::none, 0},
+    {Role::beside_post_norm, "post_ffw_norm_1.weight", Size::width, Size::none, 0},
+    {Role::experts_down_factors, "ffn_down_exps.scale", Size::experts, Size::none, 0},
+};
 // Of a layer of experts: what gates them and what they hold is in one tensor or in two.
 constexpr Entry kExpertUp[] = {
     {Role::experts_gate, "ffn_gate_exps.weight", Size::width, Size::expert_ffn, kGate, Size::experts},
@@ -437,6 +445,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
                 claim_all(kExpertUp, prefix, layer);
             }
             claim_all(kOfExperts, prefix, layer);
+            if (family.has(kDenseBeside)) {
+                claim_all(kBesideDense, prefix, layer);
+                claim_all(kDense, prefix, layer);
+            }
         } else if (h.layers[layer].feeds_forward) {
             claim_all(kDense, prefix, layer);
         }

@@ -93,7 +93,8 @@ void PackedPass::choose(const Experts& experts, int n) {
         const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
         for (size_t i = 0; i < best.size(); ++i) {
             const double weight = numbers.normalized ? weights[i] / std::max(sum, kLeastSum) : weights[i];
-            chosen_.push_back({best[i], static_cast<float>(weight * numbers.scale)});
+            const double factor = experts.factors.present() ? experts.factors.values[best[i]] : 1;
+            chosen_.push_back({best[i], static_cast<float>(weight * numbers.scale * factor)});
             ++rows_of[best[i]];
         }
     }
@@ -145,10 +146,14 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
     const Hyperparameters& h = model_.numbers();
     const int n = input.n, used = h.experts.used, num_threads = model_.num_threads();
     const size_t cols = input.stride, width = padded(h.experts.width, kBlock);
-    const Activations read = activations(input, {&experts.router})[0];
+    const Value routed = experts.router_norm.present() ? this->norm(x, experts.router_norm) : input;
+    Activations read = activations(routed, {&experts.router})[0];
     const Epilogue scores = epilogue(experts.router, scores_.data(), experts.router.packed.padded_rows());
     multiply(model_.kernel(), {{&experts.router.packed, read, scores}}, num_threads);
     choose(experts, n);
+    if (experts.norm.present()) {
+        read = activations(this->norm(x, experts.norm), {&experts.router})[0];
+    }
 
     // A gate apart may need its input quantized in another way.
     const Dense& any = experts.each[0];
@@ -208,6 +213,10 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
             for (size_t d = 0; d < cols; ++d) {
                 sum[d] += chosen_[i].weight * result[d];
             }
+        }
+        if (experts.post_norm.present()) {
+            apply(experts.post_norm, sum, h.width, sum);
+            apply(experts.all_post_norm, shared, h.width, shared);
         }
         if (experts.all) {
             const float logit = experts.gate.present() ? shared_gates_[size_t(row) * kBlock] : 0;

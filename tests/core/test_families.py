@@ -266,6 +266,7 @@ SINGLE_TYPES = {
     "experts-MXFP4": RandomModel(
         "qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0", types={"exps": "MXFP4"}, tie=False
     ),
+    "gemma4-experts": replace(CASES["gemma4-experts"], quantization="Q8_0", types={"exps": "Q4_0"}),
     "gpt-oss": replace(
         CASES["gpt-oss"],
         seed=0,
@@ -569,6 +570,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         None,
         "has 3 entries for 2 layers",
     ),
+    "no-norm-of-experts": (
+        CASES["gemma4-experts"],
+        drop("blk.1.pre_ffw_norm_2.weight"),
+        "tensor 'blk.1.pre_ffw_norm_2.weight' is missing",
+    ),
     "no-sinks": (
         CASES["gpt-oss"],
         drop("blk.0.attn_sinks.weight"),
@@ -751,6 +757,7 @@ for number in range(int(sys.argv[3])):
         "nemotron_h",
         "falcon-h1",
         "gemma4",
+        "gemma4-experts",
         "gpt-oss",
     ],
 )

@@ -106,6 +106,22 @@ CASES: dict[str, RandomModel] = {
         },
         vectors={"rope_freqs.weight": PROPORTIONAL},
     ),
+    "gemma4-experts": RandomModel(
+        "gemma4",
+        head_dim=32,
+        layers=2,
+        experts=(8, 2, 32, 0),
+        fused_experts=True,
+        metadata={
+            "attention.sliding_window": 40,
+            "attention.sliding_window_pattern": [True, False],
+            "attention.key_length_swa": 16,
+            "attention.value_length_swa": 16,
+            "rope.dimension_count_swa": 16,
+            "embedding_length_per_layer_input": 0,
+        },
+        vectors={"rope_freqs.weight": PROPORTIONAL},
+    ),
     "gemma4-keys-are-values": RandomModel(
         "gemma4",
         head_dim=64,

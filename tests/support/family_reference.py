@@ -23,7 +23,7 @@ NORM_BEHIND = (
     "gpt-oss",
 )  # the norm of the feed-forward network is named as if behind attention
 SIGMOID = ("lfm2moe", "glm4moe", "bailingmoe2", "nemotron_h_moe")
-NORMALIZED = ("llama", "granitemoe", "granitehybrid", "qwen3moe", "ernie4_5-moe", "lfm2moe", "qwen35moe")
+NORMALIZED = ("llama", "gemma4", "granitemoe", "granitehybrid", "qwen3moe", "ernie4_5-moe", "lfm2moe", "qwen35moe")
 WINDOW_PERIODS = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
@@ -116,6 +116,12 @@ class FamilyReference:
             x = x + scale * self._norm(block + "post_attention_norm", branch)
         if f"{block}ffn_norm.weight" in self.weights or self.family == "olmo2":
             read = self._norm(block + "ffn_norm", x)
+        if f"{block}pre_ffw_norm_2.weight" in self.weights:
+            beside = self._norm(block + "post_ffw_norm_1", self._feed_forward(block, read))
+            found = self._norm(
+                block + "post_ffw_norm_2", self._experts(block, self._norm(block + "pre_ffw_norm_2", x), x)
+            )
+            return x + self._norm(block + "post_ffw_norm", beside + found)
         if f"{block}ffn_gate_inp.weight" in self.weights:
             return x + scale * self._experts(block, read)
         if f"{block}ffn_down.weight" not in self.weights:
@@ -317,9 +323,12 @@ class FamilyReference:
         opened = gelu(gate) if self.family.startswith("gemma") else gate / (1 + np.exp(-gate))
         return self._linear(block + "ffn_down", opened * up)
 
-    def _experts(self, block: str, x: Doubles) -> Doubles:
+    def _experts(self, block: str, x: Doubles, routed: Doubles | None = None) -> Doubles:
         used, count = self._key("expert_used_count"), self._key("expert_count")
-        logits = self._linear(block + "ffn_gate_inp", x)
+        if routed is not None:
+            unit = routed / np.sqrt(np.square(routed).mean(axis=-1, keepdims=True) + 1e-6)
+            routed = unit / np.sqrt(self.width) * self.weights[f"{block}ffn_gate_inp.scale"]
+        logits = self._linear(block + "ffn_gate_inp", x if routed is None else routed)
         usual = 3 if self.family == "gpt-oss" else 2 if self.family in SIGMOID else 1
         kind = self._key("expert_gating_func", 0) or usual
         scores = sigmoid(logits) if kind == 2 else softmax(logits) if kind == 1 else logits
@@ -350,7 +359,8 @@ class FamilyReference:
                 biases = (self.weights.get(f"{block}ffn_{name}_exps.bias") for name in ("gate", "up", "down"))
                 of_gate, of_up, of_down = (0 if bias is None else bias[expert] for bias in biases)
                 opened = self._opened(None if gate is None else gate @ x[row] + of_gate, up @ x[row] + of_up)
-                found[row] += weight * (down @ opened + of_down)
+                factor = self.weights.get(f"{block}ffn_down_exps.scale", np.ones(count))[expert]
+                found[row] += weight * factor * (down @ opened + of_down)
         if f"{block}ffn_up_shexp.weight" not in self.weights:
             return found
         gate = self._linear(block + "ffn_gate_shexp", x) if f"{block}ffn_gate_shexp.weight" in self.weights else None
@@ -362,6 +372,8 @@ class FamilyReference:
     def _opened(self, gate: Doubles | None, up: Doubles) -> Doubles:
         if gate is None:
             return np.square(np.maximum(up, 0))
+        if self.family == "gemma4":
+            return gelu(gate) * up
         if self.family == "gpt-oss":
             gate = np.minimum(gate, 7)
             return gate * sigmoid(1.702 * gate) * (np.clip(up, -7, 7) + 1)

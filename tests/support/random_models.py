@@ -424,10 +424,17 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                     matrix(f"{block}.ffn_gate_shexp", shared, m.width)
                 matrix(f"{block}.ffn_up_shexp", shared, m.width)
                 matrix(f"{block}.ffn_down_shexp", m.width, shared)
+            if family == "gemma4":
+                for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2", "ffn_gate_inp", "ffn_down_exps"):
+                    norm("beside", count if name == "ffn_down_exps" else m.width)
+                    ending = "weight" if "norm" in name else "scale"
+                    found[f"{block}.{name}.{ending}"] = found.pop("beside.weight")
+                found[f"{block}.ffn_gate_inp.scale"] *= np.float32(np.sqrt(m.width))
             if shared and family in SHARED_GATE:
                 opening = generator.standard_normal(m.width) / np.sqrt(m.width)
                 found[f"{block}.ffn_gate_inp_shexp.weight"] = opening.astype(np.float32)
-            continue
+            if family != "gemma4":
+                continue
         if family == "phi3":
             matrix(f"{block}.ffn_up", 2 * m.ffn_width, m.width)
         else:
