@@ -76,6 +76,23 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "stop_sequences": ["x"],
         },
     ),
+    ("/v1/embeddings", {"model": NAME, "input": ["a", "b c"], "encoding_format": "base64"}),
+    ("/api/embed", {"model": NAME, "input": "a"}),
+    ("/api/show", {"model": NAME}),
+    ("/api/generate", {"model": NAME, "prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 3}}),
+    (
+        "/api/chat",
+        {
+            "model": NAME,
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+                {"role": "tool", "content": "b", "tool_name": "f"},
+            ],
+            "think": False,
+            "options": {"num_predict": 3, "temperature": 0.5, "stop": ["x"]},
+        },
+    ),
     ("/v1/messages/count_tokens", {"model": NAME, "messages": [{"role": "user", "content": "a"}]}),
     (
         "/v1/messages",
@@ -125,6 +142,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]
 GETS = ["/", "/health", "/v1/models", f"/v1/models/{NAME}", "/props", "/metrics", "/tokenizer_info", "/openapi.json"]
+GETS += ["/api/tags", "/api/version"]
 HEADERS = [
     "Content-Length: 99999999999999999999",
     "Content-Length: -1",
