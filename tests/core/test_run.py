@@ -502,6 +502,7 @@ def test_closing_during_a_run(model_of: Model) -> None:
                 started.set()
                 _core.run([Work.read(stays, [5, 6]), Work.verify(goes, [5], [-1], GREEDY)])
                 stays.rewind(20)
+                goes.rewind(20)
 
         with ThreadPoolExecutor(1) as pool:
             started.clear()
