@@ -181,7 +181,8 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
             block = "blk." + std::to_string(layer) + ".";
         }
     }
-    if (const std::string shared = block + "ffn_down_shexp.weight"; file.has_tensor(shared)) {
+    const std::string shared = block + "ffn_down_shexp.weight";
+    if (!family.has(kDenseBeside) && file.has_tensor(shared)) {
         experts.shared_width = static_cast<int>(std::clamp<int64_t>(file.tensor(shared).ne[0], 1, kMostNumbers));
     }
     experts.width = family.has(kWholeExperts) ? h.ffn_width
@@ -352,7 +353,8 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
     const int period =
         pattern ? 0 : keys.number("attention.sliding_window_pattern", 0, kMostLayers, family.window_period);
     for (int i = 0; i < h.num_layers; ++i) {
-        const bool has_window = pattern ? (*pattern)[i] != 0 : period == 0 || i % period < period - 1;
+        const int layer = h.first_layer + i;
+        const bool has_window = pattern ? (*pattern)[layer] != 0 : period == 0 || layer % period < period - 1;
         h.layers[i].windowed = has_window && h.layers[i].attends();
     }
 }
@@ -515,7 +517,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.num_ahead = keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
     h.num_layers -= h.num_ahead;
     if (family.reads == Reads::joined_with_tokens) {
-        if (family.has(kLayerNorm)) {
+        if (family.has(kLayerNorm) || family.has(kLayersDiffer)) {
             file.fail("layers that predict further tokens are not supported in architecture '" +
                       std::string(family.name) + "'; name another draft");
         }
@@ -551,8 +553,11 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         [](const LayerNumbers& layer) { return layer.feeds_forward; }, family.has(kLayersDiffer),
         &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
-    if (h.ffn_width == 0) {
-        h.ffn_width = h.experts.width;  // perhaps no layer is without experts
+    const bool is_dense = std::any_of(h.layers.begin(), h.layers.end(), [&](const LayerNumbers& layer) {
+        return layer.feeds_forward && (!layer.has_experts || family.has(kDenseBeside));
+    });
+    if (h.ffn_width == 0 && !is_dense) {
+        h.ffn_width = h.experts.width;
     }
     if (h.ffn_width == 0) {
         file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");

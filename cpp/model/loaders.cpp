@@ -321,7 +321,11 @@ Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
     };
     Dense result;
     if (family_.gate != Gate::none && !parts.gate) {
-        result.up = pack({{parts.up}, {}, gate_in_turns(width)});
+        Parts both{{parts.up}, {}, gate_in_turns(width)};
+        if (parts.gate_bias) {
+            both.biases = {parts.gate_bias, parts.up_bias};
+        }
+        result.up = pack(both);
     } else if (parts.gate && parts.gate->type == parts.up->type) {
         Parts both{{parts.gate, parts.up}, {}, gate_in_turns(width)};
         if (parts.gate_bias) {

@@ -50,7 +50,7 @@ PackedPass::PackedPass(const Model& model)
             has_gate_ = has_gate_ || !dense || dense->gate.present();
         }
     }
-    inputs_.resize(3);
+    inputs_.resize(4);  // of a delta net, which may read its input by four matrices
     unit_.assign(h.delta.head_dim, 1 / std::sqrt(static_cast<float>(std::max(1, h.delta.head_dim))));
 }
 

@@ -143,6 +143,8 @@ def chat(
         common = (engine, sampling, limit, color, interrupts)
         session = Raw(*common, **options) if raw else Chat(*common, system=system, think=think, **options)
         if resume is not None:
+            if system:
+                raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
             session.resume(expanded(resume))
         if question is None:
             take_lines(session, interrupts, session.greeting(name))

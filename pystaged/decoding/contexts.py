@@ -22,6 +22,7 @@ from pystaged.process import ProcessLock
 
 _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context
 _WORTH_WAITING = 64  # tokens of prefill from which on waiting to copy another sequence's is faster than repeating it
+_SHARE = 16  # a text on disk is worth reading if it saves the prefill of one of so many of its tokens
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 FREE_SHARE = 4  # contexts get the free memory divided by this
@@ -230,11 +231,14 @@ class ContextPool:
 
     def close(self) -> None:
         """Free the contexts at rest, and each lent one when it is given back; lend no more."""
-        with self._lock.here():
-            for context in list(self._at_rest):
-                self._keep(context, last=True)
-        self._closed = True
-        self.forget()
+        try:
+            with self._lock.here():
+                self._closed = True
+                for context in list(self._at_rest):
+                    self._keep(context, last=True)
+        finally:  # Ctrl-C ends the writing
+            self._closed = True
+            self.forget()
 
     def _keep(self, context: Decoder, *, last: bool = False) -> None:
         """Keep a context's text on disk."""
@@ -268,9 +272,12 @@ class ContextPool:
         """Read a text from disk into a context at rest, if it begins so much more like the prompt than those here, of
         which `length` tokens are there."""
         found = self.prompts.find(prompt, self._n_ctx) if self.prompts else None
-        if not self.prompts or not found or common_prefix(found[1], prompt) < length + _WORTH_WAITING:
+        if not self.prompts or not found:
             return False
         path, tokens = found
+        # Its whole file is read, and takes the place of others.
+        if common_prefix(tokens, prompt) - length < max(_WORTH_WAITING, len(tokens) // _SHARE):
+            return False
         if any(np.array_equal(held.tokens[: len(tokens)], tokens) for held in self._at_rest.values()):
             return False  # it cannot rewind so far
         need = self._needed(len(tokens))

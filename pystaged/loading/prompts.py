@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -15,9 +17,10 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session, read_texts, write_texts
 from pystaged.decoding.drafter import common_prefix
-from pystaged.files import cache_folder, check_room, expanded, leftovers, open_regular, remove_leftover, whole_file
+from pystaged.files import cache_folder, check_room, expanded, open_regular, remove_leftover, whole_file
 
 _TITLE = b"pystaged prompt 1\n"
+_NAME = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}\.prompt")
 _LEAST = 128  # tokens; prefill of fewer is quick
 _NEARLY = 7 / 8  # a conversation is written again when it has grown so much, not at every turn
 _MOST_WAITING = 2  # copies of texts that are or wait to be written
@@ -43,14 +46,15 @@ class KeptPrompts:
         info = self._folder.stat()
         if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError(f"others can write into {self._folder}; name a folder that is yours alone (chmod 700)")
-        for part in leftovers(self._folder):
-            remove_leftover(part)
+        for part in self._folder.iterdir():  # nothing of the user's
+            if _NAME.match(part.name) and part.suffix == ".part":
+                remove_leftover(part)
         self._content = hashlib.sha256(content.encode()).hexdigest()
         self._most_bytes, self._report = most_bytes, report
         self._texts: dict[Path, NDArray[np.int32]] = {}
         self._writer = ThreadPoolExecutor(1, "pystaged prompts")
         self._waiting: list[Future[None]] = []
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), 0  # the writing thread
         self._has_failed = False  # the last one that was written
 
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None:
@@ -74,7 +78,7 @@ class KeptPrompts:
         """Write the text of a context in the background, unless nearly all of it is kept, or too many are being
         written; the last ones of an engine are written unless all of them is kept."""
         tokens = sessions[0].tokens
-        if len(tokens) < _LEAST or os.getpid() != self._process:
+        if len(tokens) < _LEAST or os.getpid() != self._process or self._is_writing():
             return
         self._look()
         kept = max((common_prefix(text, tokens) for text in self._texts.values()), default=0)
@@ -91,9 +95,14 @@ class KeptPrompts:
 
     def close(self) -> None:
         """Wait for the end of writing."""
-        self._writer.shutdown()
+        self._writer.shutdown(wait=not self._is_writing())
+
+    def _is_writing(self) -> bool:
+        """Whether this is the writing thread, where the garbage collector may close an engine."""
+        return threading.get_ident() == self._thread
 
     def _write(self, copies: Sequence[Session]) -> None:
+        self._thread = threading.get_ident()
         tokens = copies[0].tokens
         head, num_bytes = self._head(tokens), sum(session.num_bytes for session in copies)
         path = self._folder / f"{self._content[:16]}.{hashlib.sha256(head).hexdigest()[:16]}.prompt"
@@ -121,6 +130,8 @@ class KeptPrompts:
         whether one ever is."""
         files = []
         for path in self._folder.glob("*.prompt"):
+            if not _NAME.fullmatch(path.name):
+                continue
             with suppress(FileNotFoundError):  # another process removed it
                 files.append((path.stat().st_mtime, path.stat().st_size, path))
         excess = num_bytes - self._most_bytes + sum(size for _, size, _ in files)

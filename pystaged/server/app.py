@@ -72,6 +72,7 @@ _FORMS = (
     "tools",
     "format",
 )  # members that constrain the output
+_EMBEDDINGS = ("/v1/embeddings", "/api/embed")
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
@@ -115,6 +116,7 @@ class _Endpoints:
         self._openapi = encoded(describe(pystaged.__version__, _GIVEN, _COMPUTED, _WRITTEN))
         self._page = page()
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
+        self._embeddings = anyio.CapacityLimiter(1)
 
     async def page(self, request: Request) -> Response:
         del request
@@ -140,7 +142,9 @@ class _Endpoints:
     async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Response:
         asked = await self._read(request, kind)
         try:
-            return await run_sync(lambda: _json(answer(self._state, asked)))
+            # Each text takes a context of its own, outside the limits on texts that are written.
+            limiter = self._embeddings if request.scope["path"] in _EMBEDDINGS else None
+            return await run_sync(lambda: _json(answer(self._state, asked)), limiter=limiter)
         except (ValueError, TypeError) as error:
             raise refusal(error) from None
 
@@ -173,7 +177,8 @@ class _Endpoints:
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
         """The limit on threads that compile grammars, which is slow; None for other requests."""
-        return self._forms if any(getattr(asked, name, None) for name in _FORMS) else None
+        parts = (asked, getattr(asked, "options", None))
+        return self._forms if any(getattr(part, name, None) for part in parts for name in _FORMS) else None
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """Read and check a request's body. Raises ApiError."""

@@ -14,6 +14,8 @@ from pystaged.server.request_types import EmbeddingsRequest
 from pystaged.server.state import State
 from pystaged.text import Prompt
 
+_MOST_TOKENS = 300_000  # of a request, as OpenAI has it
+
 
 def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
     """Embed texts. Raises ApiError."""
@@ -40,7 +42,9 @@ def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], in
     """The embeddings of texts, float32[n, width], and the number of their tokens. Raises ApiError."""
     engine = state.engine
     tokens: list[Prompt] = []
-    for text in texts:
+    for i, text in enumerate(texts):
+        if not text:
+            raise ApiError(400, f"text {i} of the input is empty", param="input")
         try:
             ids = engine.tokenizer.encode(text) if isinstance(text, str) else text
         except UnicodeError:
@@ -48,4 +52,6 @@ def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], in
         if len(ids) > engine.n_ctx:
             raise too_long(len(ids), engine.n_ctx, "input")
         tokens.append(ids)
-    return engine.embed(tokens), sum(map(len, tokens))
+    if (count := sum(map(len, tokens))) > _MOST_TOKENS:
+        raise ApiError(400, f"the input has {count} tokens; send at most {_MOST_TOKENS} at once", param="input")
+    return engine.embed(tokens), count

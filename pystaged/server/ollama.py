@@ -67,7 +67,7 @@ class OllamaMessage(Open):
     role: str
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_name: str | None = None
 
 
@@ -143,6 +143,8 @@ class ModelDetails(TypedDict):
     family: str
     families: list[str]
     parameter_size: str
+    parent_model: str
+    quantization_level: str
 
 
 class OllamaModel(TypedDict):
@@ -270,7 +272,7 @@ def _shared(request: _Request) -> dict[str, Any]:
     refuse(options.model_extra or {}, _UNSUPPORTED_OPTIONS)
     found = options.model_dump(include=set(TextRequest.model_fields), exclude_none=True)
     if options.num_predict is not None:
-        found["max_tokens"] = max(-1, options.num_predict)
+        found["max_tokens"] = options.num_predict if options.num_predict > 0 else -1
     if request.format:
         found["json_schema"] = {"type": "object"} if request.format == "json" else request.format
     return found | {"stream": bool(request.stream), "stream_options": None, "n": 1}
@@ -336,7 +338,7 @@ class _Answer(EventAnswer):
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         reader = self.read(i, result)
         text, thinking = ("".join(block.text for block in reader.of_kind(kind)) for kind in ("text", "reasoning"))
-        said = self.said(text, thinking, [_call(block) for block in reader.of_kind("call")])
+        said = self.said(text, thinking, [_call(block) for block in reader.of_kind("call") if block.is_whole])
         return self.framed(said | self._end(result) | self._logprobs(result.logprobs), {})
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
@@ -358,7 +360,8 @@ class _Answer(EventAnswer):
 
     def closed(self, i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
         del i, result
-        return [self.said("", calls=[_call(block)]) | _FIRST] if block.kind == "call" else []
+        is_call = block.kind == "call" and block.is_whole
+        return [self.said("", calls=[_call(block)]) | _FIRST] if is_call else []
 
     def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         del i
@@ -409,7 +412,14 @@ def _details(state: State) -> ModelDetails:
     metadata = state.engine.tokenizer.metadata
     family = metadata.get("general.architecture", "")
     size = metadata.get("general.size_label", "")
-    return {"format": "gguf", "family": family, "families": [family], "parameter_size": size}
+    return {
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": size,
+        "parent_model": "",
+        "quantization_level": next(iter(state.engine.model.weight_types), "").upper(),
+    }
 
 
 def _moment(seconds: float) -> str:

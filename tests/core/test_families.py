@@ -197,6 +197,28 @@ def test_dense_qwen3next_against_transformers(tmp_path: Path) -> None:
     assert (model_logits(Model(newer), tokens) == found).all()
 
 
+def test_a_delta_net_reads_its_input_by_four_matrices_of_four_types(tmp_path: Path) -> None:
+    types = {"attn_gate": "Q5_0", "ssm_beta": "Q8_0", "ssm_alpha": "MXFP4"}
+    path = write(tmp_path / "model.gguf", replace(QWEN35, quantization="Q4_0", types=types))
+    tokens = text(300, 64)
+    exact = FamilyReference(path).logits(tokens)
+    error = np.abs(model_logits(Model(path), tokens) - exact).mean()
+    assert error <= 1.1 * np.abs(llama_logits(path, tokens) - exact).mean()
+
+
+def test_biases_of_fused_experts(tmp_path: Path) -> None:
+    def fuse(tensors: dict[str, Floats]) -> None:  # the weights alone
+        for layer in range(CASES["gpt-oss"].layers):
+            parts = [tensors.pop(f"blk.{layer}.ffn_{name}_exps.weight") for name in ("gate", "up")]
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
+
+    tokens = text(300, 16)
+    found = [
+        model_logits(Model(write(tmp_path / "model.gguf", CASES["gpt-oss"], change)), tokens) for change in (None, fuse)
+    ]
+    assert (found[0] == found[1]).all()
+
+
 def test_of_equal_scores_the_first_experts_are_chosen(tmp_path: Path) -> None:
     def tie(tensors: dict[str, Floats]) -> None:
         for layer in range(2):
@@ -376,6 +398,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         replace(QWEN3MOE, metadata={"expert_group_count": 3, "expert_group_used_count": 1}),
         None,
         "8 experts in 3 groups (metadata 'qwen3moe.expert_group_count'), of which 1 are used, do not make 2 experts",
+    ),
+    "experts-shared-beside-dense": (
+        replace(CASES["gemma4-experts"], experts=(8, 2, 32, 32)),
+        None,
+        "_shexp.weight' is none of architecture 'gemma4'",
     ),
     "experts-few": (
         replace(QWEN3MOE, metadata={"expert_count": 16}),

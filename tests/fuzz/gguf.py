@@ -222,7 +222,10 @@ class Gguf(Target):
         model = CASES[name]
         wide = model.width | model.ffn_width | model.experts[2] | model.experts[3]
         is_odd = (wide | model.delta_heads[1] * model.delta_heads[2]) % 32
-        model = replace(model, quantization="F32" if is_odd else quantization, layers=min(model.layers, 2))
+        if not any(isinstance(value, list) for value in model.metadata.values()):  # of each layer
+            model = replace(model, layers=min(model.layers, 2))
+        is_odd |= model.metadata.get("embedding_length_per_layer_input", 0) % 32
+        model = replace(model, quantization="F32" if is_odd else quantization)
         return write(self._path, model).read_bytes()
 
     def sound(self) -> Iterator[Case]:

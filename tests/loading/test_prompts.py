@@ -172,6 +172,19 @@ def test_a_file_of_another_model_or_kv_type_is_not_used(path_of: Callable[[str],
     assert text(path_of("llama"), PROMPT, folder, report=lambda _: None).stats.reused_tokens == 0
 
 
+def test_the_users_files_stay(path_of: Callable[[str], Path], folder: Path) -> None:
+    own = [folder / name for name in ("film.mkv.part", "below/film.part", "summarise.prompt")]
+    for path in own:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(b"0" * 3000)
+    left = folder / f"{'0' * 16}.{'1' * 16}.prompt.{'2' * 16}.part"
+    left.write_bytes(b"")
+    text(path_of("llama"), PROMPT, folder, prompt_cache_size=1 << 30)
+    text(path_of("llama"), PROMPT, folder, prompt_cache_size=1)
+    assert all(path.exists() for path in own)
+    assert not left.exists()
+
+
 def test_the_texts_used_longest_ago_make_room(path_of: Callable[[str], Path], folder: Path) -> None:
     model = path_of("llama")
     text(model, PROMPT, folder)

@@ -64,4 +64,4 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.completions.create(prompt="a" * 999, model=NAME)
     assert (found.value.code, found.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(input="a", model=NAME)
+        client.moderations.create(input="a")

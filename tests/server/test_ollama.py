@@ -14,6 +14,7 @@ from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.engine import Engine
+from pystaged.server import embeddings
 
 QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
 MARKS = ["<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
@@ -109,6 +110,17 @@ def test_tools_and_thinking(server: Server) -> None:
         assert "".join(part.get(name, "") for part in parts) == message[name]
 
 
+def test_a_call_that_is_cut_is_not_called(server: Server, engine: Engine) -> None:
+    until = len(engine.encode(CALLING[: CALLING.index("Oslo")]))
+    written: Any = {"temperature": 0, "num_predict": until, "grammar": f"root ::= {json.dumps(CALLING)}"}
+    asked: Any = {"tools": [{"type": "function", "function": WEATHER}], "options": written, "think": True}
+    rome = [{"function": {"name": "weather", "arguments": {"place": "Rome"}}}]
+    answer = ask(server, "/api/chat", messages=ASKED, **asked)
+    assert (answer["message"]["tool_calls"], answer["done_reason"]) == (rome, "length")
+    parts = [part["message"] for part in lines(server, "/api/chat", messages=ASKED, **asked)]
+    assert [call for part in parts for call in part.get("tool_calls", [])] == rome
+
+
 def test_results_go_back_to_their_calls(server: Server) -> None:
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("one", "two")]
     messages = [
@@ -150,6 +162,7 @@ def test_formats(server: Server, form: Any) -> None:
 def test_the_model(server: Server, engine: Engine) -> None:
     (model,) = server.ask("/api/tags")[1]["models"]
     assert (model["name"], model["size"]) == (NAME, engine.model.file_bytes)
+    assert model["details"]["quantization_level"] == "F32"
     shown = ask(server, "/api/show")
     assert shown["template"] == QWEN3
     assert shown["model_info"]["llama.context_length"] == engine.n_ctx
@@ -165,6 +178,7 @@ def test_the_model(server: Server, engine: Engine) -> None:
         ("/api/chat", {"messages": ASKED, "options": {"temperature": -1}}, "temperature"),
         ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
         ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
+        ("/api/embed", {"input": ["a", ""]}, "text 1 of the input is empty"),
         ("/api/pull", {"model": "a"}, "there is no POST /api/pull"),
     ],
 )
@@ -173,6 +187,11 @@ def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: st
     assert status in (400, 404)
     assert list(found) == ["error"]
     assert words in found["error"]
+
+
+def test_many_tokens_are_not_embedded_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "_MOST_TOKENS", 20)
+    assert "send at most 20 at once" in server.ask("/api/embed", {"input": ["a" * 20] * 2})[1]["error"]
 
 
 def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
