@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from support.families import CASES
 from support.random_models import write
+from support.scheduling import wait_until
 from support.server import NAME, Server, live
 
 import pystaged
@@ -115,3 +119,26 @@ def test_the_servers(server: Server, engine: Engine) -> None:
     for wrong, param in (({"input": ""}, "input"), ({"input": "a" * 600}, "input"), ({"dimensions": 8}, "dimensions")):
         status, body = server.ask("/v1/embeddings", {"input": "a", **wrong})
         assert (status, body["error"]["param"]) == (400, param)
+
+
+def test_who_leaves_ends_the_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, left, texts = threading.Event(), threading.Event(), []
+
+    def embed(text: Any, embed: Callable[..., Any] = engine.embed) -> NDArray[np.float32]:
+        texts.append(text)
+        begun.set()
+        assert left.wait(600)
+        return embed(text)
+
+    lines: list[str] = []
+    monkeypatch.setattr(engine, "embed", embed)
+    with live(engine, log=lines.append) as server:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=600)
+        body = json.dumps({"input": ["a"] * 50})
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        assert begun.wait(600)
+        connection.close()
+        left.set()
+        wait_until(lambda: lines)
+    assert lines[0].startswith("/v1/embeddings left ")
+    assert len(texts) < 50

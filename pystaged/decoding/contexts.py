@@ -231,13 +231,12 @@ class ContextPool:
 
     def close(self) -> None:
         """Free the contexts at rest, and each lent one when it is given back; lend no more."""
+        self._closed = True
         try:
             with self._lock.here():
-                self._closed = True
                 for context in list(self._at_rest):
                     self._keep(context, last=True)
         finally:  # Ctrl-C ends the writing
-            self._closed = True
             self.forget()
 
     def _keep(self, context: Decoder, *, last: bool = False) -> None:

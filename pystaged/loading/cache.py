@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pystaged.elsewhere import hub_id
 from pystaged.files import cache_folder, part_file, read_small
+from pystaged.loading.file_types import file_type_name
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.quantize import DEFAULT_TYPE
@@ -213,7 +214,10 @@ def describe(name: str, path: Path) -> CachedModel:
         architecture = metadata.get("general.architecture", "?")
         heads = metadata.get(f"{architecture}.attention.head_count", "?")
         layers, width = (metadata.get(f"{architecture}.{key}", "?") for key in ("block_count", "embedding_length"))
-        kind, shape = _type_name(metadata.get("general.file_type", "")), _shown(f"{layers} x {width}, {heads} heads")
+        kind, shape = (
+            file_type_name(metadata.get("general.file_type", "")),
+            _shown(f"{layers} x {width}, {heads} heads"),
+        )
     return CachedModel(name, path, path.stat().st_size, kind, shape, _shown(metadata.get("general.license", "")))
 
 
@@ -251,12 +255,3 @@ def _keep(path: Path, source: _Source) -> None:
 def _shown(text: str) -> str:
     """A file's text, cut at 80 characters, with unprintable ones replaced: terminals show it."""
     return "".join(each if each.isprintable() else "?" for each in text[:80])
-
-
-def _type_name(file_type: str) -> str:
-    from gguf import LlamaFileType  # noqa: PLC0415
-
-    try:
-        return LlamaFileType(int(file_type)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:
-        return "?"

@@ -24,3 +24,13 @@ FILE_TYPES = {
     "q2_k": 10,
 }
 UNQUANTIZED = {FILE_TYPES[name] for name in ("f32", "f16", "bf16")}
+
+
+def file_type_name(number: str) -> str:
+    """The name of a type by a file's metadata, such as "Q4_K_M"; "?" for none."""
+    from gguf import LlamaFileType  # noqa: PLC0415
+
+    try:
+        return LlamaFileType(int(number)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return "?"

@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import anyio
@@ -72,7 +74,6 @@ _FORMS = (
     "tools",
     "format",
 )  # members that constrain the output
-_EMBEDDINGS = ("/v1/embeddings", "/api/embed")
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
@@ -116,7 +117,6 @@ class _Endpoints:
         self._openapi = encoded(describe(pystaged.__version__, _GIVEN, _COMPUTED, _WRITTEN))
         self._page = page()
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
-        self._embeddings = anyio.CapacityLimiter(1)
 
     async def page(self, request: Request) -> Response:
         del request
@@ -139,25 +139,41 @@ class _Endpoints:
         del request
         return _json(answer(self._state))
 
-    async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Response:
-        asked = await self._read(request, kind)
-        try:
-            # Each text takes a context of its own, outside the limits on texts that are written.
-            limiter = self._embeddings if request.scope["path"] in _EMBEDDINGS else None
-            return await run_sync(lambda: _json(answer(self._state, asked)), limiter=limiter)
-        except (ValueError, TypeError) as error:
-            raise refusal(error) from None
+    async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Reply:
+        async def work(asked: Any, sender: Sender) -> None:
+            with _refusing():
+                if iscoroutinefunction(answer):
+                    body = await run_sync(encoded, await answer(self._state, asked))
+                else:
+                    body = await run_sync(lambda: encoded(answer(self._state, asked)))
+            await sender.whole(body)
+
+        return await self._reply(request, kind, work)
 
     async def written(self, begin: Callable[[State, Any], Answer], kind: type[R], request: Request) -> Reply:
-        path, begun = request.scope["path"], time.monotonic()
         answers: list[Answer] = []
+
+        async def work(asked: Any, sender: Sender) -> None:
+            with self._state.gate.coming(), _refusing():
+                answers.append(await run_sync(begin, self._state, asked, limiter=self._limiter(asked)))
+            await answers[0].send(sender)
+
+        return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "")
+
+    async def _reply(
+        self,
+        request: Request,
+        kind: type[R],
+        work: Callable[[Any, Sender], Awaitable[None]],
+        summary: Callable[[], str] = str,
+    ) -> Reply:
+        """The response of work on a request's body; at its end it is counted and logged."""
+        path, begun = request.scope["path"], time.monotonic()
 
         def over(status: int) -> None:
             self._state.metrics.request_over(path, status)
             if self._state.settings.log:
-                words = answers[0].summary() if answers else ""
-                took = time.monotonic() - begun
-                self._state.settings.log(f"{path} {status or 'left'} {took:.2f} s{words}")
+                self._state.settings.log(f"{path} {status or 'left'} {time.monotonic() - begun:.2f} s{summary()}")
 
         try:
             asked: Any = await self._read(request, kind)
@@ -165,15 +181,8 @@ class _Endpoints:
             over(error.status)
             raise
 
-        async def work(sender: Sender) -> None:
-            with self._state.gate.coming():
-                try:
-                    answers.append(await run_sync(begin, self._state, asked, limiter=self._limiter(asked)))
-                except (ValueError, TypeError, ModuleNotFoundError) as error:
-                    raise refusal(error) from None
-            await answers[0].send(sender)
-
-        return Reply(work, pings=bool(asked.stream), timeout=self._state.settings.timeout, over=over)
+        pings, timeout = bool(getattr(asked, "stream", False)), self._state.settings.timeout
+        return Reply(partial(work, asked), pings=pings, timeout=timeout, over=over)
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
         """The limit on threads that compile grammars, which is slow; None for other requests."""
@@ -216,6 +225,15 @@ class _Endpoints:
         except ClientDisconnect:
             raise ApiError(400, "the request is incomplete") from None
         return bytes(body)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise errors of a request's values as ApiError."""
+    try:
+        yield
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        raise refusal(error) from None
 
 
 def _request_of(answer: Callable[[State, Any], Any]) -> Any:

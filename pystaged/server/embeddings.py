@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 
 import numpy as np
+from anyio.to_thread import run_sync
 from numpy.typing import NDArray
 
+from pystaged.engine import Engine
 from pystaged.server.answer_types import Embeddings
 from pystaged.server.completions import listed
 from pystaged.server.errors import ApiError, too_long, unsupported
@@ -17,11 +19,11 @@ from pystaged.text import Prompt
 _MOST_TOKENS = 300_000  # of a request, as OpenAI has it
 
 
-def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
+async def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
     """Embed texts. Raises ApiError."""
     if request.dimensions is not None:
         raise unsupported("dimensions", "dimensions is not supported by this server; leave it out")
-    vectors, count = embedded(state, listed(request.input))
+    vectors, count = await embedded(state, listed(request.input))
     in_text = request.encoding_format == "base64"
     return {
         "object": "list",
@@ -38,9 +40,17 @@ def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
     }
 
 
-def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], int]:
+async def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], int]:
     """The embeddings of texts, float32[n, width], and the number of their tokens. Raises ApiError."""
-    engine = state.engine
+    tokens = await run_sync(_tokens, state.engine, texts)
+    # One text at a time, so that the work ends when the client disconnects; of all requests, because each text takes a
+    # context of its own, outside the limits on texts that are written.
+    vectors = [await run_sync(state.engine.embed, [text], limiter=state.embedding) for text in tokens]
+    return np.concatenate(vectors), sum(map(len, tokens))
+
+
+def _tokens(engine: Engine, texts: list[Prompt]) -> list[Prompt]:
+    """The tokens of each text. Raises ApiError."""
     tokens: list[Prompt] = []
     for i, text in enumerate(texts):
         if not text:
@@ -54,4 +64,4 @@ def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], in
         tokens.append(ids)
     if (count := sum(map(len, tokens))) > _MOST_TOKENS:
         raise ApiError(400, f"the input has {count} tokens; send at most {_MOST_TOKENS} at once", param="input")
-    return engine.embed(tokens), count
+    return tokens

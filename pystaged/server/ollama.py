@@ -12,8 +12,10 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from pystaged.chat.turn import Block, Dialect
+from pystaged.loading.file_types import file_type_name
 from pystaged.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
+from pystaged.sequence import Sequence as Text
 from pystaged.server import chats, completions
 from pystaged.server.answer_types import TokenLogprob
 from pystaged.server.embeddings import embedded
@@ -21,6 +23,7 @@ from pystaged.server.errors import ApiError
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import refuse
+from pystaged.server.reply import Sender, encoded
 from pystaged.server.request_types import (
     MOST_TOOLS,
     ChatRequest,
@@ -85,14 +88,14 @@ class _Request(ModelRequest):
 class OllamaChatRequest(_Request):
     """A request to /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Annotated[list[OllamaMessage], Field(max_length=4096, fail_fast=True)] = []  # noqa: RUF012  pydantic copies it
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
 
 class GenerateRequest(_Request):
     """A request to /api/generate."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: str = ""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -115,7 +118,7 @@ class _Answered(TypedDict):
     model: str
     created_at: str
     done: bool
-    done_reason: NotRequired[Literal["stop", "length"]]
+    done_reason: NotRequired[Literal["stop", "length", "load"]]
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]
@@ -232,11 +235,11 @@ def show(state: State, request: ShowRequest) -> Shown:
     }
 
 
-def embed(state: State, request: EmbedRequest) -> Embedded:
+async def embed(state: State, request: EmbedRequest) -> Embedded:
     """Embed texts. Raises ApiError."""
     begun = time.monotonic()
     refuse({"dimensions": request.dimensions}, {"dimensions": ()})
-    vectors, count = embedded(state, completions.listed(request.input))
+    vectors, count = await embedded(state, completions.listed(request.input))
     return {
         "model": state.settings.name,
         "embeddings": vectors.tolist(),
@@ -248,12 +251,16 @@ def embed(state: State, request: EmbedRequest) -> Embedded:
 
 def chat(state: State, request: OllamaChatRequest) -> ChatAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
+    if not request.messages:
+        return ChatAnswer(state, TextRequest.model_validate(_shared(request)), _turns(state, [], 0))
     asked = _chat(request, _messages(request.messages), request.tools)
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
 def generate(state: State, request: GenerateRequest) -> TextAnswer:
     """As chat, for one prompt, or for a text that the model continues."""
+    if not (request.prompt or request.suffix):
+        return TextAnswer(state, TextRequest.model_validate(_shared(request)), _turns(state, [], 0))
     if not (request.raw or request.suffix):
         system = [{"role": "system", "content": request.system}] if request.system else []
         asked = _chat(request, [*system, {"role": "user", "content": request.prompt}])
@@ -261,8 +268,13 @@ def generate(state: State, request: GenerateRequest) -> TextAnswer:
     raw = CompletionRequest.model_validate({**_shared(request), "prompt": request.prompt, "suffix": request.suffix})
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sequences, _, seed = completions.texts(state, raw, ANSWER_TOKENS, logprobs)
+    return TextAnswer(state, raw, _turns(state, sequences, seed))
+
+
+def _turns(state: State, sequences: list[Text], seed: int) -> chats.Turns:
+    """Answers that are read as they are; none where the request only loads the model."""
     manner = Manner(Dialect.of("", state.engine.tokenizer), splits=False, is_open=False, schemas=None)
-    return TextAnswer(state, raw, chats.Turns(sequences, seed, manner))
+    return chats.Turns(sequences, seed, manner)
 
 
 def _shared(request: _Request) -> dict[str, Any]:
@@ -326,6 +338,12 @@ class _Answer(EventAnswer):
 
     def error_event(self, error: ApiError) -> bytes:
         return error.json("/api/")
+
+    async def send(self, sender: Sender) -> None:
+        if self.sequences:
+            await super().send(sender)
+        else:  # the model is loaded
+            await sender.whole(encoded(self.framed(self.said("") | _LAST | {"done_reason": "load"}, {})))
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         del figures
@@ -418,7 +436,7 @@ def _details(state: State) -> ModelDetails:
         "families": [family],
         "parameter_size": size,
         "parent_model": "",
-        "quantization_level": next(iter(state.engine.model.weight_types), "").upper(),
+        "quantization_level": file_type_name(metadata.get("general.file_type", "")),
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 
+import anyio
+
 import pystaged
 from pystaged.engine import Engine
 from pystaged.server.errors import ApiError
@@ -28,6 +30,7 @@ class State:
         self.engine, self.settings = engine, settings
         self.gate = Gate(settings.parallel, settings.queue)
         self.metrics = Metrics(settings.metrics_prefix)
+        self.embedding = anyio.CapacityLimiter(1)  # texts that are embedded at the same time
         self.created = int(time.time())
         self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
 

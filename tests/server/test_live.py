@@ -426,10 +426,12 @@ def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
     with live(engine, log=lines.append) as server:
         server.ask(PATH, body(0, n=2))
         server.ask(PATH, {"prompt": ""})
-        wait_until(lambda: len(lines) == 2)
+        server.ask("/tokenize", {"content": "a"})
+        wait_until(lambda: len(lines) == 3)
     assert lines[0].startswith(f"{PATH} 200 ")
     assert ", 2 sequences, " in lines[0]
     assert lines[1].startswith(f"{PATH} 400 ")
+    assert lines[2].startswith("/tokenize 200 ")
 
 
 FORMED: list[dict[str, Any]] = [

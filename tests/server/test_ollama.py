@@ -32,6 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     def vocabulary(writer: GGUFWriter, size: int) -> None:
         add_vocabulary(writer, size, dict(enumerate(MARKS, 300)))
         writer.add_chat_template(QWEN3)
+        writer.add_file_type(15)
 
     model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=vocabulary)
     path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
@@ -162,7 +163,7 @@ def test_formats(server: Server, form: Any) -> None:
 def test_the_model(server: Server, engine: Engine) -> None:
     (model,) = server.ask("/api/tags")[1]["models"]
     assert (model["name"], model["size"]) == (NAME, engine.model.file_bytes)
-    assert model["details"]["quantization_level"] == "F32"
+    assert model["details"]["quantization_level"] == "Q4_K_M"
     shown = ask(server, "/api/show")
     assert shown["template"] == QWEN3
     assert shown["model_info"]["llama.context_length"] == engine.n_ctx
@@ -173,7 +174,7 @@ def test_the_model(server: Server, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/api/chat", {"messages": []}, "messages"),
+        ("/api/chat", {"messages": "a"}, "messages"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images is not supported"),
         ("/api/chat", {"messages": ASKED, "options": {"temperature": -1}}, "temperature"),
         ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
@@ -198,3 +199,14 @@ def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
     written = {"grammar": 'root ::= "a" "\ud800"'}
     response = server.send("POST", "/api/chat", {"messages": ASKED, "options": written})
     assert "error" in json.loads(response.read().decode().splitlines()[-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_only_load_the_model(server: Server, stream: bool) -> None:
+    for path, said in (
+        ("/api/generate", {"response": ""}),
+        ("/api/chat", {"message": {"role": "assistant", "content": ""}}),
+    ):
+        found = ask(server, path, stream=stream, keep_alive=-1)
+        assert said.items() <= found.items()
+        assert (found["done"], found["done_reason"]) == (True, "load")
