@@ -28,6 +28,12 @@ def available_memory(root: Path = Path("/")) -> int:
     return max(free, 0)
 
 
+def loadable_memory(root: Path = Path("/")) -> int:
+    """Bytes that a model may take: available_memory(), but all memory on systems that do not say what is free."""
+    free = available_memory(root)
+    return free if (root / "proc/meminfo").exists() else 2 * free
+
+
 def _group(root: Path) -> Path:
     """Folder of this process's control group."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pystaged.memory import available_memory
+import pystaged
+from pystaged import DeviceError
+from pystaged.memory import available_memory, loadable_memory
 
 MIB = 1 << 20
 
@@ -43,8 +45,19 @@ def test_control_groups(root: Path) -> None:
 
 
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_memory(tmp_path) == memory // 2
+    assert loadable_memory(tmp_path) == memory
 
 
 def test_here() -> None:
     assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_model_that_does_not_fit(bundled_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = bundled_target.stat().st_size
+    monkeypatch.setattr("pystaged.loading.bundle.loadable_memory", lambda: size - 1)
+    with pytest.raises(DeviceError, match="GB are free; end other programs, or use a file of a smaller type"):
+        pystaged.load(bundled_target, draft=None)
+    monkeypatch.setattr("pystaged.loading.bundle.loadable_memory", lambda: size)
+    pystaged.load(bundled_target, draft=None).close()

@@ -25,7 +25,7 @@ from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
 from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
-from pystaged.memory import available_memory
+from pystaged.memory import available_memory, loadable_memory
 
 _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 
@@ -93,12 +93,12 @@ class Bundle:
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
-            kept, loaded = report if weight_cache else None, dict[str, Model]()
-            for name in candidates(device, kv):
+            kept, loaded, devices = report if weight_cache else None, dict[str, Model](), list(candidates(device, kv))
+            for name in devices:
                 try:
                     loaded[name] = _load(path, tokenizer, num_threads, name, kv, kept)
                 except DeviceError as error:
-                    if device != "auto":
+                    if not loaded and name == devices[-1]:
                         raise
                     report(f"passed over: {error}")
             return loaded
@@ -220,6 +220,8 @@ def _load(
 ) -> Model:
     """Load a model; with `kept`, map its weights from the weight cache and report the cache's problems to it."""
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
+    if device == "cpu":
+        _check_memory(path)
     if kept and device == "cpu":
         model = load_packed(path, kernel, num_threads, kept, kv)
     else:
@@ -229,3 +231,13 @@ def _load(
             f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
         )
     return model
+
+
+def _check_memory(path: Path) -> None:
+    """Raise DeviceError if a model's weights do not fit in this machine's memory: it would swap without end."""
+    need, free = sum(file.size for file in SeenModel.now(path).files), loadable_memory()
+    if need > free:
+        raise DeviceError(
+            f"{path} needs {need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; end other programs, or use "
+            "a file of a smaller type, such as `pystaged quantize` makes"
+        )
