@@ -29,8 +29,8 @@ class ConfigReader:
         if family:
             older = {key: config[old] for key, old in family.older.items() if config.get(old) is not None}
             config = {**family.defaults, **config, **older}
-        if any(config.get(key) for key in _EXPERTS):
-            raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts, which is not supported")
+        if any(config.get(key) for key in _EXPERTS) and not (family and family.experts):
+            raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts that cannot be converted")
         if family is None:
             raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
         if config.get("quantization_config"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +73,7 @@ class Tensor:
     """One tensor of the GGUF file and its source.
 
     Args:
+        parts: the checkpoint's tensors that follow each other in it: one, or one for each expert.
         together: number of rows that `change` needs together.
         change: converts the checkpoint's numbers to the file's.
     """
@@ -80,7 +81,7 @@ class Tensor:
     name: str
     source: str
     shape: tuple[int, ...]
-    stored: Stored
+    parts: tuple[Stored, ...]
     quantization: GGMLQuantizationType
     together: int
     change: Change
@@ -97,14 +98,15 @@ class Tensor:
         Raises:
             ValueError: a number is not finite, or too large for the type.
         """
-        rows = self.stored.shape[0]
-        groups = max(1, _CHUNK // (self.together * int(np.prod(self.stored.shape[1:]))))
-        for start in range(0, rows, groups * self.together):
-            values = self.stored.read(start, min(rows, start + groups * self.together))
-            values = np.ascontiguousarray(_finite(self.stored, self.source, self.change(values)))
-            if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
-                raise ValueError(f"{self.stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
-            yield quants.quantize(values, self.quantization)
+        for stored in self.parts:
+            rows = stored.shape[0]
+            groups = max(1, _CHUNK // (self.together * int(np.prod(stored.shape[1:]))))
+            for start in range(0, rows, groups * self.together):
+                values = stored.read(start, min(rows, start + groups * self.together))
+                values = np.ascontiguousarray(_finite(stored, self.source, self.change(values)))
+                if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
+                    raise ValueError(f"{stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
+                yield quants.quantize(values, self.quantization)
 
 
 def write_gguf(folder: Path, out: Path, quantization: str, about: About, progress: Progress) -> None:
@@ -115,7 +117,7 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
             tokenizer's files. Sampling settings in generation_config.json are copied, too.
         out: may be left incomplete after an error.
         quantization: one of TYPES, or DRAFT_TYPES for a draft that reads hidden states, for the matrices; "" for
-            the smallest lossless one. Positions, norms and biases stay F32.
+            the smallest lossless one. Positions, norms, routers and biases stay F32.
         progress: called with bytes.
 
     Raises:
@@ -159,8 +161,7 @@ def _write_draft(
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
     adjacent = numbers.kind == feature_drafts.EAGLE3
     tensors = [
-        _tensor(folder, shape, wanted, wanted.source, stored[wanted.source], quantization, adjacent)
-        for wanted in plan.tensors
+        _tensor(folder, shape, wanted, [wanted.source], stored, quantization, adjacent) for wanted in plan.tensors
     ]
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
     if plan.feature_norms:
@@ -312,11 +313,13 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
     tensors = []
     used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
-        source = wanted.source if wanted.source.startswith(("lm_head.", AHEAD)) else prefix + wanted.source
-        if source not in stored:
-            raise ValueError(f"{folder}: tensor {source!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, source, stored[source], quantization))
-        used.add(source)
+        beside = wanted.source.startswith(("lm_head.", AHEAD))
+        sources = [source if beside else prefix + source for source in shape.sources(wanted)]
+        for each in sources:
+            if each not in stored:
+                raise ValueError(f"{folder}: tensor {each!r} is missing")
+        tensors.append(_tensor(folder, shape, wanted, sources, stored, quantization))
+        used.update(sources)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
             raise ValueError(f"{folder}: tensor {source!r} is unknown in {family.architecture}")
@@ -327,14 +330,15 @@ def _tensor(
     folder: Path,
     shape: Shape,
     wanted: Wanted,
-    source: str,
-    stored: Stored,
+    sources: Sequence[str],
+    all_stored: Mapping[str, Stored],
     quantization: str,
     adjacent: bool | None = None,
 ) -> Tensor:
-    """Plan a tensor of the GGUF file from one of the checkpoint.
+    """Plan a tensor of the GGUF file from those of the checkpoint.
 
     Args:
+        sources: their names: one, or one for each expert.
         adjacent: in place of the family's; norms of heads are reordered, too.
 
     Raises:
@@ -343,15 +347,19 @@ def _tensor(
     name = wanted.part
     transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
     sizes = wanted.stored or (wanted.shape[::-1] if transposed else wanted.shape)
-    if stored.shape != sizes:
-        raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored.shape)}, not {list(sizes)}")
-    _check_type(folder, source, stored)
+    sizes = sizes[1:] if len(sources) > 1 else sizes
+    for source in sources:
+        if all_stored[source].shape != sizes:
+            shape_found = list(all_stored[source].shape)
+            raise ValueError(f"{folder}: tensor {source!r} has shape {shape_found}, not {list(sizes)}")
+        _check_type(folder, source, all_stored[source])
+    parts = [all_stored[source] for source in sources]
     if wanted.first is not None:
-        stored = stored.rows(wanted.first, wanted.shape[0])
+        parts = [part.rows(wanted.first, wanted.shape[0]) for part in parts]
     together: int = 1
     change: Change = _as_it_is
     if whole := shape.change(wanted):
-        together, change = stored.shape[0], whole
+        together, change = parts[0].shape[0], whole
     elif shape.family.transposed and wanted.layer is not None:
         scale = np.float32(shape.query_scale(wanted.layer) if name == "attn_qkv" else 1)
         together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
@@ -359,11 +367,11 @@ def _tensor(
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
     elif shape.family.norm_offset and name.endswith("norm") and name != "ssm_norm":
         change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    plain = len(sizes) != 2 or name == "position_embd"
+    plain = len(sizes) != 2 or name in ("position_embd", "ffn_gate_inp")
     kind = GGMLQuantizationType["F32" if plain else quantization]
     if sizes[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
-    return Tensor(wanted.name, source, wanted.shape, stored, kind, together, change)
+    return Tensor(wanted.name, sources[0], wanted.shape, tuple(parts), kind, together, change)
 
 
 def _check_type(folder: Path, name: str, stored: Stored) -> None:

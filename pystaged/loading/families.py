@@ -68,19 +68,28 @@ _GPT2 = {
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Config keys of a mixture: the number of experts, how many each token uses, and the width of one."""
+
+    count: str
+    used: str
+    width: str
+
+
+@dataclass(frozen=True)
 class Family:
     """How checkpoints of one `model_type` differ from the others.
 
     Args:
         architecture: GGUF's name of the family.
-        layers: tensors of a layer: GGUF's names, and the checkpoint's below `blocks`.
+        layers: tensors of a layer: GGUF's names, and the checkpoint's below `blocks`; "*" stands for each expert.
         others: the same for tensors outside layers.
         recurrent: tensors of a layer that does not attend.
         ahead: tensors of a block for multi-token prediction besides those of a layer, below `mtp`.
         biased: tensors that have a bias; with a key of config.json, only if that is true.
         defaults: values that config.json may omit.
         renamed: config keys that this family names differently.
-        older: names that config keys had before; values under these win.
+        older: other names of config keys, by version; values under these win.
         only: values that config keys may have, the default first; others do not fit GGUF or are not implemented.
         reals: GGUF's keys of further numbers, and config.json's.
         ropes: kinds of rotary scaling that llama.cpp supports for it; none for learnt positions.
@@ -94,6 +103,7 @@ class Family:
         skipped: name prefixes of tensors that belong to other parts of the model.
         mixer: the kind of recurrent layers.
         attending: GGUF's name of the family if all layers attend.
+        experts: of a mixture.
     """
 
     architecture: str
@@ -121,6 +131,7 @@ class Family:
     skipped: tuple[str, ...] = ()
     mixer: Literal["", "delta net", "short convolution", "state space"] = ""
     attending: str = ""
+    experts: Experts | None = None
 
 
 _UNTIED = {"tie_word_embeddings": False}
@@ -202,6 +213,22 @@ FAMILIES: Mapping[str, Family] = {
         only=_SILU | _PLAIN,
     ),
     "qwen3": Family("qwen3", layers=_LLAMA | _HEAD_NORMS, defaults=_UNTIED, only=_SILU | _PLAIN),
+    "qwen3_moe": Family(
+        "qwen3moe",
+        layers=_NORMS
+        | _ATTENTION
+        | _HEAD_NORMS
+        | {
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.*.gate_proj",
+            "ffn_up_exps": "mlp.experts.*.up_proj",
+            "ffn_down_exps": "mlp.experts.*.down_proj",
+        },
+        defaults=_UNTIED | {"norm_topk_prob": False},
+        older={"num_experts": "num_local_experts"},
+        only=_SILU | _PLAIN | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        experts=Experts("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
     "smollm3": Family(
         "smollm3",
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6},

@@ -26,6 +26,7 @@ class Wanted:
     """A tensor of a GGUF file: its name, the checkpoint's without prefix, its shape (outputs first), its layer.
 
     Args:
+        source: with "*" for each expert, if the checkpoint has one tensor for each.
         stored: the checkpoint's shape, if it is another one.
         first: its first row there, if it is a part of the checkpoint's tensor.
     """
@@ -50,6 +51,7 @@ class Shape:
 
     Args:
         architecture: GGUF's name.
+        experts, expert_width: of a mixture, else 0.
         ahead: blocks for multi-token prediction, behind the layers.
         metadata: entries that only some families have, by GGUF key.
         computed: tensors that no checkpoint stores, by name.
@@ -71,6 +73,8 @@ class Shape:
     computed: Mapping[str, Floats]
     scale_scores: bool
     scale_by_layer: bool
+    experts: int = 0
+    expert_width: int = 0
     recurrence: Recurrence | None = None
     ahead: int = 0
 
@@ -115,6 +119,17 @@ class Shape:
         if ahead:
             metadata["nextn_predict_layers"] = ahead
         ffn_width = number("intermediate_size", 4 * width if family.transposed else None)
+        experts = expert_width = 0
+        if family.experts:
+            experts, expert_width = number(family.experts.count), number(family.experts.width)
+            used = number(family.experts.used)
+            if used > experts:
+                raise ValueError(f"{path}: {family.experts.used} is {used}, but there are {experts} experts")
+            metadata |= {
+                "expert_count": experts,
+                "expert_used_count": used,
+                "expert_feed_forward_length": expert_width,
+            }
         shape = cls(
             family=family,
             architecture=family.architecture if recurrence else family.attending or family.architecture,
@@ -132,6 +147,8 @@ class Shape:
             computed=computed,
             scale_scores=reader.get("scale_attn_weights") is not False,
             scale_by_layer=reader.get("scale_attn_by_inverse_layer_idx") is True,
+            experts=experts,
+            expert_width=expert_width,
             recurrence=recurrence,
             ahead=ahead,
         )
@@ -152,6 +169,11 @@ class Shape:
         """A function that makes a recurrent layer's tensor of the checkpoint's; None if they are equal."""
         found = self.recurrence
         return found.changes.get(wanted.part) if found and wanted.layer in found.layers else None
+
+    def sources(self, wanted: Wanted) -> list[str]:
+        """The names of the checkpoint's tensors that make one of the GGUF file."""
+        source = wanted.source
+        return [source.replace("*", str(i)) for i in range(self.experts)] if "*" in source else [source]
 
     def tensors(self, num_rows: int) -> Iterator[Wanted]:
         """The GGUF file's tensors in order, without computed ones.
@@ -175,6 +197,10 @@ class Shape:
             "ffn_gate": (self.ffn_width, self.width),
             "ffn_up": (self.ffn_width * (2 if self.family.fused_gate else 1), self.width),
             "ffn_down": (self.width, self.ffn_width),
+            "ffn_gate_inp": (self.experts, self.width),
+            "ffn_gate_exps": (self.experts, self.expert_width, self.width),
+            "ffn_up_exps": (self.experts, self.expert_width, self.width),
+            "ffn_down_exps": (self.experts, self.width, self.expert_width),
             "nextn.eh_proj": (self.width, 2 * self.width),
         }
 

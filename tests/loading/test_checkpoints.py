@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 32} | OF_FAMILY["qwen3_moe"]),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "granite": ("granite", GRANITE),
     "gemma3": (
@@ -235,7 +236,7 @@ def test_names_are_those_of_gguf(model_type: str) -> None:
     top = "transformer" if model_type == "gpt2" else "model"
     for name, source in (family.layers | family.recurrent).items():
         if "shared_mlp" not in source:  # llama.cpp's converter takes it apart
-            usual = source.replace("dt_bias", "dt_proj")
+            usual = source.replace("dt_bias", "dt_proj").replace(".*", "")
             assert names.get_name(f"{top}.{family.blocks}.0.{usual}") == f"blk.0.{name}"
     for name, source in family.others.items():
         assert names.get_name(f"{top}.{source}") == name
@@ -290,8 +291,8 @@ def test_blocks_for_multi_token_prediction(tmp_path: Path) -> None:
     assert _core.Model(tmp_path / "ahead.gguf", lender=_core.Model(tmp_path / "ahead.gguf")).target_layers == [2]
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].mixer])
-def test_hybrids_in_llama_cpp(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].mixer or FAMILIES[name].experts])
+def test_hybrids_and_mixtures_in_llama_cpp(tmp_path: Path, model_type: str) -> None:
     convert(write_family(tmp_path / "c", model_type), tmp_path / "model.gguf")
     found = engine_logits(tmp_path / "model.gguf", TOKENS)
     assert found.std() > 0.1
@@ -546,7 +547,9 @@ ROPE = {"rope_type": "llama3", "factor": 8.0}
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("llama", {"num_local_experts": 8}, "'llama' is a mixture of experts"),
-    "experts-by-name": ("qwen3_moe", {"num_experts": 128}, "'qwen3_moe' is a mixture of experts"),
+    "experts-used": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
+    "experts-kept-unscaled": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    "experts-in-some-layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers is"),
     "mask-token": (
         "llama",
         {"pard_token": NUM_TOKENS},

@@ -122,6 +122,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "mamba_d_state": 16,
     },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
@@ -154,14 +160,15 @@ def family_config(model_type: str, **changes: object) -> dict[str, Any]:
 
 def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
     """Tensors of such a model, around 0 but for the norms', which are around 1."""
-    generator = np.random.default_rng(seed)
-    return {
-        ("" if wanted.source.startswith(("lm_head.", "mtp.")) else prefix) + wanted.source: (
-            0.1 * generator.standard_normal(wanted.stored or wanted.shape, dtype=np.float32)
-            + np.float32("norm" in wanted.source)
-        )
-        for wanted in Shape.of(config, Path("config.json")).tensors(NUM_TOKENS)
-    }
+    generator, shape = np.random.default_rng(seed), Shape.of(config, Path("config.json"))
+    arrays: Arrays = {}
+    for wanted in shape.tensors(NUM_TOKENS):
+        sources, size = shape.sources(wanted), wanted.stored or wanted.shape
+        for source in sources:
+            values = generator.standard_normal(size[1:] if len(sources) > 1 else size, dtype=np.float32)
+            name = ("" if source.startswith(("lm_head.", "mtp.")) else prefix) + source
+            arrays[name] = 0.1 * values + np.float32("norm" in source)
+    return arrays
 
 
 def write_family(folder: Path, model_type: str, *, shards: int = 1, **changes: object) -> Path:
