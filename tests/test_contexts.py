@@ -662,7 +662,7 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
         with held(bundled):
             reading = [threads.submit(stream.finish) for stream in streams]
             wait_until(lambda: all(stream.sequence.process for stream in streams))
-        results = [each.result(60) for each in reading]
+        results = [each.result(600) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == cold(bundled, prompt, 20, SamplingConfig())
     common = len(bundled.encode(GREETING * 3)) - 64
@@ -699,7 +699,7 @@ def test_a_state_is_kept_where_waiting_prompts_part(hybrid: Path) -> None:
             wait_until(lambda: running.sequence.decoder)
             reading = [threads.submit(stream.finish) for stream in streams]
             wait_until(lambda: all(stream.sequence.process for stream in streams))
-        results = [each.result(60) for each in reading]
+        results = [each.result(600) for each in reading]
         assert sorted(result.stats.reused_tokens for result in results) == [0, 200, 200]
 
 

@@ -688,7 +688,7 @@ class Waiting:
     def expand(self, growth: Growth) -> int:
         del growth
         self.reached.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         return 0
 
     def keep(self, growth: Growth) -> int:
@@ -703,10 +703,10 @@ def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
         pieces: list[Piece] = []
         thread = threading.Thread(target=lambda: pieces.extend(stream))
         thread.start()
-        assert policy.reached.wait(60)
+        assert policy.reached.wait(600)
         stream.close()
         policy.go_on.set()
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive()
         # The step in hand is the last one.
         assert stream.result.finish_reason == "cancelled"
@@ -729,7 +729,7 @@ def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(e
         def __exit__(self, *_: object) -> None:
             turn.release()
             thread.start()
-            assert closing.wait(60)
+            assert closing.wait(600)
 
         def acquire(self, *, blocking: bool) -> bool:
             return turn.acquire(blocking=blocking)
@@ -737,7 +737,7 @@ def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(e
     def close() -> None:
         with turn:
             closing.set()
-            assert read.wait(60)
+            assert read.wait(600)
 
     thread = threading.Thread(target=close)
     stream._turn = ProcessLock(Turn)
@@ -746,7 +746,7 @@ def test_the_result_is_there_at_the_end_while_another_thread_closes_the_stream(e
         assert stream.result.finish_reason == "length"
     finally:
         read.set()
-        thread.join(60)
+        thread.join(600)
 
 
 class Reading:

@@ -47,11 +47,11 @@ def test_two_threads(tmp_path: Path) -> None:
         with whole_file(path) as part:
             part.write_text("slow")
             begun.set()
-            go_on.wait(60)
+            go_on.wait(600)
 
     thread = threading.Thread(target=slow)
     thread.start()
-    begun.wait(60)
+    begun.wait(600)
     with whole_file(path) as part:
         part.write_text("quick")
     assert path.read_text() == "quick"
@@ -68,7 +68,7 @@ def test_two_processes_of_one_pid(
     with whole_file(tmp_path / "file") as part:
         part.write_text("whole")
     assert (tmp_path / "file").read_text() == "whole"
-    writer.communicate(timeout=60)
+    writer.communicate(timeout=600)
     assert (writer.returncode, (tmp_path / "file").read_text()) == (0, "half of one")
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -80,7 +80,7 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path, writer: subprocess.Popen
     remove_leftover(part)
     assert part.exists()
     writer.send_signal(signal.SIGKILL)
-    writer.communicate(timeout=60)
+    writer.communicate(timeout=600)
     assert leftovers(tmp_path) == [part]
     (tmp_path / "file.of-a-user.part").write_text("kept")
     (tmp_path / f"other.{'0' * 16}.part").write_text("kept")

@@ -87,7 +87,7 @@ def run(folder: Path, *arguments: str, after: str = "pass", **environment: str) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -324,7 +324,7 @@ from pystaged.loading import cache, names
 cache.names()
 print([name for name in ("numpy", "gguf", "jinja2", "huggingface_hub", "pystaged._core") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout == "[]\n"
 
 

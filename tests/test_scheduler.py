@@ -75,7 +75,7 @@ def in_threads(*works: Callable[[], object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive()
     if errors:
         raise errors[0]
@@ -147,7 +147,7 @@ def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> No
     closer = threading.Thread(target=closed.close)
     closer.start()
     assert kept.finish().tokens == alone
-    closer.join(60)
+    closer.join(600)
     assert closed.result.finish_reason == "cancelled"
     wait_until(lambda: is_idle(engine))
 
@@ -257,7 +257,7 @@ def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice:
     wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
     said = opened(engine, engine.stream(PROMPTS[1], max_tokens=3).sequence)
     engine.runtime.scheduler.cancel(asleep)
-    while not isinstance(item := said.get(timeout=60), End):
+    while not isinstance(item := said.get(timeout=600), End):
         pass
     assert item.error is None
 
@@ -570,7 +570,7 @@ def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -
         def keep(self, growth: Growth) -> int:
             if os.getpid() == parent:
                 in_step.set()
-                assert go_on.wait(60)
+                assert go_on.wait(600)
             return super().keep(growth)
 
     with pystaged.load(path, policy=Slow(2, 3, 6)) as engine:
@@ -578,7 +578,7 @@ def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -
         stream = engine.stream(PROMPTS[0], max_tokens=20)
         reader = threading.Thread(target=stream.finish, daemon=True)
         reader.start()
-        assert in_step.wait(60)
+        assert in_step.wait(600)
 
         def closes() -> bool:
             stream.close()
@@ -591,7 +591,7 @@ def test_a_text_in_whose_step_a_process_forks_is_over_in_the_child(path: Path) -
 
         found = [in_child(closes), in_child(reads)]
         go_on.set()
-        reader.join(60)
+        reader.join(600)
         assert found == [True, True]
         assert stream.result.tokens == alone
 
@@ -602,12 +602,12 @@ def test_a_text_that_is_just_ending_is_over_in_a_child(engine: Engine, monkeypat
 
     def wait() -> None:
         ending.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
 
     monkeypatch.setattr(engine.runtime.scheduler, "_note_end", wait)
     stream = engine.stream(PROMPTS[0], max_tokens=20)
     next(stream)
-    assert ending.wait(60)
+    assert ending.wait(600)
     found = in_child(lambda: stream.finish().finish_reason == "length")
     go_on.set()
     assert found

@@ -85,7 +85,7 @@ def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None
         together = threading.Barrier(len(people))
 
         def begin(person: tuple[str, int]) -> list[dict[str, Any]]:
-            together.wait(60)
+            together.wait(600)
             return converse(engine, *person)
 
         with ThreadPoolExecutor(len(people)) as threads:

@@ -510,7 +510,7 @@ def test_closing_during_a_run(model_of: Model) -> None:
             started.wait()
             goes.close()
             with pytest.raises(ValueError, match="closed"):
-                running.result(60)
+                running.result(600)
         assert_goes_on_as(stays, PREFIX[:20].tolist())
 
 

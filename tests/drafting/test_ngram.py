@@ -662,7 +662,7 @@ sample_documents, ngram.sample_documents = ngram.sample_documents, interrupting
 main()
 """
     command = [sys.executable, "-c", code, "ngram", "build", "--model", model, "--tokens", str(tokens)]
-    return subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
+    return subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=600)
 
 
 def test_ctrl_c_counts_what_was_sampled(draft: Path) -> None:

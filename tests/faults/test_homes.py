@@ -36,7 +36,7 @@ def said(model: Path, folder: Path, **home: str) -> bytes:
         capture_output=True,
         check=False,
         cwd=folder,
-        timeout=120,
+        timeout=600,
         env={key: value for key, value in environment().items() if key not in HOMES} | home,
     )
     assert done.returncode == 0, done.stderr

@@ -121,7 +121,7 @@ class SlowDisk:
         self.writers.append(threading.current_thread())
         self.begun.set()
         if self.writers[-1] is not threading.main_thread():
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(600)
         keep(path, data)
 
 
@@ -131,7 +131,7 @@ def test_who_uses_it_does_not_wait_for_the_disk(model: Path, monkeypatch: pytest
     for now in (10.0, 30.0, 50.0):  # one writer at a time
         teach(memory.candidates, int(now))
         memory.save_now_and_then()
-    assert disk.begun.wait(60)
+    assert disk.begun.wait(600)
     assert len(disk.writers) == 1
     assert disk.writers[0] is not threading.current_thread()
     disk.go_on.set()
@@ -147,10 +147,10 @@ def test_a_child_of_fork_waits_for_no_writer_of_its_parent(model: Path, monkeypa
     now = 10.0
     teach(memory.candidates)
     memory.save_now_and_then()
-    assert disk.begun.wait(60)
+    assert disk.begun.wait(600)
 
     def use() -> None:
-        signal.alarm(60)
+        signal.alarm(600)
         disk.go_on.set()
         memory.save_now_and_then()
         teach(memory.candidates, 1)
@@ -177,7 +177,7 @@ one = np.ones(1, np.int32)
 memory.candidates.learn(one, one, np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32))
 memory.save_now_and_then()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
     assert len(kept(model).candidates.entries()[0]) == 2
 
 

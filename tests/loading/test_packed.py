@@ -231,7 +231,7 @@ def test_processes_at_once(llama: Path) -> None:
         for _ in range(3)
     ]
     for process in processes:
-        assert process.communicate(timeout=60) == (expected, b"")
+        assert process.communicate(timeout=600) == (expected, b"")
     assert list(PACKED.folder().iterdir()) == [PACKED.path(llama)]
     assert loaded(llama).is_mapped
 

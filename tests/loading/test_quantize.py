@@ -238,7 +238,7 @@ def test_a_quantization_that_is_ended(
         time.sleep(0.01)
     quantizer = psutil.Process(int((folder / "pid").read_text()))
     process.send_signal(number)
-    assert process.wait(60) == status
+    assert process.wait(600) == status
     with contextlib.suppress(psutil.NoSuchProcess):
         while quantizer.status() != psutil.STATUS_ZOMBIE:  # an orphan, which may have nobody who asks for its status
             time.sleep(0.01)

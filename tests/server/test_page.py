@@ -251,7 +251,7 @@ def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     step, steps, stopped = engine.runtime.stepper.step, count(), threading.Event()
 
     def step_until_stopped(sequences: Any) -> None:
-        assert next(steps) < 40 or stopped.wait(60)
+        assert next(steps) < 40 or stopped.wait(600)
         step(sequences)
 
     monkeypatch.setattr(engine.runtime.stepper, "step", step_until_stopped)

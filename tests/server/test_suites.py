@@ -172,7 +172,7 @@ def test_llm_comply(smollm2: Engine, form: str, count: int) -> None:
 def test_schemathesis(engine: Engine) -> None:
     program = str(Path(PYTHON).parent / "st")
     code = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
-    checks = ["--checks", "not_a_server_error,response_schema_conformance", "--request-timeout", "60"]
+    checks = ["--checks", "not_a_server_error,response_schema_conformance", "--request-timeout", "600"]
     with live(engine, defaults={"max_tokens": 16}) as server:  # it asks for 127 texts
         run("schemathesis", "-c", code, program, "run", f"{server.url}/openapi.json", "--max-examples", "50", *checks)
 

@@ -28,27 +28,27 @@ def stuck(patch: pytest.MonkeyPatch, owner: object, name: str, work: Callable[[]
     def slow(*args: Any) -> Any:
         if not begun.is_set():
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(600)
         return honest(*args)
 
     patch.setattr(owner, name, slow)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     try:
         yield
     finally:
         go_on.set()
-        thread.join(60)
+        thread.join(600)
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """What a child finds; False where it fails, or takes longer than half a minute."""
+    """What a child finds; False where it fails, or takes longer than ten minutes."""
     child = os.fork()
     if child == 0:
         found = False
         try:
-            signal.alarm(30)
+            signal.alarm(600)
             found = work()
         except BaseException:
             traceback.print_exc()

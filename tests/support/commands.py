@@ -24,7 +24,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run(*arguments: str | bytes | Path, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [*PROGRAM, *arguments], input=stdin, capture_output=True, check=False, env=environment(**changes), timeout=60
+        [*PROGRAM, *arguments], input=stdin, capture_output=True, check=False, env=environment(**changes), timeout=600
     )
 
 
@@ -47,7 +47,7 @@ def run_python(script: str, *arguments: object, **environment: str) -> subproces
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
 
 

@@ -14,7 +14,7 @@ from pystaged import Engine
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.002)
@@ -25,7 +25,7 @@ def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
     @wraps(work)
     def test(*args: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(work(*args, **options), 60))
+        asyncio.run(asyncio.wait_for(work(*args, **options), 600))
 
     return test
 
@@ -43,7 +43,7 @@ def held(engine: Engine) -> Iterator[None]:
 
     def wait(sequences: Any) -> None:
         stands.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         step(sequences)
 
     stepper.step = wait  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from pystaged.server.settings import Settings
 from support.scheduling import wait_until
 
 NAME = "tiny"
-SECONDS = 120
+SECONDS = 600
 UNFILTERED: Any = {"top_k": 0, "top_p": 1, "min_p": 0}  # what servers recommend besides a temperature, off
 
 

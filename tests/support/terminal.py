@@ -39,7 +39,7 @@ class Terminal:
             finally:
                 os._exit(127)  # else this child would go on with the tests
 
-    def wait_for(self, words: bytes, seconds: float = 300.0, *, start: int = 0) -> None:
+    def wait_for(self, words: bytes, seconds: float = 600.0, *, start: int = 0) -> None:
         """Read until the program has written these bytes, after the first `start` of its output."""
         deadline = time.monotonic() + seconds
         while words not in self.output[start:]:
@@ -55,7 +55,7 @@ class Terminal:
         _set_size(self._descriptor, columns, lines)
         self.screen.resize(lines, columns)
 
-    def finish(self, seconds: float = 300.0) -> int:
+    def finish(self, seconds: float = 600.0) -> int:
         """Read to the end; the program's exit status."""
         deadline = time.monotonic() + seconds
         while self._read(0.1):
