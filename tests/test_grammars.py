@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from support.children import forks, in_child, stuck
 from support.commands import run_python
+from support.scheduling import wait_until
 from support.schemas import schema_of
 
 import pystaged
@@ -310,12 +311,10 @@ def test_closing_ends_what_is_compiled(engine: Engine) -> None:
 
     thread = threading.Thread(target=compile_it, daemon=True)
     thread.start()
-    (here,) = grammars._workers._here.values()
-    while not any(child._is_asked for child in list(here.busy)):
-        thread.join(0.001)
-        assert thread.is_alive()
+    workers = grammars._workers._here
+    wait_until(lambda: found or any(child._is_asked for here in workers.values() for child in list(here.busy)))
     grammars.close()
-    thread.join(60)
+    thread.join(600)
     assert len(found) == 1
 
 
@@ -427,7 +426,7 @@ def test_a_grammar_that_is_compiled_does_not_keep_others_waiting(
     with stuck(monkeypatch, Grammars, "_compile", lambda: grammars.constraint(Grammar("regex", "a"))):
         fast = threading.Thread(target=grammars.constraint, args=[Grammar("regex", "b")], daemon=True)
         fast.start()
-        fast.join(60)
+        fast.join(600)
         assert not fast.is_alive()
 
 
@@ -440,14 +439,14 @@ def test_a_child_has_grammars_whatever_its_parent_was_about(engine: Engine, monk
             if os.getpid() == parent:
                 with pystaged.definitions._starting.here():
                     begun.set()
-                    assert go_on.wait(60)
+                    assert go_on.wait(600)
             super().__init__(tokenizer)
 
     monkeypatch.setattr(engine.runtime, "_grammars", None)
     monkeypatch.setattr(pystaged.grammars, "Grammars", Slow)
     other = threading.Thread(target=engine.stream, args=["The answer is "], kwargs={"regex": "no"}, daemon=True)
     other.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     found = in_child(lambda: engine.generate("The answer is ", regex="yes").text == "yes")
     go_on.set()
     other.join()

@@ -212,11 +212,16 @@ def test_ctrl_c_while_a_text_is_tokenized(tokenizer: _core.Tokenizer) -> None:
     def ring(*_: object) -> None:
         raise Alarm
 
+    text = "<|endoftext|>" * 2_000_000
+
+    def encode() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        tokenizer.encode(text)
+
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
         with pytest.raises(Alarm):
-            tokenizer.encode("<|endoftext|>" * 2_000_000)
+            encode()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

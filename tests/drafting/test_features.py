@@ -14,6 +14,7 @@ import pytest
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
+from support.scheduling import wait_until
 
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
@@ -21,7 +22,7 @@ from pystaged.bench.pairs import continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
-from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.requests import Read, finish
 from pystaged.decoding.stepper import BatchMember, Stepper
 from pystaged.decoding.tree import TokenTree
@@ -244,13 +245,26 @@ def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) 
 
 
 def test_texts_out_of_phase_share_the_targets_passes(pair: Pair) -> None:
-    with Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=FixedPolicy(2, 3, 6)) as engine:
-        first = engine.stream(CONTEXT[:40].tolist(), max_tokens=120)
+    class Waiting(FixedPolicy):
+        """The first text waits in its third step until there is a second one."""
+
+        steps = 0
+
+        def keep(self, growth: Growth) -> int:
+            Waiting.steps += 1
+            if Waiting.steps == 3:
+                wait_until(lambda: second.sequence.process)
+            return super().keep(growth)
+
+    with (
+        Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=Waiting(2, 3, 6)) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first, second = (engine.stream(CONTEXT[:n].tolist(), max_tokens=60) for n in (40, 50))
         next(first)
-        second = engine.generate(CONTEXT[:50].tolist(), max_tokens=60)
+        assert len(pool.submit(second.finish).result(600).tokens) == 60
         first.close()
         passes = engine.passes
-    assert len(second.tokens) == 60
     assert passes.steps > 1.3 * passes.passes
 
 
