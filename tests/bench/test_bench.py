@@ -20,13 +20,14 @@ import pytest
 from random_weights import write_random_llama
 from rich.console import Console
 from rich.table import Table
+from support.commands import run_python
 from support.draft_heads import RandomHead
 from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
 from typer.testing import CliRunner
 
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.bench import conditions, methods, models, own_methods, prompts, summary, worker
+from pystaged.bench import conditions, methods, models, own_methods, prompts, summary
 from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.methods import Method
 from pystaged.bench.own_methods import Runner
@@ -141,7 +142,7 @@ def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Workers ----
 
 BASELINE = """
-    import os, signal, sys, time
+    import os, signal, sys
     from pystaged.bench.worker import Measurement
     class Runner:
         def __init__(self, setup):
@@ -153,8 +154,6 @@ BASELINE = """
         def run(self, job):
             if self.setup["does"] == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
-            if self.setup["does"] == "hang":
-                time.sleep(100)
             counted = self.setup.get("counted", job["max_tokens"])
             return Measurement(counted, self.setup.get("seconds", 2.0), 0.5, tokens=[7])
         def close(self):
@@ -180,7 +179,7 @@ def prompt(number: int, category: str = "code") -> Prompt:
 
 def test_a_worker_answers_whatever_else_it_prints(fake: Callable[[str], dict[str, Any]]) -> None:
     child = Worker(("", fake("well")))
-    found = child.run({"max_tokens": 8}, 30)
+    found = child.run({"max_tokens": 8}, 600)
     assert (found.counted, found.seconds, found.tokens) == (8, 2.0, [7])
     if sys.platform == "linux":
         assert 10e6 < found.peak_bytes < 4e9
@@ -190,12 +189,12 @@ def test_a_worker_answers_whatever_else_it_prints(fake: Callable[[str], dict[str
 @pytest.mark.parametrize(("does", "words"), [("crash", "crashed: SIGSEGV"), ("refuse", "ValueError: no such thing")])
 def test_a_worker_that_fails(fake: Callable[[str], dict[str, Any]], does: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
-        Worker(("", fake(does))).run({"max_tokens": 8}, 30)
+        Worker(("", fake(does))).run({"max_tokens": 8}, 600)
 
 
 def test_the_next_setup_takes_over(fake: Callable[[str], dict[str, Any]]) -> None:
     child = Worker(("fast", fake("crash")), ("slow", fake("well")))
-    assert child.run({"max_tokens": 8}, 30).counted == 8
+    assert child.run({"max_tokens": 8}, 600).counted == 8
     first, second = child.notes
     assert first.startswith("fast: crashed: SIGSEGV")
     assert second == "slow"
@@ -210,7 +209,7 @@ def test_baselines_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> 
         method("crashing", [("", fake("crash"))]),
         method("good", [("a word on it", fake("well"))]),
     ]
-    outcome = Suite(methods, [prompt(1), prompt(2)], [], 8, 100.0, quiet).run()
+    outcome = Suite(methods, [prompt(1), prompt(2)], [], 8, 1e9, quiet).run()
     assert outcome.complete
     runs = [(run.prompt, run.sampling, run.method) for run in outcome.runs]
     # One prompt after the other, each to all in turn.
@@ -252,7 +251,7 @@ def test_a_baseline_that_is_far_slower_than_another_stops(fake: Callable[[str], 
         method("slow", [("", fake("well") | {"seconds": 6.1})]),
         method("fast", [("", fake("well"))]),
     ]
-    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 1e9, quiet).run()
     plain, slow, fast = summary.tables(methods, outcome)["greedy"]["all"]
     assert (plain.prompts, slow.prompts, fast.prompts) == (4, 2, 4)
     assert slow.notes == ["took part in 2 prompts: another baseline is over 3 times as fast"]
@@ -335,7 +334,7 @@ def test_a_baseline_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Ca
         method("silent", [("", fake("well") | {"counted": 0})]),
         method("fast", [("", fake("well"))]),
     ]
-    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 100.0, quiet).run()
+    outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 1e9, quiet).run()
     assert Counter(run.method for run in outcome.runs) == {"plain": 8, "silent": 8, "fast": 8}
     assert outcome.notes["silent"] == []
 
@@ -477,7 +476,7 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_command_with_synthetic_acceptance(two_prompts: Path) -> None:
     child = command("--prompts", two_prompts, "--max-tokens", "16", "--accept", "1,1", "--json")
-    said, errors = child.communicate(timeout=120)
+    said, errors = child.communicate(timeout=600)
     assert child.returncode == 0, errors
     tables = json.loads(said)["tables"]
     assert list(tables) == ["greedy", "T=1 top-k 50"]
@@ -508,7 +507,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     options = ["--max-tokens", "700", "--minutes", "60", "--baselines", "none"]
     child = command("--prompts", two_prompts, *options, "--out", tmp_path, start_new_session=True)
-    said, errors = child.communicate(timeout=300)
+    said, errors = child.communicate(timeout=600)
     assert child.returncode == 130, errors
     assert "these are the results until then" in errors
     assert "interrupted" in errors
@@ -531,7 +530,7 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path, monke
 )
 def test_refusals(arguments: list[str], words: str) -> None:
     child = command(*arguments)
-    said, errors = child.communicate(timeout=60)
+    said, errors = child.communicate(timeout=600)
     assert (child.returncode, said) == (1, "")
     assert words in errors
     assert "Traceback" not in errors
@@ -549,20 +548,20 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
         ((target, "--draft", "none"), alone),
     ):
         child = command("parts", "--prompts", two_prompts, "--max-tokens", "6", "--model", *arguments)
-        said, errors = child.communicate(timeout=60)
+        said, errors = child.communicate(timeout=600)
         assert child.returncode == 0, errors
         found = dict(line.removeprefix(" greedy: ").split("  ", 1) for line in said.splitlines() if " greedy: " in line)
         assert list(found) == parts
         assert all(float(figures.split()[0]) >= 1 for figures in found.values())
     child = command("parts", "--prompts", two_prompts, "--warm", "2")
-    assert "leaves no prompts to measure" in child.communicate(timeout=60)[1]
+    assert "leaves no prompts to measure" in child.communicate(timeout=600)[1]
     assert child.returncode == 2
 
 
 @pytest.mark.slow
 def test_options_before_the_name_of_a_part_are_not_lost() -> None:
     child = command("--model", "grown", "passes")
-    said, errors = child.communicate(timeout=60)
+    said, errors = child.communicate(timeout=600)
     assert (child.returncode, said) == (2, "")
     assert "the options of passes stand after its name" in errors
 
@@ -676,7 +675,7 @@ def test_llama_cpp_python_takes_part(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(vocab_size=300, context=96)
     for each in methods.baselines(setup(path), [])[:2]:
         child = Worker(*each.setups)
-        found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 60)
+        found = child.run({"prompt": [1, 2, 3], "sampling": WARM, "max_tokens": 12}, 600)
         assert (len(found.tokens), found.counted) == (12, 11)
         assert 0 < found.steps <= 11
         assert found.seconds > 0
@@ -753,7 +752,7 @@ def test_a_server_of_llama_cpp_ends_with_its_worker(
     folder = build("a", says)
     found = {each.key: each for each in methods.baselines(setup(random_gguf(), random_gguf()), [folder])}
     child = Worker(*found["llama.cpp, draft"].setups)
-    reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 30)
+    reply = child.run({"prompt": [1], "sampling": WARM, "max_tokens": 12}, 600)
     # Of twelve tokens one came with the prompt, and four were guessed.
     assert (reply.counted, reply.seconds, reply.steps, reply.first_token_seconds) == (11, 3.0, 7, 0.5)
     (pid,) = reply.tokens
@@ -762,10 +761,19 @@ def test_a_server_of_llama_cpp_ends_with_its_worker(
     assert not psutil.pid_exists(pid)
 
 
+PEAK = """
+import numpy as np
+from pystaged.bench.worker import peak_bytes
+
+before = peak_bytes()
+block = np.ones(before // 8 + 12_000_000)
+print(before, block.nbytes, peak_bytes())
+"""
+
+
 @pytest.mark.slow
 def test_peak_memory_is_of_this_process() -> None:
-    before = worker.peak_bytes()
+    before, block, peak = map(int, run_python(PEAK).stdout.split())
     if before == 0:
         pytest.skip("the system does not tell")
-    block = np.ones(before // 8 + 25_000_000)
-    assert worker.peak_bytes() > block.nbytes
+    assert before < block < peak < before + 1.5 * block

@@ -203,7 +203,7 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
     assert (f"{file}: only 'prompt' or 'messages' of a line is used, not 'id'" in done.stderr.decode()) == in_json
     again = run("generate", "--prompts", "-", *options, stdin=file.read_bytes())
     command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
-    piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=60)
+    piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=600)
     for other in (again, piped):
         tokens = [json.loads(line)["tokens"] for line in other.stdout.splitlines()]
         assert tokens == [each["tokens"] for each in found]
@@ -313,9 +313,8 @@ def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, st
 
 
 def test_a_line_that_is_no_text_does_not_end_a_session(path: Path) -> None:
-    done = run(
-        "chat", "--raw", "--model", path, "--max-tokens", "4", stdin=b"/set seed 7\ndef \xff\n/text\n", PYTHONUTF8="0"
-    )
+    command, locale = ("chat", "--raw", "--model", path, "--max-tokens", "4"), {"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}
+    done = run(*command, stdin=b"/set seed 7\ndef \xff\n/text\n", **locale)
     assert (done.returncode, done.stdout) == (0, b"\n")
     assert b"utf-8" in done.stderr.lower()
 
@@ -400,7 +399,7 @@ def test_nobody_reads(path: Path, arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [*PROGRAM, *command], stdout=writing, stderr=subprocess.PIPE, check=False, env=environment(), timeout=60
+        [*PROGRAM, *command], stdout=writing, stderr=subprocess.PIPE, check=False, env=environment(), timeout=600
     )
     os.close(writing)
     assert done.returncode == 141
@@ -438,7 +437,7 @@ def test_the_reader_has_enough() -> None:
 def shell(redirections: str, *arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run the program as a shell does that was told these redirections."""
     command = ["sh", "-c", f'exec "$@" {redirections}', "sh", *PROGRAM, *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=environment(), timeout=60)
+    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=environment(), timeout=600)
 
 
 @pytest.mark.slow
@@ -474,7 +473,7 @@ def test_messages_may_get_lost(tmp_path: Path, path: Path, result: pystaged.Gene
     out = tmp_path / "text"
     command = ["sh", "-c", f'"$@" {redirection}'.replace("/dev/null", str(out)), "sh", *PROGRAM, "generate", PROMPT]
     done = subprocess.run(
-        [*command, "--model", path, *WARM], capture_output=True, check=False, env=environment(), timeout=60
+        [*command, "--model", path, *WARM], capture_output=True, check=False, env=environment(), timeout=600
     )
     assert done.returncode == 0
     written = out.read_bytes() if out.exists() else done.stdout
@@ -707,7 +706,7 @@ def test_a_form_from_a_pipe() -> None:
     os.write(writing, b'{"const": 7}')
     os.close(writing)
     command = [*PROGRAM, "generate", "The answer is ", "--json-schema", f"/dev/fd/{reading}"]
-    done = subprocess.run(command, pass_fds=[reading], capture_output=True, check=False, env=environment(), timeout=60)
+    done = subprocess.run(command, pass_fds=[reading], capture_output=True, check=False, env=environment(), timeout=600)
     os.close(reading)
     assert (done.returncode, done.stdout) == (0, b"7\n"), done.stderr
 

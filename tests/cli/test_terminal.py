@@ -56,7 +56,7 @@ def piped(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comple
         encoding="utf-8",
         check=False,
         env=environment(**changes),
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -354,7 +354,7 @@ def type_until(window: Terminal, keys: bytes, words: bytes) -> None:
     comes while it begins, and one that comes late drops the line being typed.
     """
     before = len(window.output)
-    for _ in range(20):
+    for _ in range(200):
         window.type(keys)
         with contextlib.suppress(AssertionError):
             window.wait_for(words, 3.0, start=before)

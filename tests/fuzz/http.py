@@ -160,7 +160,7 @@ HEADERS = [
     " folded",
     "no colon",
 ]
-SECONDS = 60
+SECONDS = 600
 PATIENCE = 0.5  # with requests that may never end
 
 
