@@ -33,7 +33,9 @@ class ConfigReader:
             raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts that cannot be converted")
         if family is None:
             raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
-        if config.get("quantization_config"):
+        quantized = config.get("quantization_config")
+        in_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4" and family.fused_experts
+        if quantized and not in_mxfp4:
             raise ValueError(f"{path}: this checkpoint is quantized already; convert the original one")
         for key, values in family.only.items():
             if config.get(key, values[0]) not in values:

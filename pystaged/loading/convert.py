@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room
@@ -41,6 +41,7 @@ _ROTATED = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
 # Tensors that older versions of transformers saved but never loaded: causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_PACKED = ("_blocks", "_scales")  # of weights in MXFP4
 _CHUNK = 1 << 24  # numbers converted at once
 
 
@@ -61,6 +62,10 @@ class Stored:
         if self.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32).reshape(stop - start, *self.shape[1:])
+
+    def bytes(self, start: int, count: int) -> npt.NDArray[np.uint8]:
+        """Some of its bytes."""
+        return np.fromfile(self.path, np.uint8, count=count, offset=self.offset + start)
 
     def rows(self, first: int, count: int) -> Stored:
         """Some of its rows."""
@@ -109,6 +114,42 @@ class Tensor:
                 yield quants.quantize(values, self.quantization)
 
 
+@dataclass(frozen=True)
+class PackedTensor:
+    """The weights of all experts in MXFP4, which are stored in other places in the file, but equal.
+
+    Args:
+        blocks, scales: of the checkpoint, uint8[experts, rows, blocks, 16] and uint8[experts, rows, blocks].
+        first, step: which rows it takes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: Stored
+    scales: Stored
+    first: int
+    step: int
+    quantization: GGMLQuantizationType = GGMLQuantizationType.MXFP4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return int(np.prod(self.shape)) // 32 * 17
+
+    def data(self) -> Iterator[npt.NDArray[Any]]:
+        """The tensor's bytes, an expert at a time."""
+        _, rows, count, half = self.blocks.shape
+        for i in range(self.shape[0]):
+            pairs = self.blocks.bytes(i * rows * count * half, rows * count * half).reshape(rows, count, half)
+            numbers = np.stack([pairs & 15, pairs >> 4], -1).reshape(rows, count, 2 * half)  # neighbours share a byte
+            halves = numbers[..., :half] | numbers[..., half:] << 4  # a number and the one half a block later do
+            scales = self.scales.bytes(i * rows * count, rows * count).reshape(rows, count, 1)
+            yield np.concatenate([scales, halves], -1)[self.first :: self.step]
+
+
+AnyTensor: TypeAlias = Tensor | PackedTensor
+
+
 def write_gguf(folder: Path, out: Path, quantization: str, about: About, progress: Progress) -> None:
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
@@ -116,8 +157,8 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         folder: holds config.json, model.safetensors (or its index and shards, or pytorch_model.bin), and the
             tokenizer's files. Sampling settings in generation_config.json are copied, too.
         out: may be left incomplete after an error.
-        quantization: one of TYPES, or DRAFT_TYPES for a draft that reads hidden states, for the matrices; "" for
-            the smallest lossless one. Positions, norms, routers and biases stay F32.
+        quantization: one of TYPES, or DRAFT_TYPES where check() says so, for the matrices; "" for the smallest
+            lossless one. Positions, norms, routers and biases stay F32.
         progress: called with bytes.
 
     Raises:
@@ -139,8 +180,10 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     mask = config.get("pard_token")
     if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
         raise ValueError(f"{config_path}: pard_token is {str(mask)[:20]}, which is no token of its {num_rows}")
+    is_packed = any(isinstance(tensor, PackedTensor) for tensor in tensors)
+    file_type = int(LlamaFileType.MOSTLY_MXFP4_MOE) if is_packed else FILE_TYPES[quantization.lower()]
     with _writer(folder, out, shape.architecture, tensors, about) as writer:
-        _write_metadata(writer, shape, num_rows, FILE_TYPES[quantization.lower()])
+        _write_metadata(writer, shape, num_rows, file_type)
         for key, number in sampling.items():
             if isinstance(number, int):
                 writer.add_int32(key, number)
@@ -160,7 +203,7 @@ def _write_draft(
     quantization = quantization or _lossless_type(shape, stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
     adjacent = numbers.kind == feature_drafts.EAGLE3
-    tensors = [
+    tensors: list[AnyTensor] = [
         _tensor(folder, shape, wanted, [wanted.source], stored, quantization, adjacent) for wanted in plan.tensors
     ]
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
@@ -193,15 +236,17 @@ def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
         quantization: what the file is to be, in small letters.
 
     Returns:
-        Whether it is of a draft that reads hidden states; write_gguf gives it any of DRAFT_TYPES.
+        Whether write_gguf makes a file of any of DRAFT_TYPES: of a draft that reads hidden states, and of a checkpoint
+        with experts in MXFP4, which stay so.
     """
     config = language_part(config)
     if not feature_drafts.Numbers.of(config, path):
         Shape.of(config, path)
-        return False
+        if not config.get("quantization_config"):
+            return False
     if quantization.upper() not in DRAFT_TYPES:
         raise ValueError(
-            f"{path}: a draft of this kind cannot be {quantization}, only {', '.join(DRAFT_TYPES).lower()}"
+            f"{path}: a checkpoint of this kind cannot be {quantization}, only {', '.join(DRAFT_TYPES).lower()}"
         )
     return True
 
@@ -215,7 +260,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 @contextmanager
-def _writer(folder: Path, out: Path, architecture: str, tensors: list[Tensor], about: About) -> Iterator[GGUFWriter]:
+def _writer(folder: Path, out: Path, architecture: str, tensors: list[AnyTensor], about: About) -> Iterator[GGUFWriter]:
     """A writer of a file for which there is room, with what is said about it."""
     check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     with closing(GGUFWriter(out, architecture)) as writer:
@@ -228,7 +273,7 @@ def _writer(folder: Path, out: Path, architecture: str, tensors: list[Tensor], a
 
 
 def _write_tensors(
-    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[Tensor], progress: Progress
+    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[AnyTensor], progress: Progress
 ) -> None:
     for name, values in computed.items():
         writer.add_tensor(name, values)
@@ -298,21 +343,25 @@ def _write_metadata(
 
 def _lossless_type(shape: Shape, stored: dict[str, Stored]) -> str:
     """The smallest type that holds all matrices exactly."""
-    kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+    kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1 and tensor.dtype != "U8"}
     exact = len(kinds) == 1 and kinds <= {"F16", "BF16"} and shape.query_scale(1) == 1
     return kinds.pop() if exact else "F32"
 
 
-def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Tensor], int]:
+def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[AnyTensor], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
     family = shape.family
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
     num_rows = found.shape[0] if found and found.shape else 0
-    tensors = []
+    tensors: list[AnyTensor] = []
     used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
+        if packed := _packed(folder, wanted, prefix + wanted.source, stored):
+            tensors.append(packed)
+            used.update(prefix + wanted.source + suffix for suffix in _PACKED)
+            continue
         beside = wanted.source.startswith(("lm_head.", AHEAD))
         sources = [source if beside else prefix + source for source in shape.sources(wanted)]
         for each in sources:
@@ -324,6 +373,22 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
             raise ValueError(f"{folder}: tensor {source!r} is unknown in {family.architecture}")
     return tensors, num_rows
+
+
+def _packed(folder: Path, wanted: Wanted, source: str, stored: Mapping[str, Stored]) -> PackedTensor | None:
+    """Plan a tensor of experts in MXFP4; None if the checkpoint has it in another type."""
+    names = [source + suffix for suffix in _PACKED]
+    blocks, scales = (stored.get(name) for name in names)
+    if not blocks or not scales:
+        return None
+    experts, inputs, outputs = wanted.stored
+    for name, found, size in zip(
+        names, (blocks, scales), ((experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)), strict=True
+    ):
+        if inputs % 32 or found.shape != size or found.dtype != "U8":
+            raise ValueError(f"{folder}: tensor {name!r} is {found.dtype}{list(found.shape)}, not U8{list(size)}")
+    step = outputs // wanted.shape[1]
+    return PackedTensor(wanted.name, wanted.shape, blocks, scales, int("up" in wanted.part.split("_")), step)
 
 
 def _tensor(
@@ -365,11 +430,15 @@ def _tensor(
         together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
     elif (shape.family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
+    elif shape.family.fused_experts and name.endswith("_exps"):
+        first, step = int(name == "ffn_up_exps"), 1 if name == "ffn_down_exps" else 2
+        change = lambda values: values.swapaxes(1, -1)[:, first::step]  # noqa: E731
     elif shape.family.norm_offset and name.endswith("norm") and name != "ssm_norm":
         change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    plain = len(sizes) != 2 or name in ("position_embd", "ffn_gate_inp")
+    is_matrix = len(sizes) == 2 or name.endswith("_exps")
+    plain = not is_matrix or name in ("position_embd", "ffn_gate_inp") or wanted.name.endswith(".bias")
     kind = GGMLQuantizationType["F32" if plain else quantization]
-    if sizes[-1] % GGML_QUANT_SIZES[kind][0]:
+    if wanted.shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
     return Tensor(wanted.name, sources[0], wanted.shape, tuple(parts), kind, together, change)
 

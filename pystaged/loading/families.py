@@ -104,6 +104,8 @@ class Family:
         mixer: the kind of recurrent layers.
         attending: GGUF's name of the family if all layers attend.
         experts: of a mixture.
+        fused_experts: the tensors of all experts are one, inputs before outputs, gate and up projection in turns; or
+            the same in MXFP4, outputs before inputs.
     """
 
     architecture: str
@@ -132,6 +134,7 @@ class Family:
     mixer: Literal["", "delta net", "short convolution", "state space"] = ""
     attending: str = ""
     experts: Experts | None = None
+    fused_experts: bool = False
 
 
 _UNTIED = {"tie_word_embeddings": False}
@@ -228,6 +231,24 @@ FAMILIES: Mapping[str, Family] = {
         older={"num_experts": "num_local_experts"},
         only=_SILU | _PLAIN | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         experts=Experts("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        layers={
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **_ATTENTION,
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": "mlp.experts.gate_up_proj",
+            "ffn_up_exps": "mlp.experts.gate_up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        biased=dict.fromkeys((*_ATTENTION, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
+        defaults=_UNTIED | {"head_dim": 64, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "sliding_window": 128},
+        only=_SILU | {"attention_bias": (True,), "swiglu_limit": (7.0,)},
+        experts=Experts("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        fused_experts=True,
     ),
     "smollm3": Family(
         "smollm3",

@@ -18,7 +18,12 @@ _ORIGINAL = "original_max_position_embeddings"
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _UNLIMITED = 1 << 20  # llama.cpp's context length of a model without positions
 AHEAD = "mtp."  # begins the names of tensors for multi-token prediction, beside the model's
-_BARE = {"A_log": "", "D": "", "dt_bias": ".bias"}  # tensors without ".weight" in checkpoints, and GGUF's suffixes
+_BARE = {
+    "A_log": "",
+    "D": "",
+    "dt_bias": ".bias",
+    "sinks": ".weight",
+}  # tensors without ".weight" in checkpoints, and GGUF's suffixes
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,7 @@ class Shape:
             "attn_output": (self.width, self.heads * self.head_width),
             "attn_q_norm": (self.head_width,),
             "attn_k_norm": (self.head_width,),
+            "attn_sinks": (self.heads,),
             "ffn_gate": (self.ffn_width, self.width),
             "ffn_up": (self.ffn_width * (2 if self.family.fused_gate else 1), self.width),
             "ffn_down": (self.width, self.ffn_width),
@@ -214,6 +220,11 @@ class Shape:
             if self.family.split_gate and name in ("ffn_gate", "ffn_up"):
                 stored, first = (2 * size[0], size[1]), 0 if name == "ffn_gate" else size[0]
             stem = name if layer is None else f"blk.{layer}.{name}"
+            if self.family.fused_experts and name.endswith("_exps"):
+                turns = 1 if name == "ffn_down_exps" else 2
+                yield Wanted(f"{stem}.weight", source, size, layer, (size[0], size[2], turns * size[1]))
+                yield Wanted(f"{stem}.bias", f"{source}_bias", size[:2], layer, (size[0], turns * size[1]))
+                return
             bare = _BARE.get(source.rpartition(".")[2])
             if bare is not None:
                 yield Wanted(f"{stem}{bare}", source, size, layer, stored)
@@ -275,6 +286,8 @@ def _check_layers(reader: ConfigReader, shape: Shape) -> None:
     layers = range(1, min(shape.layers, 1 << 12) + 1)
     if shape.family.architecture == "smollm3":
         check("no_rope_layers", [int(layer % 4 != 0) for layer in layers])
+    elif shape.family.architecture == "gpt-oss":
+        check("layer_types", ["full_attention" if layer % 2 == 0 else "sliding_attention" for layer in layers])
     elif shape.family is GEMMA3:
         check("layer_types", ["sliding_attention" if layer % 6 else "full_attention" for layer in layers])
         check("sliding_window_pattern", 6)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, get_tensor_name_map, quants
 from support.checkpoints import (
     NUM_TOKENS,
     OF_FAMILY,
@@ -115,6 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-moe": ("qwen3_moe", {"head_dim": 32} | OF_FAMILY["qwen3_moe"]),
+    "gpt-oss": ("gpt_oss", {"head_dim": 16} | OF_FAMILY["gpt_oss"]),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "granite": ("granite", GRANITE),
     "gemma3": (
@@ -235,7 +236,9 @@ def test_names_are_those_of_gguf(model_type: str) -> None:
     names = get_tensor_name_map(architecture, 1)
     top = "transformer" if model_type == "gpt2" else "model"
     for name, source in (family.layers | family.recurrent).items():
-        if "shared_mlp" not in source:  # llama.cpp's converter takes it apart
+        if "shared_mlp" not in source and not source.endswith(
+            "experts.gate_up_proj"
+        ):  # llama.cpp's converter takes them apart
             usual = source.replace("dt_bias", "dt_proj").replace(".*", "")
             assert names.get_name(f"{top}.{family.blocks}.0.{usual}") == f"blk.0.{name}"
     for name, source in family.others.items():
@@ -300,6 +303,45 @@ def test_hybrids_and_mixtures_in_llama_cpp(tmp_path: Path, model_type: str) -> N
         assert np.abs(llama_pass(context, TOKENS, 0) - found).max() <= 1e-3
 
 
+def test_experts_in_mxfp4_stay_so(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "c", "gpt_oss")
+    plain = family_weights(json.loads((folder / "config.json").read_text()))
+    packed, generator = plain.copy(), np.random.default_rng(1)
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = np.concatenate([numbers, -numbers])
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        blocks = generator.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = generator.integers(120, 125, blocks.shape[:-1], np.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = numbers[np.stack([blocks & 15, blocks >> 4], -1)] * 2.0 ** (scales[..., None, None] - 127.0)
+        plain[name] = np.ascontiguousarray(values.reshape(experts, outputs, inputs).swapaxes(1, 2), np.float32)
+    write_weights(folder, plain)
+    convert(folder, tmp_path / "plain.gguf")
+    write_weights(folder, packed)
+    change_json("config.json", quantization_config={"quant_method": "mxfp4"})(folder)
+    quantize_checkpoint(folder, tmp_path / "packed.gguf", "q8_0")
+    expected = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "plain.gguf").tensors}
+    found = GGUFReader(tmp_path / "packed.gguf")
+    for tensor in found.tensors:
+        if tensor.name.endswith("_exps.weight"):
+            assert tensor.tensor_type is GGMLQuantizationType.MXFP4
+            data = quants.dequantize(tensor.data, tensor.tensor_type)
+            np.testing.assert_array_equal(data, expected[tensor.name].data)
+    assert {tensor.tensor_type for tensor in found.tensors if "attn_q.weight" in tensor.name} == {
+        GGMLQuantizationType.Q8_0
+    }
+    assert found.fields["general.file_type"].contents() == 38
+    with llama_context(tmp_path / "packed.gguf", num_threads=1) as context:
+        expected_logits = llama_pass(context, TOKENS[:20], 0)
+    assert np.abs(engine_logits(tmp_path / "packed.gguf", TOKENS[:20]) - expected_logits).max() <= 0.1
+    with pytest.raises(ValueError, match="of this kind cannot be q4_k_m, only"):
+        quantize_checkpoint(folder, tmp_path / "other.gguf", "q4_k_m")
+    write_weights(folder, packed | {"model.layers.1.mlp.experts.down_proj_scales": np.zeros((8, 64, 2), np.uint8)})
+    with pytest.raises(ValueError, match=r"down_proj_scales' is U8\[8, 64, 2\], not U8\[8, 64, 3\]"):
+        convert(folder, tmp_path / "other.gguf")
+
+
 def test_the_mask_token_of_a_parallel_draft_is_kept(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "c", "llama", hidden_size=256, head_dim=64)
     change_json("config.json", pard_token=7)(folder)
@@ -327,7 +369,7 @@ def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str, model_ty
     )
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma3_text", "granitemoehybrid", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma3_text", "granitemoehybrid", "gpt_oss", "qwen3_5_text"])
 def test_large_tensors_are_converted_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:

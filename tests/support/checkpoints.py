@@ -128,6 +128,18 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 40,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
