@@ -33,6 +33,7 @@ from support.terminal import Terminal
 
 PROMPT = "def fibonacci(n):"
 PROGRAM = [sys.executable, "-m", "pystaged"]
+SLOWLY = ("--threads", "1")  # beside the slowest kernel, so that there is text left to stop
 SECONDS = {"target.Q8_0.gguf": {"1": 0.5, "32": 0.51}, "draft.Q8_0.gguf": {"1": 1e-4, "32": 2e-4}}
 COLORS = {"target": "default", "draft": "green", "ngram": "brown"}  # pyte's names; brown is ANSI yellow
 
@@ -294,8 +295,7 @@ def test_a_window_that_changes_its_size() -> None:
 @pytest.mark.parametrize(("extra", "presses"), [([], 1), (["--color", "stages"], 3), (["--show-tree"], 3)], ids=str)
 def test_ctrl_c_leaves_cursor_and_text(long_text: str, extra: list[str], presses: int) -> None:
     arguments = ("generate", PROMPT, "--model", "bundled", "--max-tokens", "900", *extra)
-    # The slowest kernel, so that there is text left to stop.
-    window = terminal(*arguments, lines=200, columns=300, PYSTAGED_KERNEL="scalar")
+    window = terminal(*arguments, *SLOWLY, lines=200, columns=300, PYSTAGED_KERNEL="scalar")
     # Stops in the middle: the first line of the text is there, the last is not.
     window.wait_for(long_text.split("\n")[1].strip().split()[-1].encode())
     window.type(b"\x03" * presses)
@@ -365,7 +365,7 @@ def type_until(window: Terminal, keys: bytes, words: bytes) -> None:
 @pytest.mark.slow
 def test_bursts_of_ctrl_c_do_not_end_a_session(long_text: str) -> None:
     sentence = long_text.split("\n")[2].strip()
-    window = terminal("chat", "bundled", "--raw", "--max-tokens", "900", lines=100, PYSTAGED_KERNEL="scalar")
+    window = terminal("chat", "bundled", "--raw", "--max-tokens", "900", *SLOWLY, lines=100, PYSTAGED_KERNEL="scalar")
     window.wait_for(b"> ")
     window.type(PROMPT.encode() + b"\n")
     window.wait_for(sentence.encode())
@@ -413,6 +413,7 @@ def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said:
     window.wait_for(b"> ")
     window.type(b"def f(x):\n")
     window.wait_for(b"per step")
+    window.wait_for(b"> ", start=window.output.index(b"per step"))  # the turn is over
     armed.touch()
     before = len(window.output)
     window.type(b"\n")

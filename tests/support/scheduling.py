@@ -48,7 +48,7 @@ def held(engine: Engine) -> Iterator[None]:
 
     stepper.step = wait  # type: ignore[method-assign]
     try:
-        wait_until(lambda: is_idle(engine) or stands.is_set())
+        wait_until(lambda: engine.runtime.scheduler._is_waiting or stands.is_set())  # perhaps for readers
         yield
     finally:
         stepper.step = step  # type: ignore[method-assign]
