@@ -27,6 +27,7 @@ _COMMANDS = {
     "bench": "Measure the speed of plain and staged decoding, and of other programs, on this machine.",
     "tune": "Measure how long passes take on this machine, and show it.",
     "info": "Show this build, this machine's devices, and a model's properties.",
+    "diff": "Compare two models, quantizations or KV types on the same prompts.",
     "verify": "Generate the text of a receipt again, and compare.",
     "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
     "distill": "Train a draft on what a model writes, to draft for it.",

@@ -75,8 +75,9 @@ def check_type(name: str | None) -> str | None:
         return quantize.check_type(name) if name else name
 
 
-def _check_kv(value: str) -> str:
-    if value not in ("f16", "q8_0"):
+def check_kv(value: str) -> str:
+    """Refuse an unknown type of KV cache; "" stands for none."""
+    if value not in ("", "f16", "q8_0"):
         raise typer.BadParameter(f"f16 or q8_0, not {value}")
     return value
 
@@ -131,7 +132,7 @@ class Color(str, Enum):
 _TYPER: dict[str, dict[str, Any]] = {
     "json_schema": {"metavar": "FILE|JSON"},
     "grammar": {"metavar": "FILE|GRAMMAR"},
-    "kv": {"callback": _check_kv},
+    "kv": {"callback": check_kv},
     "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
     "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "show_default": "8G"},

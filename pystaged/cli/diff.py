@@ -1,0 +1,134 @@
+"""`pystaged diff`: two models on the same prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.table import Table
+
+import pystaged
+from pystaged.bench.prompts import choose
+from pystaged.cli.console import model_name, print_table, progress_bars, report
+from pystaged.cli.options import Json, KeysAndValues, Threads, check, check_kv
+from pystaged.cli.prompts import read_prompts
+from pystaged.comparison import Figure, TextComparison, compare, figures
+from pystaged.files import whole_file
+
+_Row = tuple[str, ...]
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="The model that writes the texts, named as in generate.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="The model that is compared with it; may be the same.", metavar="B")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts.", callback=check)] = 20,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Most tokens that A writes to each prompt; 0 compares the prompts themselves.", callback=check
+        ),
+    ] = 64,
+    kv: KeysAndValues = "f16",
+    kv_b: Annotated[
+        str, typer.Option("--kv-b", help="Type of B's KV cache; by default that of A's, --kv.", callback=check_kv)
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a page in Markdown to this file.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    threads: Threads = 0,
+) -> None:
+    """Compare two models, quantizations or KV types that have one vocabulary.
+
+    A writes greedy answers to prompts, and both models evaluate them. Shown are where B's greedy text would differ, how
+    often both find the same token likeliest, the Kullback-Leibler divergence in nats, and perplexities, with 95 %
+    intervals by the bootstrap over texts.
+
+    Example: pystaged diff model.Q8_0.gguf model.Q4_K_M.gguf
+
+    Example: pystaged diff smollm2 smollm2 --kv-b q8_0 --limit 10
+    """
+
+    def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
+        return pystaged.load(model_name(name), draft=draft, kv=kv, num_threads=threads, recycle=False, report=report)
+
+    with load(a, kv, "auto") as first, load(b, kv_b or kv, None) as second, progress_bars() as progress:
+        texts = compare(first, second, _prompts(first, prompts, limit), max_tokens, partial(progress, "comparing"))
+        found = figures(texts)
+        whole, single = _figures(found), _texts(texts, first)
+    title = f"A: {a}, kv {kv}; B: {b}, kv {kv_b or kv}; {len(texts)} texts, {sum(len(t.tokens) for t in texts)} tokens"
+    if as_json:
+        typer.echo(json.dumps({"figures": [asdict(each) for each in found], "texts": [_described(t) for t in texts]}))
+    else:
+        for heading, rows in ((title, whole), ("texts", single)):
+            table = Table(*rows[0], box=None, pad_edge=False, title=heading, title_justify="left")
+            for row in rows[1:]:
+                table.add_row(*row)
+            print_table(table)
+    if out:
+        with whole_file(out) as part:
+            part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single)]) + "\n", "utf-8")
+
+
+def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
+    """The tokens of the first prompts."""
+    if file is None:
+        return [prompt.tokens for prompt in choose(engine.runtime.bundle.path, None, limit)[1]]
+    return [
+        engine.encode(asked.prompt) if asked.messages is None else engine.chat_format.encode(asked.messages)
+        for asked in read_prompts(file)[:limit]
+    ]
+
+
+def _figures(found: Sequence[Figure]) -> list[_Row]:
+    """A table of all texts' figures, its headings first."""
+    rows: list[_Row] = [("", "value", "95 % interval")]
+    for each in found:
+        is_share = each.name.startswith("same")
+        numbers = [f"{100 * x:.2f} %" if is_share else f"{x:.5g}" for x in (each.value, *(each.interval or ()))]
+        rows.append((each.name, numbers[0], " to ".join(numbers[1:])))
+    return rows
+
+
+def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Row]:
+    """A table of single texts, its headings first."""
+
+    def spelled(token: int) -> str:
+        return repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
+
+    rows: list[_Row] = [("text", "tokens", "same until", "then A", "p", "then B", "p of A's in B", "KL")]
+    for each in texts:
+        at, divergence = each.first, f"{each.divergence.mean():.5g}"
+        differs: _Row = ("the end", "", "", "", "")
+        if at is not None:
+            p, q = (f"{np.exp(logprobs[at]):.3f}" for logprobs in (each.logprobs_a, each.logprobs_b))
+            differs = (str(at), spelled(int(each.tokens[at])), p, spelled(int(each.choices_b[at])), q)
+        rows.append((str(each.number + 1), str(len(each.tokens)), *differs, divergence))
+    return rows
+
+
+def _described(text: TextComparison) -> dict[str, Any]:
+    """A text's comparison for JSON."""
+    return {
+        "number": text.number,
+        "first": text.first,
+        **{
+            name: getattr(text, name).tolist()
+            for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "agrees")
+        },
+    }
+
+
+def _markdown(rows: Sequence[_Row]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])

@@ -1,0 +1,152 @@
+"""Compares two models, quantizations or types of KV cache of one vocabulary on the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pystaged._core import ContextFullError
+from pystaged.backends.devices import open_session
+from pystaged.engine import Engine
+
+_ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextComparison:
+    """Two models, A and B, after each of the same tokens.
+
+    number: of the prompt, from 0. tokens: int32[n], the compared ones; where A wrote them, its greedy choices.
+    divergence: float64[n], the Kullback-Leibler divergence of B's distribution from A's before each token, in nats.
+    logprobs_a, logprobs_b: float64[n], natural log-probability of each token. choices_b: int32[n], B's likeliest
+    tokens. agrees: bool[n], whether both find the same token likeliest.
+    """
+
+    number: int
+    tokens: NDArray[np.int32]
+    divergence: NDArray[np.float64]
+    logprobs_a: NDArray[np.float64]
+    logprobs_b: NDArray[np.float64]
+    choices_b: NDArray[np.int32]
+    agrees: NDArray[np.bool_]
+
+    @property
+    def first(self) -> int | None:
+        """Index of the first token at which they disagree, None for nowhere. Where A wrote the tokens, B's greedy text
+        is the same until there."""
+        found = np.flatnonzero(~self.agrees)
+        return int(found[0]) if len(found) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure over all texts. interval: 95 %, by the bootstrap over texts; None for fewer than two texts."""
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+def compare(
+    a: Engine,
+    b: Engine,
+    prompts: Sequence[NDArray[np.int32]],
+    max_tokens: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> list[TextComparison]:
+    """Compare two models on the greedy continuations that A writes to prompts.
+
+    Args:
+        prompts: token ids, int32[n] each, not empty.
+        max_tokens: most tokens that A writes to each; with 0 the prompts' own tokens are compared, from the second on.
+        progress: called with the number of texts done, and of all.
+
+    Returns:
+        A comparison of each text that has tokens to compare.
+
+    Raises:
+        ValueError: their vocabularies differ, or no text has tokens to compare.
+        ContextFullError: a text is longer than a context.
+        DeviceError: a device failed.
+    """
+    if a.runtime.bundle.vocabulary != b.runtime.bundle.vocabulary:
+        raise ValueError("the models have different vocabularies, so their probabilities cannot be compared")
+    texts, starts = [np.asarray(prompt, np.int32) for prompt in prompts], [1] * len(prompts)
+    if max_tokens:
+        starts = [len(text) for text in texts]
+        written = a.generate([text.tolist() for text in texts], max_tokens=max_tokens, temperature=0.0)
+        texts = [np.append(text, np.asarray(each.tokens, np.int32)) for text, each in zip(texts, written, strict=True)]
+    found = []
+    for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        if len(text) > start:
+            found.append(_compared(i, a, b, text, start))
+        progress(i + 1, len(texts))
+    if not found:
+        raise ValueError("no text has tokens to compare")
+    return found
+
+
+def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start: int) -> TextComparison:
+    for engine in (a, b):
+        if len(text) - 1 > engine.n_ctx:
+            raise ContextFullError(f"a text has {len(text)} tokens, and a context {engine.n_ctx}; pass a larger n_ctx")
+    blocks = []
+    with closing(open_session(a.model, a.n_ctx)) as first, closing(open_session(b.model, b.n_ctx)) as second:
+        for session in (first, second):
+            if start > 1:
+                session.prefill(text[: start - 1])
+        for begin in range(start, len(text), _ROWS):
+            end = min(begin + _ROWS, len(text))
+            rows = np.arange(end - begin)
+            p, q = (_logprobs(session, text[begin - 1 : end - 1]) for session in (first, second))
+            tokens, choices = text[begin:end], q.argmax(1)
+            with np.errstate(invalid="ignore"):  # a token that A excludes adds nothing
+                divergence = np.where(np.isneginf(p), 0, np.exp(p) * (p - q)).sum(1)
+            blocks.append(
+                (divergence, p[rows, tokens], q[rows, tokens], choices.astype(np.int32), p.argmax(1) == choices)
+            )
+    return TextComparison(number, text[start:], *map(np.concatenate, zip(*blocks, strict=True)))
+
+
+def _logprobs(session: Any, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Log-probabilities after each of the next tokens, float64[n, vocabulary]; the tokens are committed."""
+    rows = np.arange(len(tokens))
+    session.evaluate(tokens, rows - 1)
+    logits = np.stack([session.logits(int(row)) for row in rows]).astype(np.float64)
+    session.commit(rows)
+    logits -= logits.max(1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+    return logits
+
+
+def figures(texts: Sequence[TextComparison]) -> list[Figure]:
+    """What the comparisons say together; figures over tokens count each token alike."""
+    divergence = np.concatenate([text.divergence for text in texts])
+    counts = np.array([len(text.tokens) for text in texts])
+    picks = np.random.default_rng(0).integers(0, len(texts), (_RESAMPLES, len(texts)))
+
+    def mean(name: str, values: Sequence[NDArray[Any]], form: Callable[[Any], Any] = lambda value: value) -> Figure:
+        sums = np.array([each.sum(dtype=np.float64) for each in values])
+        interval = None
+        if len(texts) > 1:
+            means = form(sums[picks].sum(1) / counts[picks].sum(1))
+            interval = (float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975)))
+        return Figure(name, float(form(sums.sum() / counts.sum())), interval)
+
+    return [
+        mean("same likeliest token", [text.agrees for text in texts]),
+        Figure("same greedy text", float(np.mean([text.first is None for text in texts]))),
+        mean("KL(A || B), mean", [text.divergence for text in texts]),
+        Figure("KL(A || B), median", float(np.median(divergence))),
+        Figure("KL(A || B), 99 %", float(np.quantile(divergence, 0.99))),
+        Figure("KL(A || B), most", float(divergence.max())),
+        mean("perplexity of A", [-text.logprobs_a for text in texts], np.exp),
+        mean("perplexity of B", [-text.logprobs_b for text in texts], np.exp),
+        mean("perplexity of B / of A", [text.logprobs_a - text.logprobs_b for text in texts], np.exp),
+    ]

@@ -1,0 +1,119 @@
+"""What `pystaged diff` says, beside logits of whole texts and the models' own greedy texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import run
+from support.logits import engine_logits
+
+import pystaged
+from pystaged.comparison import compare, figures
+from pystaged.engine import Engine
+from pystaged.loading.quantize import quantize
+
+PROMPTS = [np.arange(5 + i, 25 + 3 * i, dtype=np.int32) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def files(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    a = random_gguf("F32", context=256, width=64)
+    b = tmp_path_factory.mktemp("b") / "b.gguf"
+    quantize(a, b, "q4_0")
+    return a, b
+
+
+@pytest.fixture(scope="module")
+def engines(files: tuple[Path, Path]) -> Iterator[tuple[Engine, Engine]]:
+    first, second = (pystaged.load(path, draft=None, recycle=False, report=print) for path in files)
+    with first, second:
+        yield first, second
+
+
+@pytest.mark.parametrize("max_tokens", [40, 0])
+def test_it_is_what_the_logits_say(files: tuple[Path, Path], engines: tuple[Engine, Engine], max_tokens: int) -> None:
+    a, b = engines
+    found = compare(a, b, PROMPTS, max_tokens)
+    divergences, agrees, losses = [], [], []
+    for text, prompt in zip(found, PROMPTS, strict=True):
+        start, tokens = (len(prompt), [*prompt, *text.tokens]) if max_tokens else (1, prompt.tolist())
+        logits = [engine_logits(path, tokens).astype(np.float64)[start - 1 : -1] for path in files]
+        p, q = (np.exp(each) / np.exp(each).sum(1, keepdims=True) for each in logits)
+        divergences.append((p * np.log(p / q)).sum(1))
+        agrees.append(p.argmax(1) == q.argmax(1))
+        losses.append([-np.log(each[np.arange(len(each)), text.tokens]) for each in (p, q)])
+        np.testing.assert_allclose(text.divergence, divergences[-1], rtol=0, atol=1e-9)
+        np.testing.assert_array_equal(text.agrees, agrees[-1])
+        if max_tokens:
+            mine, theirs = (each.generate(prompt, max_tokens=max_tokens).tokens for each in (a, b))
+            assert text.tokens.tolist() == mine
+            same = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), None)
+            assert text.first == same
+    assert any(text.first for text in found)
+    told = {figure.name: figure for figure in figures(found)}
+    whole, loss_a, loss_b = (
+        np.concatenate(divergences),
+        *(np.concatenate(each) for each in zip(*losses, strict=True)),
+    )
+    for name, value in {
+        "same likeliest token": np.concatenate(agrees).mean(),
+        "KL(A || B), mean": whole.mean(),
+        "KL(A || B), 99 %": np.quantile(whole, 0.99),
+        "perplexity of A": np.exp(loss_a.mean()),
+        "perplexity of B": np.exp(loss_b.mean()),
+        "perplexity of B / of A": np.exp(loss_b.mean() - loss_a.mean()),
+    }.items():
+        assert told[name].value == pytest.approx(value, abs=1e-9)
+        if told[name].interval:
+            low, high = told[name].interval
+            assert low <= value <= high
+    assert figures(found) == figures(compare(a, b, PROMPTS, max_tokens))
+
+
+def test_a_model_beside_itself(engines: tuple[Engine, Engine]) -> None:
+    (text,) = compare(engines[0], engines[0], PROMPTS[:1], 8)
+    assert text.first is None
+    assert not text.divergence.any()
+    assert all(figure.interval is None for figure in figures([text]))
+
+
+def test_what_cannot_be_compared(engines: tuple[Engine, Engine], bundled_target: Path) -> None:
+    a, b = engines
+    with (
+        pystaged.load(bundled_target, draft=None, recycle=False) as other,
+        pytest.raises(ValueError, match="vocabular"),
+    ):
+        compare(a, other, PROMPTS, 8)
+    with pytest.raises(ValueError, match="no text has tokens"):
+        compare(a, b, [np.array([5], np.int32)], 0)
+    with pytest.raises(pystaged.ContextFullError, match="a text has 300 tokens, and a context 256"):
+        compare(a, b, [np.full(300, 5, np.int32)], 0)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    prompts, page = tmp_path / "prompts.txt", tmp_path / "page.md"
+    prompts.write_text("def f(n):\nclass A:\nimport\n")
+    command = (
+        "diff",
+        "bundled",
+        "bundled",
+        "--kv-b",
+        "q8_0",
+        "--prompts",
+        prompts,
+        "--limit",
+        "2",
+        "--max-tokens",
+        "6",
+    )
+    done = run(*command, "--out", page)
+    assert done.returncode == 0, done.stderr
+    assert b"A: bundled, kv f16; B: bundled, kv q8_0; 2 texts, 12 tokens" in done.stdout
+    assert "| same likeliest token | " in page.read_text("utf-8")
+    told = json.loads(run(*command, "--json").stdout)
+    assert [text["number"] for text in told["texts"]] == [0, 1]
+    assert {figure["name"]: figure["value"] for figure in told["figures"]}["KL(A || B), mean"] > 0
