@@ -15,8 +15,8 @@ from pystaged.loading import names
 # A shell makes what it starts in the background ignore interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Neither how long an example takes nor how long it is drawn says anything on a busy machine.
-settings.register_profile("pystaged", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples each time; how long one takes, or is drawn, says nothing on a busy machine.
+settings.register_profile("pystaged", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pystaged")
 
 

@@ -52,7 +52,7 @@ def twin(chunks: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(chunks=chunks(), stop=stops)
 @example(chunks=[b"aa", b"ab"], stop=("aab",))
 @example(chunks=[b"ab", b"ab", b"c"], stop=("ababd", "bc"))
@@ -61,7 +61,6 @@ def test_pieces_are_the_twins(chunks: list[bytes], stop: tuple[str, ...]) -> Non
     assert pieces_of(chunks, stop) == twin(chunks, stop)
 
 
-@settings(derandomize=True, deadline=None)
 @given(chunks=chunks())
 def test_without_stop_strings_nothing_is_lost(chunks: list[bytes]) -> None:
     pieces, stopped = pieces_of(chunks, ())
@@ -69,7 +68,6 @@ def test_without_stop_strings_nothing_is_lost(chunks: list[bytes]) -> None:
     assert not stopped
 
 
-@settings(derandomize=True, deadline=None)
 @given(chunks=chunks(), stop=stops)
 def test_a_stop_string_is_never_shown(chunks: list[bytes], stop: tuple[str, ...]) -> None:
     pieces, stopped = pieces_of(chunks, stop)
@@ -105,7 +103,7 @@ def test_stop_strings_take_a_step_for_each_character() -> None:
     assert buffer.met == " " * (longest - 1) + "x"
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text("ab", max_size=40), stop=st.lists(st.text("ab", min_size=1, max_size=12), max_size=6).map(tuple))
 @example(text="aababx", stop=("aabababa", "abab", "b" * 9))
 def test_stop_strings_within_one_another(text: str, stop: tuple[str, ...]) -> None:

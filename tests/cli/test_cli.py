@@ -368,8 +368,6 @@ def test_no_limit_of_tokens(path: Path, number: str) -> None:
         ["bench", "--threads", "99999999999"],
         ["bench", "--baselines", "llama,nobody"],
         ["bench", "--model", "grown", "--type", "q1"],
-        ["bench", "passes", "--context", "256,x"],
-        ["bench", "passes", "--context", "20,-1"],
         ["bench", "passes", "--model", "llama1b", "--type", "q4"],
         ["bench", "texts", "--texts", "0"],
         ["bench", "texts", "--texts", "99999999999"],

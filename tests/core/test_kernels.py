@@ -106,7 +106,7 @@ def assert_close(kind: str, weights: Packed, x: Floats, actual: Floats) -> None:
 
 @pytest.mark.slow
 @given(shape=shapes, n=st.integers(1, 40), num_threads=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: int) -> None:
     kind, rows, cols = shape
     weights, x = draw_weights(kind, rows, cols, seed), draw_rows(n, cols, seed)

@@ -196,7 +196,7 @@ def test_twin_gives_the_known_answers(counter: list[int], key: list[int], expect
     assert [int(word[0]) for word in words] == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**31) | st.integers(0, 2**62),
@@ -238,7 +238,7 @@ def test_filters(row: Row, temperature: float, filters: dict[str, Any]) -> None:
         row.check(SamplingConfig(temperature, seed=seed, **filters), 12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     temperature=st.floats(0.015625, 20, width=32),
     top_k=st.integers(0, 310),

@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FEW = ("F32-11", "Q8_0-24", "Q4_K-64")  # where the shape of heads matters least
 PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
-examples = settings(max_examples=20, derandomize=True, deadline=None)
+examples = settings(max_examples=20)
 
 load = cache(_core.Model)
 

@@ -68,7 +68,7 @@ def test_llama_cpp_cases(tokenizer: _core.Tokenizer, text: str, tokens: list[int
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=texts)
 def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any, text: str) -> None:
     tokens, vocab = tokenizer.encode(text), llama_cpp.llama_model_get_vocab(llama)
@@ -194,7 +194,7 @@ def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     parts=st.lists(
         st.sampled_from([*SPECIALS, "<", "a", ">", " ", "x", "\n", "<a><", "<b>" * 64]), min_size=100, max_size=400

@@ -244,7 +244,7 @@ behaviours = st.lists(
 
 
 @given(RISES, st.floats(0.0, 5.0), DRAFTERS, st.data(), behaviours)
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
     rises: list[float],
     slope: float,

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pystaged.config import SamplingConfig
@@ -22,7 +22,6 @@ DRAFT = PassCost({1: 0.0004, 8: 0.0006, 32: 0.002})
 
 
 @given(st.lists(st.floats(0.001, 0.999), max_size=31), st.floats(0, 0.01))
-@settings(derandomize=True, deadline=None)
 def test_gain_policy_keeps_what_maximizes_tokens_per_second(scores: list[float], seconds: float) -> None:
     scores = sorted(scores, reverse=True)
     kept = GainPolicy(TARGET, DRAFT).keep(Growth(scores, [], 1, seconds))

@@ -175,7 +175,7 @@ def decoder_of(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=SCHEDULES)
+@settings(max_examples=SCHEDULES)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.integers(1, 3),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -12,7 +12,6 @@ CELL = (1, 0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.floats(0.05, 1.0)), max_size=40), st.data())
-@settings(derandomize=True, deadline=None)
 def test_any_number_of_best_nodes_is_a_tree(guesses: list[tuple[int, int, float]], data: st.DataObject) -> None:
     builder = TreeBuilder(7)
     for guess, token, rate in guesses:

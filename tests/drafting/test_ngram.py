@@ -119,7 +119,7 @@ token_ids = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 4, 5])
 texts = st.lists(st.lists(token_ids, max_size=60), min_size=1, max_size=4).filter(any)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(texts, st.integers(1, 3), st.integers(1, 8))
 def test_heads_and_backoffs_are_exact(documents: list[list[int]], min_count: int, max_successors: int) -> None:
     slow = SlowKatz(documents, min_count)
@@ -140,7 +140,7 @@ def test_heads_and_backoffs_are_exact(documents: list[list[int]], min_count: int
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(texts, st.integers(1, 3), st.integers(1, 8), st.data())
 def test_candidates_are_the_most_probable(
     documents: list[list[int]], min_count: int, max_successors: int, data: st.DataObject
@@ -254,7 +254,7 @@ def test_truncated_files_are_refused(saved: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.integers(0, 10**6), st.integers(1, 255))
 def test_damaged_files_never_give_another_table(tmp_path_factory: pytest.TempPathFactory, at: int, flip: int) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged"
@@ -714,7 +714,7 @@ def slow_candidates(tokens: list[int], tail: list[int], k: int) -> tuple[list[in
 few_tokens = st.lists(st.integers(0, 2), max_size=50)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(few_tokens, max_size=4), st.lists(st.integers(0, 3), max_size=6))
 def test_context_agrees_with_a_scan(parts: list[list[int]], path: list[int]) -> None:
     context = ContextNgrams()

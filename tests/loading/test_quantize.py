@@ -149,8 +149,6 @@ def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
         assert b"MB" in done.stderr
         assert GGUFReader(tmp_path / "out.gguf").fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
     assert_refused(run("quantize", tmp_path / "none.gguf", tmp_path / "new.gguf"), "none.gguf")
-    done = run("quantize", source, tmp_path / "out.gguf", "--type", "q1")
-    assert (done.returncode, b"unknown type 'q1'" in done.stderr) == (2, True)
 
 
 def test_a_file_is_replaced_with_force_alone(source: Path, tmp_path: Path) -> None:
