@@ -21,10 +21,12 @@ settings.load_profile("pystaged")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs of the tests' models stay out of the user's cache."""
+def _environment_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs of the tests' models stay out of the user's cache; their servers are asked without a proxy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "*")
         yield
 
 
