@@ -41,6 +41,22 @@ def file_identity(path: str | bytes | PathLike[str] | PathLike[bytes]) -> int:
     """A number for a GGUF file: of its metadata, sizes and times of change, and the first weights of each tensor.
     Raises ModelError as Model."""
 
+def quantize(
+    source: str | bytes | PathLike[str] | PathLike[bytes],
+    out: str | bytes | PathLike[str] | PathLike[bytes],
+    file_type: int,
+    allow_requantize: bool,
+    dry_run: bool,
+) -> bool:
+    """Write a GGUF file in another type with libllama's quantizer, which logs to standard error.
+
+    Args:
+        file_type: llama.cpp's number of the type. dry_run: only log the sizes of the tensors, and write no file.
+
+    Returns:
+        Whether it succeeded; the log says why not.
+    """
+
 def rpc_version() -> tuple[int, int]:
     """Major and minor version of the RPC protocol spoken here.
 

@@ -1,6 +1,7 @@
 """Loads llama-cpp-python's libraries before the extension that is linked against them.
 
-Their ABI changes with every release, and the other order would load two copies into one process.
+Their ABI changes with every release, and the other order would load two copies into one process. A wheel that
+packaging/build_wheel.py makes has its own copies, under other names, and needs none of this.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from importlib import util
 
 _core = util.find_spec("pystaged._core")
 assert _core is not None and _core.origin is not None  # noqa: PT018  else the package would not have been imported
-# The build writes the version of pyproject.toml into this file.
+# The build writes the version of pyproject.toml into this file; packaging/build_wheel.py adds the word "inside" if the
+# package has its own copy of the libraries, which the extension finds by itself.
 with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
-    VERSION = _file.read().strip()
+    VERSION, *_inside = _file.read().split()
 
 
 def check(installed: str | None, redirected: str | None) -> None:
@@ -90,7 +92,8 @@ def _load(package: str) -> None:
 
 
 check_lock(getattr(sys, "_is_gil_enabled", lambda: True)(), getattr(sys.flags, "gil", None) == 0)
-_folder = _package()
-check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
-if _folder:
-    _load(_folder)
+if not _inside:
+    _folder = _package()
+    check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
+    if _folder:
+        _load(_folder)

@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "device.h"
 #include "gguf_file.h"
+#include "llama.h"
 #include "model/model.h"
 #include "tokenizer.h"
 
@@ -38,6 +39,18 @@ void add_models(py::module_& m) {
             return GgufFile(file).identity();
         },
         py::arg("path"));
+    m.def(
+        "quantize",
+        [](const py::object& source, const py::object& out, int file_type, bool allow_requantize, bool dry_run) {
+            const std::string from = to_path(source), to = to_path(out);
+            llama_model_quantize_params params = llama_model_quantize_default_params();
+            params.ftype = static_cast<llama_ftype>(file_type);
+            params.allow_requantize = allow_requantize;
+            params.dry_run = dry_run;
+            const py::gil_scoped_release release;
+            return llama_model_quantize(from.c_str(), to.c_str(), &params) == 0;
+        },
+        py::arg("source"), py::arg("out"), py::arg("file_type"), py::arg("allow_requantize"), py::arg("dry_run"));
     m.def("rpc_version", &rpc_version);
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());

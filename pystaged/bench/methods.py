@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,10 @@ def without_head(setup: Setup) -> Setup:
 
 
 def _llama_cpp_python(setup: Setup) -> list[Method]:
-    found = []
+    """Its methods, or none where it is not installed."""
+    found = list[Method]()
+    if not util.find_spec("llama_cpp"):
+        return found
     for way in ("plain", "prompt lookup"):
         key = f"llama-cpp-python, {way}"
         mine = setup | {"runner": f"{__package__}.baseline_llama_cpp_python", "lookup": way != "plain"}

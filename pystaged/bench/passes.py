@@ -7,11 +7,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
@@ -168,6 +168,8 @@ def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
 
 def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[tuple[int, int], float], str]:
     """Times with the fastest of llama.cpp's buffer types; some crash, so each runs in its own process."""
+    if not util.find_spec("llama_cpp"):
+        return {}, "llama-cpp-python is not installed"
     results, failures = list[dict[tuple[int, int], float]](), list[str]()
     for extra_buffers in (True, False):
         worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
@@ -193,6 +195,8 @@ class Runner:
 
     def run(self, _: dict[str, Any]) -> dict[tuple[int, int], float]:
         """Median milliseconds of one llama_decode with logits for all n rows, by past length and n."""
+        import llama_cpp  # noqa: PLC0415  wheels come without it
+
         setup = self._setup
         lengths = list(setup["rows"])
         llama_cpp.llama_backend_init()
@@ -233,6 +237,8 @@ class Runner:
 
 def decode(context: Any, tokens: Any, position: int, judged: int | None = None, sequence: int = 0) -> None:
     """One llama_decode of a chain of tokens at `position`, with logits for the last `judged`, by default for all."""
+    import llama_cpp  # noqa: PLC0415
+
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import util
 from pathlib import Path
 
 from pystaged.elsewhere import hub_id, meant
@@ -146,7 +147,11 @@ def heads() -> list[Path]:
 
 
 def bundled_file(name: str) -> Path:
-    """A file of the models in the package; in an editable install they are where the repository has them."""
+    """A file of the models in the package or, where a wheel requires it, in pystaged-models; in an editable install
+    they are where the repository has them.
+    """
     package = Path(__file__).parents[1]
-    installed = package / "models" / name
-    return installed if installed.exists() else package.parent / "models" / name
+    places = [package / "models", package.parent / "models"]
+    if found := util.find_spec("pystaged_models"):
+        places[1:1] = map(Path, found.submodule_search_locations or ())
+    return next((place / name for place in places if (place / name).exists()), places[-1] / name)

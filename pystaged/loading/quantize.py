@@ -140,22 +140,13 @@ def quantize_checkpoint(
 
 def main() -> int:
     """Entry point of the quantizing process; libllama's log goes to standard error."""
-    import llama_cpp  # noqa: PLC0415
+    from pystaged import _core  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process.end_with_parent()
     source, out, file_type, allow_requantize = sys.argv[1:]
 
-    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-    def log(_level: int, text: bytes, _user_data: object) -> None:
-        sys.stderr.buffer.write(text)
-        sys.stderr.buffer.flush()
-
-    llama_cpp.llama_log_set(log, None)
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = int(file_type)
-    params.allow_requantize = allow_requantize == "1"
-    params.dry_run = True  # says how large the file will be
-    llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
-    params.dry_run = False
-    return int(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(out), params))
+    done = False
+    for dry_run in (True, False):  # the first says how large the file will be
+        done = _core.quantize(source, out, int(file_type), allow_requantize == "1", dry_run)
+    return int(not done)
