@@ -22,7 +22,7 @@ inline AttendRow attend_row(const HeadChunk& p, int number) {
     const RowContext& context = p.rows[row];
     AttendRow r;
     r.q = p.q + row * p.q_stride + size_t(number % p.group) * p.head_dim;
-    r.partial = p.partials + number * partial_stride(p.head_dim);
+    r.partial = p.partials + number * partial_stride(p.value_dim);
     r.scale = p.row_scale ? p.scale * p.row_scale[row] : p.scale;
     r.first = clipped(p.window > 0 ? context.length - p.window - p.begin : 0);
     r.direct = clipped(context.direct - p.begin);
@@ -72,7 +72,7 @@ void score_tile(const HeadChunk& p, const AttendRow* row, size_t block, float* s
     }
     const auto* k = reinterpret_cast<const uint16_t*>(p.k) + block * p.head_dim * kLanes;
     // The values of these cells are wanted next, and take as long to come as the keys.
-    const auto* v = reinterpret_cast<const uint16_t*>(p.v) + block * p.head_dim * kLanes;
+    const auto* v = reinterpret_cast<const uint16_t*>(p.v) + block * p.value_dim * kLanes;
     for (int d = 0; d < p.head_dim; ++d) {
         const auto key = [&](int u) {
             const size_t at = (size_t(u / kUnits) * p.head_dim + d) * kLanes;
@@ -134,8 +134,8 @@ struct HalfValues {
 struct EightBitValues {
     static constexpr KvType type = KvType::q8_0;
     // Exact: a scale has eleven bits.
-    static F load(const uint8_t* cell, int head_dim, int d) {
-        const auto* scales = reinterpret_cast<const float*>(cell + padded(head_dim, kBlock));
+    static F load(const uint8_t* cell, int value_dim, int d) {
+        const auto* scales = reinterpret_cast<const float*>(cell + padded(value_dim, kBlock));
         return F::load_i8(cell + d) * F::set(scales[d / kBlock]);
     }
 };
@@ -144,7 +144,7 @@ struct EightBitValues {
 // share are loaded once; what a row sees before and after them it goes through alone.
 template <class Values, int rows, int vectors>
 void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* weights) {
-    const size_t stride = value_bytes(Values::type, p.head_dim);
+    const size_t stride = value_bytes(Values::type, p.value_dim);
     const uint8_t* chunk = p.v + p.begin * stride;
     int begin = row[0].first, end = row[0].direct;
     for (int r = 1; r < rows; ++r) {
@@ -160,7 +160,7 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
                 c < row[r].direct ? chunk + c * stride : p.v + row[r].tail[c - row[r].direct] * stride;
 #pragma GCC unroll 16
             for (int u = 0; u < units; ++u) {
-                const F value = Values::load(cell, p.head_dim, dim + u * F::lanes);
+                const F value = Values::load(cell, p.value_dim, dim + u * F::lanes);
                 sum[r][u] = fma(F::set(weights[r * kChunk + c]), value, sum[r][u]);
             }
         }
@@ -173,7 +173,7 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
         const uint8_t* cell = chunk + c * stride;
         add_products(
             sum, [&](int r) { return F::set(weights[r * kChunk + c]); },
-            [&](int u) { return Values::load(cell, p.head_dim, dim + u * F::lanes); });
+            [&](int u) { return Values::load(cell, p.value_dim, dim + u * F::lanes); });
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -188,7 +188,7 @@ void mix_tile(const HeadChunk& p, const AttendRow* row, int dim, const float* we
 template <class Values, int rows>
 void mix(const HeadChunk& p, const AttendRow* row, const float* weights) {
     constexpr int vectors = kMixSums / rows < 4 ? kMixSums / rows : 4;
-    const int width = padded(p.head_dim, kLanes);
+    const int width = padded(p.value_dim, kLanes);
     int dim = 0;
     for (; dim + vectors * kLanes <= width; dim += vectors * kLanes) {
         mix_tile<Values, rows, vectors>(p, row, dim, weights);
@@ -295,7 +295,7 @@ void attend_rows(const HeadChunk& p, int number) {
         score(keys);
     }
     for (int r = 0; r < rows; ++r) {
-        float *state = row[r].partial + padded(p.head_dim, kLanes), top = 0, sum = 0;
+        float *state = row[r].partial + padded(p.value_dim, kLanes), top = 0, sum = 0;
         if (row[r].first < row[r].last) {
             sum = soften(scores + r * kChunk, row[r].first, row[r].last, row[r].scale, p.softcap, top);
         }
@@ -332,8 +332,8 @@ void attend(const HeadChunk& p) {
     }
 }
 
-void fold(const float* partials, size_t next, int count, int head_dim, float* total, float* out) {
-    const int width = padded(head_dim, kLanes);
+void fold(const float* partials, size_t next, int count, int value_dim, float* total, float* out) {
+    const int width = padded(value_dim, kLanes);
     float* state = total + width;
     for (int i = 0; i < count; ++i, partials += next) {
         const float* add = partials + width;
@@ -357,7 +357,7 @@ void fold(const float* partials, size_t next, int count, int head_dim, float* to
         state[kPartialTop] = top;
     }
     const Row inverse = Row::set(1.0f / state[kPartialSum]);
-    for (int d = 0; out && d < head_dim; d += kLanes) {
-        store_first(Row::load(total + d) * inverse, out + d, head_dim - d);
+    for (int d = 0; out && d < value_dim; d += kLanes) {
+        store_first(Row::load(total + d) * inverse, out + d, value_dim - d);
     }
 }

@@ -180,9 +180,9 @@ struct RowContext {
 enum class KvType { f16, q8_0 };
 
 // Bytes of one cell's values of a head.
-static constexpr size_t value_bytes(KvType type, int head_dim) {
-    const size_t width = padded(head_dim, kBlock);
-    return type == KvType::f16 ? sizeof(uint16_t) * padded(head_dim, kLanes) : width + width / kBlock * sizeof(float);
+static constexpr size_t value_bytes(KvType type, int value_dim) {
+    const size_t width = padded(value_dim, kBlock);
+    return type == KvType::f16 ? sizeof(uint16_t) * padded(value_dim, kLanes) : width + width / kBlock * sizeof(float);
 }
 
 // Positions that attention goes through at a time. A row's attention is made of one part for each chunk, and those are
@@ -192,8 +192,8 @@ constexpr int kChunk = 512;
 // Attention of one row, by one of its heads, to one chunk: weighted values, padded to whole lanes, and behind them the
 // largest score, the sum of the weights relative to it, 0 where the row sees nothing there, and the scores' scale.
 enum PartialState { kPartialTop, kPartialSum, kPartialScale };
-static constexpr size_t partial_stride(int head_dim) {
-    return padded(head_dim, kLanes) + kLanes;
+static constexpr size_t partial_stride(int value_dim) {
+    return padded(value_dim, kLanes) + kLanes;
 }
 
 // One chunk of one head of keys and values, for rows of one pass, each with the `group` query heads that share them.
@@ -202,7 +202,7 @@ struct HeadChunk {
     int first = 0, last = 0;  // numbers to attend for
     int begin = 0;            // the chunk's first position, a multiple of kChunk
     int group = 1;
-    int head_dim = 0;
+    int head_dim = 0, value_dim = 0;   // of queries and keys, and of values
     int window = 0;                    // positions a row sees at most, itself included; 0 for all
     float scale = 1;                   // of the scores
     float softcap = 0;                 // c tanh(score / c) after it, or 0 for none
@@ -214,7 +214,7 @@ struct HeadChunk {
     const uint8_t* k = nullptr;  // as the cache lays them out
     const uint8_t* v = nullptr;
     float* scratch = nullptr;   // [attention_scratch(head_dim)]
-    float* partials = nullptr;  // [numbers][partial_stride(head_dim)]
+    float* partials = nullptr;  // [numbers][partial_stride(value_dim)]
 };
 
 // A causal convolution of one row, channel by channel: the sum over the taps of weight[i] * input[i], from the oldest
@@ -269,8 +269,8 @@ struct Kernel {
     void (*to_f16)(const float* x, int n, uint16_t* out);
     void (*attend)(const HeadChunk&);
     // Adds `count` partials of following chunks, `next` floats apart, to `total`, a partial too, of zeros at first; and
-    // writes the attention that this makes to out[head_dim], unless that is null.
-    void (*fold)(const float* partials, size_t next, int count, int head_dim, float* total, float* out);
+    // writes the attention that this makes to out[value_dim], unless that is null.
+    void (*fold)(const float* partials, size_t next, int count, int value_dim, float* total, float* out);
     // The maximum of each run of kRun values of x[n], NaN aside, and whether all values are finite; n is a multiple of
     // kRun.
     bool (*run_max)(const float* x, int n, float* maxima);

@@ -85,7 +85,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
                     float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch) {
     const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
     const int num_segments = static_cast<int>(rows.segments.size());
-    const size_t stride = partial_stride(head_dim);
+    const int value_dim = how.value_dim > 0 ? how.value_dim : head_dim;
+    const size_t stride = partial_stride(value_dim);
     std::vector<Share> shares(num_segments);
     size_t head_floats = 0;  // of all shares
     int64_t most_chunks = 0, chunk_numbers = 0;
@@ -133,6 +134,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.begin = chunk * kChunk;
         task.group = group;
         task.head_dim = head_dim;
+        task.value_dim = value_dim;
         task.window = how.window;
         task.scale = how.scale;
         task.softcap = how.softcap;
@@ -151,22 +153,22 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         const size_t next = share.numbers * stride;
         for (int i = 0; i < share.numbers; ++i) {
             const int row = share.first_row - rows.first_row + i / group, head = kv_head * group + i % group;
-            float* to = out + row * out_stride + size_t(head) * head_dim;
+            float* to = out + row * out_stride + size_t(head) * value_dim;
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
-            kernel.fold(partials + i * stride, next, count, head_dim, total, done ? to : nullptr);
+            kernel.fold(partials + i * stride, next, count, value_dim, total, done ? to : nullptr);
             if (done && how.sinks) {
-                const float* state = total + padded(head_dim, kLanes);
+                const float* state = total + padded(value_dim, kLanes);
                 const double sum = state[kPartialSum];
                 const double sink = own_exp(how.sinks[head] - double(state[kPartialTop]) * state[kPartialScale]);
                 const float part = static_cast<float>(sum / (sum + sink));
-                std::transform(to, to + head_dim, to, [part](float x) { return x * part; });
+                std::transform(to, to + value_dim, to, [part](float x) { return x * part; });
             }
             if (done && rows.gate_at > 0) {
                 const float* gates = rows.qkv + (rows.first_row + row - rows.begin) * rows.stride + rows.gate_at;
-                kernel.open(gates + size_t(head) * head_dim, false, head_dim, to);
+                kernel.open(gates + size_t(head) * value_dim, false, value_dim, to);
             }
             if (done && quantized) {
-                kernel.quantize(to, head_dim, row, from_block(*quantized, head * head_dim / kBlock));
+                kernel.quantize(to, value_dim, row, from_block(*quantized, head * value_dim / kBlock));
             }
         }
     };
@@ -206,7 +208,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         });
     }
     for (int i = 0; i < rows.n - rows.first_row; ++i) {
-        std::fill(out + i * out_stride + size_t(how.num_heads) * head_dim, out + (i + 1) * out_stride, 0.0f);
+        std::fill(out + i * out_stride + size_t(how.num_heads) * value_dim, out + (i + 1) * out_stride, 0.0f);
     }
 }
 

@@ -13,6 +13,7 @@ struct AttentionLayer {
     int num_heads = 0;
     int num_kv_heads = 0;  // each shared by num_heads / num_kv_heads heads
     int head_dim = 0;
+    int value_dim = 0;  // of values, 0 for as wide as keys
     float scale = 1;    // of the scores
     float softcap = 0;  // of the scores, or 0 for none
     int window = 0;     // positions a row sees at most, itself included; 0 for all

@@ -30,18 +30,19 @@ struct EightBits {
 
 }  // namespace
 
-KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells)
+KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim)
     : type_(type),
       num_heads_(num_heads),
       head_dim_(head_dim),
+      value_dim_(value_dim > 0 ? value_dim : head_dim),
       num_cells_(padded(num_cells, kLanes)),
       key_bytes_(key_bytes(type, head_dim)),
-      value_bytes_(value_bytes(type, head_dim)),
+      value_bytes_(value_bytes(type, value_dim_)),
       memory_(num_heads * num_cells_ * (key_bytes_ + value_bytes_)),
       moved_(key_bytes_) {}
 
-size_t KvCache::cell_bytes(KvType type, int num_heads, int head_dim) {
-    return num_heads * (key_bytes(type, head_dim) + value_bytes(type, head_dim));
+size_t KvCache::cell_bytes(KvType type, int num_heads, int head_dim, int value_dim) {
+    return num_heads * (key_bytes(type, head_dim) + value_bytes(type, value_dim > 0 ? value_dim : head_dim));
 }
 
 template <class Act>
@@ -93,12 +94,12 @@ void KvCache::store_key(const Kernel& kernel, int head, int cell, const float* k
 void KvCache::store_value(const Kernel& kernel, int head, int cell, const float* value) {
     uint8_t* out = head_data(head) + num_cells_ * key_bytes_ + cell * value_bytes_;
     if (type_ == KvType::f16) {
-        kernel.to_f16(value, head_dim_, reinterpret_cast<uint16_t*>(out));
+        kernel.to_f16(value, value_dim_, reinterpret_cast<uint16_t*>(out));
         return;
     }
-    auto* scales = reinterpret_cast<float*>(out + padded(head_dim_, kBlock));
-    for (int d = 0; d < head_dim_; d += kBlock) {
-        const EightBits v(kernel, value + d, head_dim_ - d);
+    auto* scales = reinterpret_cast<float*>(out + padded(value_dim_, kBlock));
+    for (int d = 0; d < value_dim_; d += kBlock) {
+        const EightBits v(kernel, value + d, value_dim_ - d);
         std::memcpy(out + d, v.quants, kBlock);
         scales[d / kBlock] = v.factors.scale;
     }

@@ -1,7 +1,7 @@
 // Keys and values of a layer: committed rows first and contiguous, pending rows behind them.
 //
 // A score needs one dimension of 16 cells at a time, a weighted sum one cell. Of a head,
-//   F16   keys [cells / kLanes][head_dim][kLanes]; values [cells][head_dim, padded to kLanes]
+//   F16   keys [cells / kLanes][head_dim][kLanes]; values [cells][value_dim, padded to kLanes]
 //   Q8_0  keys as a packed matrix of type Q8_0 whose outputs are cells; of each cell the values' quants, padded to
 //         kBlock, and behind them an F32 scale for each block
 #pragma once
@@ -17,11 +17,11 @@ namespace pystaged {
 
 class KvCache {
 public:
-    // Memory becomes resident as cells are written.
-    KvCache(KvType type, int num_heads, int head_dim, int num_cells);
+    // Memory becomes resident as cells are written. Values are as wide as keys where `value_dim` is 0.
+    KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim = 0);
 
     // Bytes that one cell takes.
-    static size_t cell_bytes(KvType type, int num_heads, int head_dim);
+    static size_t cell_bytes(KvType type, int num_heads, int head_dim, int value_dim = 0);
     size_t cell_bytes() const { return num_heads_ * (key_bytes_ + value_bytes_); }
 
     KvType type() const { return type_; }
@@ -29,7 +29,7 @@ public:
     const uint8_t* keys(int head) const { return head_data(head); }
     const uint8_t* values(int head) const { return head_data(head) + num_cells_ * key_bytes_; }
 
-    // Write one head's key or value, head_dim floats, into a cell.
+    // Write one head's key, head_dim floats, or value, value_dim floats, into a cell.
     void store_key(const Kernel& kernel, int head, int cell, const float* key);
     void store_value(const Kernel& kernel, int head, int cell, const float* value);
     // Copies a cell to another. Nothing fails.
@@ -49,7 +49,7 @@ private:
     void write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key);
 
     KvType type_;
-    int num_heads_, head_dim_;
+    int num_heads_, head_dim_, value_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
     std::vector<uint8_t> moved_;  // the key in hand of move()
