@@ -73,7 +73,8 @@ enum Rule : uint64_t {
     kNormedValues = 1 << 30,        // by each head's RMS; a layer without values normalizes its keys for them
     kSinks = uint64_t(1) << 31,     // each head has a score beside those of positions, for attending to nothing
     kScoresOfChosen = uint64_t(1) << 32,  // the weights of a row's experts are a softmax of their scores alone
-    kDenseBeside = uint64_t(1) << 33      // a dense network beside the experts, all with norms of their own
+    kDenseBeside = uint64_t(1) << 33,     // a dense network beside the experts, all with norms of their own
+    kLatents = uint64_t(1) << 34          // keys and values are made of latent rows that all heads share
 };
 
 struct Family {

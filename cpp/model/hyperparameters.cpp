@@ -205,7 +205,11 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
         experts.scores = Scores::softmax_of_chosen;
     }
     if (family.has(kRoutingKeys)) {
-        const int usual = static_cast<int>(family.has(kSigmoidExperts) ? Scores::sigmoid : Scores::softmax);
+        // GLM-4.7-Flash's first files say nothing; other files of its architecture that do so have a softmax.
+        const int blocks = keys.number("block_count", 1, kMostLayers);
+        const bool is_flash = family.has(kLatents) && (blocks == 47 || blocks == 48) && file.has_tensor(kEmbedding) &&
+                              file.tensor(kEmbedding).ne[1] == 154880;
+        const int usual = static_cast<int>(family.has(kSigmoidExperts) || is_flash ? Scores::sigmoid : Scores::softmax);
         const int scores = keys.number("expert_gating_func", 0, 3, usual);
         experts.scores = static_cast<Scores>(scores == 0 ? usual : scores);
         experts.normalized = experts.normalized || file.flag(keys.name("expert_weights_norm"), false);
@@ -266,6 +270,9 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
             rope.beta_slow = keys.positive("rope.scaling.yarn_beta_slow", rope.beta_slow);
             multiplier = keys.real("rope.scaling.yarn_log_multiplier", 0);
         }
+        if (family.has(kLatents) && keys.real("rope.scaling.yarn_log_multiplier", 0) != 0) {
+            multiplier = 1;  // that one is of the scores
+        }
         // Attention sharpens by 0.1 ln(factor) + 1; amplitude() has that factor already, so the two cancel but for the
         // multiplier.
         const double log_factor = own_log(1.0 / rope.scale);
@@ -300,6 +307,36 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     }
 }
 
+// Newer files have what absorbs the latent rows, and say how wide heads would be without.
+void read_latents(const GgufFile& file, const Keys& keys, Hyperparameters& h, int value_length) {
+    LatentNumbers& latent = h.latent;
+    const std::string block = "blk." + std::to_string(h.first_layer) + ".";
+    latent.rank = keys.number("attention.kv_lora_rank", 1, 1 << 16);
+    latent.query_rank =
+        file.has_tensor(block + "attn_q.weight") ? 0 : keys.number("attention.q_lora_rank", 1, kMostNumbers);
+    latent.turned = keys.number("rope.dimension_count", 2, h.head_dim);
+    latent.absorbed = keys.has("attention.key_length_mla");
+    const int query =
+        latent.absorbed ? keys.number("attention.key_length_mla", latent.turned + 1, 1 << 16) : h.head_dim;
+    latent.own = query - latent.turned;
+    latent.value = latent.absorbed ? keys.number("attention.value_length_mla", 1, 1 << 16) : value_length;
+    const bool fits = latent.absorbed ? h.head_dim == latent.row() && value_length == latent.rank && h.num_kv_heads == 1
+                                      : latent.own > 0 && h.num_kv_heads == h.num_heads;
+    if (!fits) {
+        file.fail(std::to_string(h.num_kv_heads) + " heads of keys of " + std::to_string(h.head_dim) +
+                  " and values of " + std::to_string(value_length) + " numbers do not fit latent rows of " +
+                  std::to_string(latent.rank) + ", with " + std::to_string(latent.turned) + " that are turned");
+    }
+    if (latent.absorbed && (latent.rank % kBlock != 0 || latent.value % kBlock != 0)) {
+        file.fail("latent rows of " + std::to_string(latent.rank) + " numbers and values of " +
+                  std::to_string(latent.value) + " must be multiples of " + std::to_string(kBlock));
+    }
+    if (int64_t(h.num_heads) * (latent.query() + latent.value) > kMostNumbers) {
+        file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(latent.query()) + " and " +
+                  std::to_string(latent.value) + " numbers are absurdly many");
+    }
+}
+
 // What families may have of their own in each layer.
 void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     const bool differ = family.has(kLayersDiffer);
@@ -307,7 +344,10 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends, differ,
                                            &LayerNumbers::num_kv_heads);
     h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
-    if (keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads) != h.head_dim) {
+    const int value_dim = keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads);
+    if (family.has(kLatents)) {
+        read_latents(file, keys, h, value_dim);
+    } else if (value_dim != h.head_dim) {
         file.fail("keys and values of different lengths are not supported");
     }
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
@@ -322,6 +362,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     for (int i = 0; i < h.num_layers; ++i) {
         LayerNumbers& layer = h.layers[i];
         layer.head_dim = layer.windowed ? windowed : h.head_dim;
+        layer.value_dim = family.has(kLatents) ? value_dim : layer.head_dim;
         if (layer.attends() && h.num_heads % layer.num_kv_heads != 0) {
             file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(layer.num_kv_heads) +
                       " heads of keys and values evenly");
@@ -375,6 +416,12 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
         h.attention_scale = scale("attention.scale", h.attention_scale);
+    }
+    if (family.has(kLatents)) {
+        const double log_factor = own_log(1.0 / h.rope.scale);
+        const double sharpening = h.rope.magnitude * (1 + 0.1 * log_factor) *
+                                  (1 + keys.real("rope.scaling.yarn_log_multiplier", 0) * log_factor);
+        h.attention_scale = static_cast<float>(sharpening * sharpening / std::sqrt(double(h.latent.query())));
     }
     if (family.attention_softcap > 0) {
         h.attention_softcap = keys.positive("attn_logit_softcapping", family.attention_softcap);

@@ -26,7 +26,8 @@ struct LayerNumbers {
     bool rotates = true;
     bool windowed = false;
     int head_dim = 0, num_kv_heads = 0, ffn_width = 0;
-    int cells_of = 0;  // the layer whose keys and values it attends to, itself or one before
+    int value_dim = 0;  // of a head's values
+    int cells_of = 0;   // the layer whose keys and values it attends to, itself or one before
 
     bool attends() const { return !mixers.empty() && mixers.front() == MixerKind::attention; }
     // The kind that carries a state from row to row; attention where none does.
@@ -54,6 +55,18 @@ struct SpaceNumbers {
     int keys() const { return groups * state_dim; }
     int channels() const { return inner() + 2 * keys(); }  // of values, inputs and outputs of states, in this order
     int group_of(int head) const { return head / (heads / groups); }
+};
+
+// Of latent attention: a row's keys and values are products of one latent row, besides a part of the keys that is
+// turned and that all heads share (DeepSeek-V2, arXiv 2405.04434).
+struct LatentNumbers {
+    int rank = 0;                        // numbers of a latent row; 0 for other attention
+    int query_rank = 0;                  // of what queries are made of, 0 where that is the input itself
+    int own = 0, turned = 0, value = 0;  // parts of each head's query and key, and its value
+    bool absorbed = false;  // heads attend to latent rows as they are: queries and results are transformed instead
+
+    int query() const { return own + turned; }
+    int row() const { return rank + turned; }  // what is made of an input
 };
 
 // How the router's numbers become experts' scores.
@@ -87,6 +100,7 @@ struct Hyperparameters {
     DeltaNumbers delta;
     SpaceNumbers space;
     ExpertNumbers experts;
+    LatentNumbers latent;
     int num_ahead = 0;  // layers behind the last that predict further tokens, which are a draft of their own
     int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;

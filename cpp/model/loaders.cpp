@@ -158,6 +158,54 @@ Attention PackedLoader::attention() {
     return result;
 }
 
+LatentAttention PackedLoader::latent_attention() {
+    const LatentNumbers& latent = numbers_.latent;
+    // The last numbers of a query and of a latent row are turned.
+    const auto turned = [&](const TensorView* tensor, int width) {
+        const int own = width - latent.turned;
+        RowOrder order = in_order(int(tensor->ne[1]));
+        for (int first = own; first < int(order.size()); first += width) {
+            const RowOrder pairs = halves_of_pairs(latent.turned, latent.turned, latent.turned);
+            std::transform(pairs.begin(), pairs.end(), order.begin() + first, [&](int row) { return first + row; });
+        }
+        return order;
+    };
+    const auto heads = [&](Role role) {
+        std::vector<Linear> result;
+        const TensorView* whole = find(role);
+        for (int head = 0; whole && head < numbers_.num_heads; ++head) {
+            TensorView part = *whole;
+            part.bytes /= part.ne[2];
+            part.at += head * part.bytes;
+            part.ne[2] = 1;
+            result.push_back(pack({{&part}, {}, in_order(int(part.ne[1]))}));
+        }
+        return result;
+    };
+    LatentAttention result;
+    const TensorView *q = find(Role::attn_q), *rows = find(Role::attn_latent);
+    size_t q_at = 0;
+    std::vector<Part> parts;
+    if (q) {
+        parts.push_back({q, nullptr, turned(q, latent.query()), &q_at});
+    } else {
+        parts.push_back({find(Role::attn_q_a), nullptr, in_order(latent.query_rank), &q_at});
+        result.q_norm.weight = vector(Role::attn_q_a_norm);
+        q = find(Role::attn_q_b);
+        result.queries = pack({{q}, {}, turned(q, latent.query())});
+    }
+    parts.push_back({rows, nullptr, turned(rows, latent.row()), &result.latent_at});
+    result.input = pack_side_by_side(parts, result.stride);
+    result.norm.weight = vector(Role::attn_latent_norm);
+    result.keys = heads(Role::attn_k_b);
+    result.values = heads(Role::attn_v_b);
+    if (!latent.absorbed) {
+        result.expansion = linear(Role::attn_kv_b);
+    }
+    result.output = linear(Role::attn_output);
+    return result;
+}
+
 // In the order that pack_qkv() gives a head's numbers.
 Vector PackedLoader::head_norm(Role role) {
     Vector result = vector(role);

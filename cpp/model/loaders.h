@@ -29,6 +29,7 @@ public:
     Linear linear(Role weight);
     Linear linear(Role weight, Role bias);
     Attention attention();
+    LatentAttention latent_attention();
     ShortConvolution short_convolution();
     DeltaNet delta_net();
     StateSpace state_space();
@@ -95,6 +96,7 @@ public:
     Linear linear(Role weight, Role bias);
     Attention attention();
     // Models that have them are not loaded into devices.
+    LatentAttention latent_attention() { return {}; }
     ShortConvolution short_convolution() { return {}; }
     DeltaNet delta_net() { return {}; }
     StateSpace state_space() { return {}; }

@@ -49,7 +49,15 @@ enum class Size {
     fused_expert_ffn,
     shared_ffn,
     layer_embedding,
-    layer_embeddings
+    layer_embeddings,
+    query_rank,
+    latent_queries,
+    latent_row,
+    latent,
+    latent_own,
+    latent_value,
+    latent_expanded,
+    latent_values
 };
 
 int64_t count(Size size, const Hyperparameters& h, const LayerNumbers& layer) {
@@ -94,6 +102,14 @@ int64_t count(Size size, const Hyperparameters& h, const LayerNumbers& layer) {
         case Size::shared_ffn: return h.experts.shared_width;
         case Size::layer_embedding: return h.layer_embedding_width;
         case Size::layer_embeddings: return int64_t(h.num_layers) * h.layer_embedding_width;
+        case Size::query_rank: return h.latent.query_rank;
+        case Size::latent_queries: return int64_t(h.num_heads) * h.latent.query();
+        case Size::latent_row: return h.latent.row();
+        case Size::latent: return h.latent.rank;
+        case Size::latent_own: return h.latent.own;
+        case Size::latent_value: return h.latent.value;
+        case Size::latent_expanded: return int64_t(h.num_heads) * (h.latent.own + h.latent.value);
+        case Size::latent_values: return int64_t(h.num_heads) * h.latent.value;
         default: return 1;
     }
 }
@@ -117,7 +133,8 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kFfnNormBehindMixer = Parts(1) << 33, kTapsBias = Parts(1) << 34, kUnnamedFfnNorm = Parts(1) << 35,
                 kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37, kSelectionBias = Parts(1) << 38,
                 kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40, kLayerEmbeddings = Parts(1) << 41,
-                kLayerScale = Parts(1) << 42, kHasSinks = Parts(1) << 43;
+                kLayerScale = Parts(1) << 42, kHasSinks = Parts(1) << 43, kRankedQ = Parts(1) << 44,
+                kUnrankedQ = Parts(1) << 45, kAbsorbed = Parts(1) << 46, kExpanded = Parts(1) << 47;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -195,6 +212,18 @@ constexpr Entry kAttention[] = {
     {Role::attn_output, "attn_output.weight", Size::q, Size::width, 0},
     {Role::attn_output_bias, "attn_output.bias", Size::width, Size::none, kOutputBias},
     {Role::attn_sinks, "attn_sinks.weight", Size::heads, Size::none, kHasSinks},
+};
+constexpr Entry kLatentAttention[] = {
+    {Role::attn_q, "attn_q.weight", Size::width, Size::latent_queries, kUnrankedQ},
+    {Role::attn_q_a, "attn_q_a.weight", Size::width, Size::query_rank, kRankedQ},
+    {Role::attn_q_a_norm, "attn_q_a_norm.weight", Size::query_rank, Size::none, kRankedQ},
+    {Role::attn_q_b, "attn_q_b.weight", Size::query_rank, Size::latent_queries, kRankedQ},
+    {Role::attn_latent, "attn_kv_a_mqa.weight", Size::width, Size::latent_row, 0},
+    {Role::attn_latent_norm, "attn_kv_a_norm.weight", Size::latent, Size::none, 0},
+    {Role::attn_k_b, "attn_k_b.weight", Size::latent_own, Size::latent, kAbsorbed, Size::heads},
+    {Role::attn_v_b, "attn_v_b.weight", Size::latent, Size::latent_value, kAbsorbed, Size::heads},
+    {Role::attn_kv_b, "attn_kv_b.weight", Size::latent, Size::latent_expanded, kExpanded},
+    {Role::attn_output, "attn_output.weight", Size::latent_values, Size::width, 0},
 };
 // Of a layer that attends to keys and values of another one.
 constexpr Entry kQueries[] = {
@@ -300,6 +329,12 @@ bool is_matrix(Role role) {
         case Role::attn_k:
         case Role::attn_v:
         case Role::attn_output:
+        case Role::attn_q_a:
+        case Role::attn_q_b:
+        case Role::attn_latent:
+        case Role::attn_k_b:
+        case Role::attn_v_b:
+        case Role::attn_kv_b:
         case Role::conv_input:
         case Role::conv_output:
         case Role::delta_qkv:
@@ -345,6 +380,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
         (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
         (h.experts.shared_width > 0 ? kShares : 0) | (family.has(kSharedGate) ? kOpensShared : 0) |
         (h.layer_embedding_width > 0 ? kLayerEmbeddings : 0) | (family.has(kSinks) ? kHasSinks : 0) |
+        (h.latent.query_rank > 0 ? kRankedQ : kUnrankedQ) | (h.latent.absorbed ? kAbsorbed : kExpanded) |
         features_of(file, family, h);
     const Parts known = required | family.optional | kTapsBias | kAheadNorm | kSelectionBias |
                         (family.has(kLayersDiffer) ? kLayerScale : 0);
@@ -384,6 +420,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     };
 
     const auto claim_attention = [&](const std::string& prefix, int layer) {
+        if (family.has(kLatents)) {
+            claim_all(kLatentAttention, prefix, layer);
+            return;
+        }
         if (h.layers[layer].cells_of != layer) {
             claim_all(kQueries, prefix, layer);
             for (const char* name : kUnused) {

@@ -28,6 +28,30 @@ struct Attention {
     }
 };
 
+// Attention whose keys and values are made of latent rows; see LatentNumbers.
+struct LatentAttention {
+    std::vector<Linear> input;         // queries, or what they are made of, and latent rows
+    size_t latent_at = 0, stride = 0;  // where rows of its products have the latter
+    Norm q_norm, norm;                 // of what queries are made of, and of latent rows
+    Linear queries;                    // or none
+    std::vector<Linear> keys, values;  // [heads] of what transforms queries and results, or none
+    Linear expansion;                  // or else what makes each head's key and value, in turns
+    Linear output;
+
+    // Calls act(linear) for each matrix.
+    template <class Act>
+    void for_each(const Act& act) const {
+        for (const std::vector<Linear>* matrices : {&input, &keys, &values}) {
+            for (const Linear& linear : *matrices) {
+                act(linear);
+            }
+        }
+        act(queries);
+        act(expansion);
+        act(output);
+    }
+};
+
 // A gated causal convolution over a few rows, channel by channel: W_output (c * convolution of b * x), where
 // W_input makes b, c and x of a row, in this order.
 struct ShortConvolution {
@@ -80,6 +104,6 @@ struct StateSpace {
     }
 };
 
-using Mixer = std::variant<Attention, ShortConvolution, DeltaNet, StateSpace>;
+using Mixer = std::variant<Attention, LatentAttention, ShortConvolution, DeltaNet, StateSpace>;
 
 }  // namespace pystaged

@@ -134,9 +134,11 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
-    if ((numbers_.is_recurrent() || family_->has(kLayersDiffer)) && !devices.empty()) {
+    if ((numbers_.is_recurrent() || family_->has(kLayersDiffer) || family_->has(kLatents)) && !devices.empty()) {
         file.fail("architecture '" + std::string(family_->name) + "' has " +
-                  (numbers_.is_recurrent() ? "recurrent layers, which run" : "layers that differ, which run") +
+                  (numbers_.is_recurrent()       ? "recurrent layers, which run"
+                   : family_->has(kLayersDiffer) ? "layers that differ, which run"
+                                                 : "latent attention, which runs") +
                   " on the CPU's own kernels alone; load it with device 'cpu'");
     }
     if (numbers_.experts.count > 0 && !devices.empty()) {
@@ -184,7 +186,8 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         }
     }
     for (const TensorView* tensor : manifest.multiplied()) {
-        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1] * (tensor->ne[2] > 1 ? numbers_.experts.used : 1);
+        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1] *
+                        (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
     }
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
@@ -262,7 +265,13 @@ void Model::load(Loader& loader) {
         layer.mixer_post_norm.weight = loader.vector(Role::attn_post_norm);
         for (const MixerKind mixer : numbers_.layers[i].mixers) {
             switch (mixer) {
-                case MixerKind::attention: layer.mixers.emplace_back(loader.attention()); break;
+                case MixerKind::attention:
+                    if (family_->has(kLatents)) {
+                        layer.mixers.emplace_back(loader.latent_attention());
+                    } else {
+                        layer.mixers.emplace_back(loader.attention());
+                    }
+                    break;
                 case MixerKind::short_convolution: layer.mixers.emplace_back(loader.short_convolution()); break;
                 case MixerKind::delta_net: layer.mixers.emplace_back(loader.delta_net()); break;
                 case MixerKind::state_space: layer.mixers.emplace_back(loader.state_space()); break;
@@ -344,7 +353,7 @@ size_t Model::layer_cell_bytes(int index) const {
         return 0;
     }
     return device_memory_ ? 2 * sizeof(uint16_t) * layer.num_kv_heads * layer.head_dim
-                          : KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim);
+                          : KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim, layer.value_dim);
 }
 
 int64_t Model::most_windowed() const {

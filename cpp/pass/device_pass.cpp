@@ -283,6 +283,10 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
     return add(x, mixed, attention.output, model_.layers()[index].mixer_post_norm);
 }
 
+DevicePass::Value DevicePass::branch(const LatentAttention&, const Value&, const Value&, int, int) {
+    throw std::logic_error("models with latent attention are not loaded into devices");
+}
+
 DevicePass::Value DevicePass::branch(const ShortConvolution&, const Value&, const Value&, int, int) {
     throw std::logic_error("models with short convolutions are not loaded into devices");
 }

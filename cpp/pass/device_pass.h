@@ -54,6 +54,7 @@ private:
     ggml_tensor* softcapped(ggml_tensor* x, float cap);
     // The branches of the kinds of mixers and feed-forward networks.
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const LatentAttention&, const Value&, const Value&, int layer, int first_row);
     Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);
     Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
     Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);

@@ -37,6 +37,8 @@ PackedPass::PackedPass(const Model& model)
         for (const Mixer& mixer : layer.mixers) {
             if (const auto* attention = std::get_if<Attention>(&mixer)) {
                 product_stride_ = std::max(product_stride_, attention->qkv_stride);
+            } else if (const auto* latent = std::get_if<LatentAttention>(&mixer)) {
+                product_stride_ = std::max(product_stride_, latent->stride);
             } else if (const auto* delta = std::get_if<DeltaNet>(&mixer)) {
                 product_stride_ = std::max(product_stride_, delta->stride);
             } else if (const auto* space = std::get_if<StateSpace>(&mixer)) {
@@ -62,13 +64,20 @@ double PackedPass::bytes(const Hyperparameters& h) {
     const double own = (h.num_layers + 1.0) * padded(h.layer_embedding_width, kBlock) +
                        padded(h.num_layers * h.layer_embedding_width, kBlock);
     const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
+    const LatentNumbers& latent = h.latent;
+    const double latents =
+        latent.rank == 0
+            ? 0
+            : 2.0 * latent.row() + 2.0 * latent.query_rank +
+                  double(h.num_heads) * (3.0 * latent.query() + 6.0 * latent.value + 2.0 * latent.rank + h.head_dim);
     size_t inputs = 0;
     for (int layer = 0; layer < h.num_layers; ++layer) {
         inputs = std::max(inputs, h.input_size(layer));
     }
     const double fused =
         (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
-    return sizeof(float) * (kMaxRows * (values + delta + fused + own + inputs) + kFewRows * double(h.logits_stride()));
+    return sizeof(float) *
+           (kMaxRows * (values + delta + fused + own + inputs + latents) + kFewRows * double(h.logits_stride()));
 }
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
@@ -83,14 +92,16 @@ void PackedPass::make_room(int num_rows) {
     const size_t rows = num_rows <= kFewRows ? kFewRows : kMaxRows;
     const Hyperparameters& h = model_.numbers();
     const int ffn_width = std::max(h.ffn_width, h.experts.shared_width);
-    const size_t widest = padded(std::max({h.width, ffn_width, h.q_width()}), kBlock);
+    const LatentNumbers& latent = h.latent;
+    const int mixed_width = std::max(h.q_width(), h.num_heads * latent.value);
+    const size_t widest = padded(std::max({h.width, ffn_width, mixed_width}), kBlock);
     for (Lines<float>& stream : stream_) {
         stream.resize(rows * h.padded_width());
     }
     normed_.resize(rows * h.padded_width());
     branch_.resize(normed_.size());
     products_.resize(rows * product_stride_);
-    mixed_.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner()}), kBlock));
+    mixed_.resize(rows * padded(std::max({h.width, mixed_width, h.delta.values(), h.space.inner()}), kBlock));
     hidden_.resize(rows * padded(std::max(ffn_width, h.layer_embedding_width), kBlock));
     const size_t own = h.num_layers * padded(h.layer_embedding_width, kBlock);
     layer_inputs_.resize(rows * (own + padded(h.num_layers * h.layer_embedding_width, kBlock)));
@@ -100,13 +111,22 @@ void PackedPass::make_room(int num_rows) {
     // Of the residual stream, or of heads that are no whole blocks wide.
     const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
     for (Quantized& input : inputs_) {
-        input.resize(rows * padded(std::max({h.width, h.q_width(), h.delta.values(), h.space.inner(), fused,
-                                             h.features_width(), h.markov_rank, h.layer_embedding_width}),
-                                   kBlock));
+        input.resize(
+            rows * padded(std::max({h.width, mixed_width, h.delta.values(), h.space.inner(), fused, h.features_width(),
+                                    h.markov_rank, h.layer_embedding_width, latent.rank, latent.query_rank}),
+                          kBlock));
     }
     fused_.resize(rows * fused);
     features_.resize(rows * std::max(h.features_width(), padded(h.markov_rank, kBlock)));
     handed_.resize(rows * widest);
+    if (latent.rank > 0) {
+        const size_t num_heads = h.num_heads;
+        ranks_.resize(rows * padded(std::max(latent.rank, latent.query_rank), kBlock));
+        queries_.resize(rows * padded(h.num_heads * std::max(latent.query(), latent.value), kBlock));
+        heads_.resize(rows * padded(h.num_heads * std::max(h.head_dim, latent.own + latent.value), kBlock));
+        head_inputs_.resize(rows * num_heads * padded(std::max(latent.own, latent.rank), kBlock));
+        quantized_heads_.resize(rows * num_heads * padded(std::max(latent.own, latent.rank), kBlock));
+    }
     const size_t places = rows * h.experts.used, expert_width = padded(h.experts.width, kBlock);
     scores_.resize(rows * padded(h.experts.count, kBlock));
     shared_gates_.resize(h.experts.count > 0 ? rows * kBlock : 0);
@@ -491,10 +511,23 @@ PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Val
     return {products_.data(), x.n, stride};
 }
 
-PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
-                                     int first_row) {
+AttentionLayer PackedPass::attention_layer(int index) const {
     const Hyperparameters& h = model_.numbers();
     const LayerNumbers& numbers = h.layers[index];
+    AttentionLayer how;
+    how.num_heads = h.num_heads;
+    how.num_kv_heads = numbers.num_kv_heads;
+    how.head_dim = numbers.head_dim;
+    how.value_dim = numbers.value_dim;
+    how.scale = h.attention_scale;
+    how.softcap = h.attention_softcap;
+    how.window = numbers.windowed ? h.window : 0;
+    how.norm_epsilon = h.norm_epsilon;
+    return how;
+}
+
+AttentionRows PackedPass::attention_rows(const Value& input, int index, int first_row) const {
+    const LayerNumbers& numbers = model_.numbers().layers[index];
     const Rotation& angles = numbers.windowed ? windowed_rotation_ : rotation_;
     AttentionRows rows;
     rows.n = pass_->num_rows;
@@ -509,6 +542,13 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     rows.cos = angles.cosines.data();
     rows.sin = angles.sines.data();
     rows.row_scale = row_scales_.empty() ? nullptr : row_scales_.data();
+    return rows;
+}
+
+PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x, const Value& input, int index,
+                                     int first_row) {
+    const Hyperparameters& h = model_.numbers();
+    AttentionRows rows = attention_rows(input, index, first_row);
     rows.qkv = products_.data();
     rows.stride = attention.qkv_stride;
     rows.gate_at = attention.gate_at;
@@ -516,20 +556,13 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     rows.v_at = attention.v_at;
 
     const bool whole_norms = model_.family().required & kWholeNorms;
-    AttentionLayer how;
-    how.num_heads = h.num_heads;
-    how.num_kv_heads = numbers.num_kv_heads;
-    how.head_dim = numbers.head_dim;
-    how.scale = h.attention_scale;
-    how.softcap = h.attention_softcap;
-    how.window = numbers.windowed ? h.window : 0;
+    AttentionLayer how = attention_layer(index);
     how.q_norm = whole_norms ? nullptr : attention.q_norm.weight.data();
     how.k_norm = whole_norms ? nullptr : attention.k_norm.weight.data();
     how.v_norm = attention.v_norm.data();
     how.sinks = attention.sinks.data();
     how.own_norms = model_.family().optional & kOwnHeadNorms;
     how.layer_norms = model_.family().has(kLayerNorm);
-    how.norm_epsilon = h.norm_epsilon;
 
     const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
     const Value read = reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input;

@@ -85,9 +85,15 @@ private:
 
     // The branches of the kinds of mixers and feed-forward networks.
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const LatentAttention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const DeltaNet& mixer, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const StateSpace& mixer, const Value& x, const Value& input, int layer, int first_row);
+    // What attention does in a layer, and to which rows; norms, queries, keys and values are not set.
+    AttentionLayer attention_layer(int layer) const;
+    AttentionRows attention_rows(const Value& input, int layer, int first_row) const;
+    // Writes keys and values of the rows of latent attention.
+    void store_latents(const LatentAttention& attention, const AttentionRows& rows, int n);
     // Of a text, one head.
     void run_space(const StateSpace& mixer, const Text& text, int layer, int head, int first_row,
                    DeltaScratch& scratch);
@@ -155,6 +161,9 @@ private:
     Quantized handed_;               // what the operation before has quantized already
     QuantizedRows handed_rows_;
     AttentionScratch attention_scratch_;
+    // Of latent attention. Each head's part is multiplied apart: [heads][rows][...] of `head_inputs_`.
+    Lines<float> ranks_, queries_, heads_, head_inputs_;
+    Quantized quantized_heads_;
     std::vector<DeltaScratch> delta_scratch_;  // [threads]
     Lines<float> reading_inputs_;              // of a recurrent layer, of rows that are read
     // Of a mixture of experts. A place is a row at one of its experts; those of an expert lie side by side.

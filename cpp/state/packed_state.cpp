@@ -15,7 +15,7 @@ constexpr size_t kBytesWorthReleasing = 1 << 20;
 
 KvState::KvState(const Model& model, int layer, int num_cells)
     : cache_(model.kv_type(), model.numbers().layers[layer].num_kv_heads, model.numbers().layers[layer].head_dim,
-             num_cells),
+             num_cells, model.numbers().layers[layer].value_dim),
       kept_(model.numbers().layers[layer].windowed ? model.numbers().window : 0) {}
 
 void KvState::keep(int length, const std::vector<int32_t>& path, bool was_read) {

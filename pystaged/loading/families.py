@@ -391,6 +391,7 @@ ARCHITECTURES = (
     "glm4moe",
     "ernie4_5-moe",
     "bailingmoe2",
+    "deepseek2",
     "olmoe",
     "gpt-oss",
     "phi3",

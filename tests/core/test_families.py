@@ -206,6 +206,20 @@ def test_a_delta_net_reads_its_input_by_four_matrices_of_four_types(tmp_path: Pa
     assert error <= 1.1 * np.abs(llama_logits(path, tokens) - exact).mean()
 
 
+def test_latent_rows_absorbed_or_expanded(tmp_path: Path) -> None:
+    """The same model as newer and as older files have it."""
+    tokens = text(300)
+    paths = [
+        write(tmp_path / f"{absorbed}.gguf", replace(CASES["deepseek2"], absorbed=absorbed))
+        for absorbed in (True, False)
+    ]
+    found = [model_logits(Model(path), tokens) for path in paths]
+    # The cache rounds latent rows, or the keys and values that are made of them.
+    assert np.abs(found[0] - found[1]).mean() <= 1e-3
+    assert Model(paths[0]).cell_bytes == 3 * 2 * (80 + 64)
+    assert Model(paths[1]).cell_bytes == 3 * 2 * 4 * (48 + 32)
+
+
 def test_biases_of_fused_experts(tmp_path: Path) -> None:
     def fuse(tensors: dict[str, Floats]) -> None:  # the weights alone
         for layer in range(CASES["gpt-oss"].layers):
@@ -285,6 +299,19 @@ SINGLE_TYPES = {
         quantization="Q4_0",
         types={"gate_exps": "Q5_1", "down_exps": "F16", "gate_shexp": "Q5_1"},
     ),
+    "latents": replace(
+        CASES["deepseek2"],
+        latent=(64, 32, 32, 16, 64),
+        quantization="Q8_0",
+        types={"attn_k_b": "Q4_0", "attn_v_b": "Q5_1"},
+    ),
+    "latents-apart": replace(
+        CASES["deepseek2"],
+        seed=4,
+        quantization="Q4_1",
+        types={"attn_q_a": "Q8_0", "attn_k_b": "F16", "attn_v_b": "BF16"},
+    ),
+    "latents-expanded": replace(CASES["deepseek2-expanded"], latent=(64, 32, 20, 12, 32), quantization="Q8_0"),
     "experts-MXFP4": RandomModel(
         "qwen3moe", experts=(8, 2, 64, 0), quantization="Q8_0", types={"exps": "MXFP4"}, tie=False
     ),
@@ -418,6 +445,27 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         CASES["glm4moe"],
         drop("blk.2.exp_probs_b.bias"),
         "tensor 'blk.2.exp_probs_b.bias' is missing, although 'blk.1.exp_probs_b.bias' is there",
+    ),
+    "latents": (
+        replace(CASES["deepseek2"], metadata={"attention.key_length": 81}),
+        None,
+        "1 heads of keys of 81 and values of 64 numbers do not fit latent rows of 64, with 16 that are turned",
+    ),
+    "odd-latents": (
+        replace(CASES["deepseek2"], latent=(48, 32, 32, 16, 32)),
+        None,
+        "latent rows of 48 numbers and values of 32 must be multiples of 32",
+    ),
+    "latents-whole": (
+        CASES["deepseek2"],
+        put("blk.0.attn_kv_b.weight", 256, 64),
+        "tensor 'blk.0.attn_kv_b.weight' is none of architecture 'deepseek2'",
+    ),
+    "no-absorption": (CASES["deepseek2"], drop("blk.1.attn_k_b.weight"), "'blk.1.attn_k_b.weight' is missing"),
+    "no-query-rank": (
+        replace(CASES["deepseek2"], latent=(64, 0, 32, 16, 32)),
+        drop("blk.0.attn_q.weight"),
+        "metadata 'deepseek2.attention.q_lora_rank' is missing",
     ),
     "hybrid": (RandomModel("mamba2", metadata={"ssm.state_size": 128}), None, "is recurrent or hybrid"),
     "no-rates": (NEXT, drop("blk.1.ssm_ba.weight"), "tensor 'blk.1.ssm_ba.weight' is missing"),
@@ -655,7 +703,7 @@ def test_refused_files(tmp_path: Path, case: str, device: str) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "gemma4"])
+@pytest.mark.parametrize("case", ["lfm2", "gemma4", "deepseek2"])
 def test_layers_that_devices_do_not_run(written: Callable[[str], Path], case: str) -> None:
     with pytest.raises(ModelError, match=f"'{case}' has .*; load it with device 'cpu'"):
         Model(str(written(case)), device=DEVICE)
@@ -786,6 +834,8 @@ for number in range(int(sys.argv[3])):
         "gemma4",
         "gemma4-experts",
         "gpt-oss",
+        "deepseek2",
+        "deepseek2-expanded",
     ],
 )
 def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> None:

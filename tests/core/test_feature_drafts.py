@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.families import CASES
 from support.family_reference import FamilyReference
 from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
 from support.logits import llama_ahead
@@ -42,6 +43,7 @@ BLOCKS: dict[str, Block] = {
 }
 HYBRID = RandomModel("qwen35", layers=3, recurrent=(0, 2), ahead=1, rotary=8, tie=False, context=1024)
 AHEAD = RandomModel("qwen3", layers=3, ahead=1, head_dim=32, context=1024)
+LATENT = replace(CASES["deepseek2"], ahead=1, tie=False, context=1024)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,8 @@ def write_without(path: Path, model: RandomModel, *parts: str) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "absent"),
-    [(HYBRID, []), (AHEAD, ["shared_head_norm"]), (HYBRID, ["blk.0.", "blk.1.", "blk.2."])],
-    ids=["hybrid", "norm of the target", "file of the layer alone"],
+    [(HYBRID, []), (AHEAD, ["shared_head_norm"]), (HYBRID, ["blk.0.", "blk.1.", "blk.2."]), (LATENT, [])],
+    ids=["hybrid", "norm of the target", "file of the layer alone", "latent"],
 )
 def test_an_mtp_layer_is_its_twin(tmp_path: Path, model: RandomModel, absent: list[str]) -> None:
     target_path = write(tmp_path / "target.gguf", model)
@@ -146,8 +148,9 @@ def test_an_mtp_layer_is_its_twin(tmp_path: Path, model: RandomModel, absent: li
         close(session.logits(row), after(*path_to))
 
 
-def test_an_mtp_layer_is_llama_cpps(tmp_path: Path) -> None:
-    path = write(tmp_path / "target.gguf", HYBRID)
+@pytest.mark.parametrize("model", [HYBRID, LATENT], ids=["hybrid", "latent"])
+def test_an_mtp_layer_is_llama_cpps(tmp_path: Path, model: RandomModel) -> None:
+    path = write(tmp_path / "target.gguf", model)
     target, draft = load(path, path)
     hidden, session = read(target, 40), Session(draft)
     run([Work.propose(session, TOKENS[1:41], range(-1, 39), 40, 1, GREEDY, hidden=hidden)])

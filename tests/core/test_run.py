@@ -36,6 +36,8 @@ FAMILIES = {
     ),
     "gemma4": replace(CASES["gemma4"], context=CONTEXT),
     "gpt-oss": replace(CASES["gpt-oss"], context=CONTEXT),
+    "deepseek2": replace(CASES["deepseek2"], context=CONTEXT, quantization="Q8_0"),
+    "deepseek2-expanded": replace(CASES["deepseek2-expanded"], context=CONTEXT),
 }
 PREFIX = np.random.default_rng(0).integers(0, 257, CONTEXT - 100, dtype=np.int32)
 LENGTHS = [0, 1, 15, 16, 17, 100, 511, 512, 513, 700, 1025, 1100]

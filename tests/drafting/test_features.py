@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.families import CASES
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
@@ -43,6 +44,7 @@ DRAFTS: dict[str, RandomDraft | RandomModel] = {
     "mtp of experts": RandomModel(
         "qwen35moe", layers=3, recurrent=(0, 2), ahead=1, context=1024, experts=(8, 2, 32, 32)
     ),
+    "mtp of latent attention": replace(CASES["deepseek2"], ahead=1, context=1024),
 }
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 

@@ -6,7 +6,8 @@ import random
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 
 from support.families import CASES, ON_DEVICES
@@ -220,7 +221,7 @@ class Gguf(Target):
 
     def _write(self, name: str, quantization: str) -> bytes:
         model = CASES[name]
-        wide = model.width | model.ffn_width | model.experts[2] | model.experts[3]
+        wide = model.width | model.ffn_width | model.experts[2] | model.experts[3] | reduce(or_, model.latent)
         is_odd = (wide | model.delta_heads[1] * model.delta_heads[2]) % 32
         if not any(isinstance(value, list) for value in model.metadata.values()):  # of each layer
             model = replace(model, layers=min(model.layers, 2))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.commands import assert_refused, run, run_python
+from support.families import CASES
 from support.random_models import RandomModel, quantize, split, write
 
 import pystaged
@@ -102,8 +103,9 @@ def test_every_type(tmp_path: Path, kind: str) -> None:
         RandomModel("phi3", fused=True),
         RandomModel("qwen2moe", tie=False, biases=True, experts=(8, 2, 32, 64), types={"up_exps": "Q8_0"}),
         RandomModel("llama", width=40, heads=5, kv_heads=5, ffn_width=72),
+        CASES["deepseek2"],
     ],
-    ids=["head of its own", "mixed types", "fused", "biases", "fused gate", "experts", "padding"],
+    ids=["head of its own", "mixed types", "fused", "biases", "fused gate", "experts", "padding", "latents"],
 )
 def test_other_models(tmp_path: Path, model: RandomModel) -> None:
     assert_same(write(tmp_path / "model.gguf", model))

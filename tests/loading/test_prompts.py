@@ -30,6 +30,7 @@ MODELS = {
     "llama": RandomModel("llama", context=2000, quantization="Q8_0"),
     "gemma3": RandomModel("gemma3", context=2000, metadata={"attention.sliding_window": 40}),
     "gemma4": replace(CASES["gemma4"], context=2000),
+    "deepseek2": replace(CASES["deepseek2"], context=2000),
     "lfm2": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000),
     "qwen35": RandomModel(
         "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), context=2000

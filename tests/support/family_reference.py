@@ -13,7 +13,7 @@ from gguf import GGUFReader, quants
 Doubles = npt.NDArray[np.float64]
 
 LAYER_NORM = ("gpt2", "starcoder2", "stablelm")
-ADJACENT = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "ernie4_5-moe")
+ADJACENT = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "ernie4_5-moe", "deepseek2")
 NO_ROTATION = ("gpt2", "nemotron_h", "nemotron_h_moe")
 WHOLE_NORMS = ("olmo2", "olmoe")
 DELTA_NETS = ("qwen35", "qwen35moe")
@@ -139,6 +139,8 @@ class FamilyReference:
         block, n, heads, kv_heads, dim = f"blk.{layer}.", len(x), self.heads, self.kv_heads, self.dim
         if self.family == "gemma4":
             return self._attend(layer, *self._differing_heads(layer, x, context))
+        if self.family == "deepseek2":
+            return self._latent_attention(layer, x, context)
         if f"{block}attn_qkv.weight" in self.weights:
             joint = self._linear(block + "attn_qkv", x)
             q, k, v = np.split(joint, [heads * dim, (heads + kv_heads) * dim], axis=1)
@@ -172,18 +174,50 @@ class FamilyReference:
             self._cells[self._windowed(layer)] = k, v
         return q, *self._cells[self._windowed(layer)]
 
+    def _latent_attention(self, layer: int, x: Doubles, context: int) -> Doubles:
+        block, n, heads = f"blk.{layer}.", len(x), self.heads
+        turned, rank = self._key("rope.dimension_count"), self._key("attention.kv_lora_rank")
+        if f"{block}attn_q_a.weight" in self.weights:
+            ranked = self._norm(block + "attn_q_a_norm", self._linear(block + "attn_q_a", x))
+            q = self._linear(block + "attn_q_b", ranked).reshape(n, heads, -1)
+        else:
+            q = self._linear(block + "attn_q", x).reshape(n, heads, -1)
+        joint = self._linear(block + "attn_kv_a_mqa", x)[:, None]
+        latent = self._norm(block + "attn_kv_a_norm", joint[..., :rank])
+        own, q_turned = q[..., :-turned], self._rotate(layer, q[..., -turned:], context)
+        k_turned = self._rotate(layer, joint[..., rank:], context)
+        k = v = latent
+        if absorbed := f"{block}attn_k_b.weight" in self.weights:
+            own = np.einsum("nhi,hci->nhc", own, self.weights[f"{block}attn_k_b.weight"])
+        else:
+            k, v = np.split(self._linear(block + "attn_kv_b", latent).reshape(n, heads, -1), [own.shape[2]], axis=2)
+            k_turned = np.repeat(k_turned, heads, axis=1)
+        log_factor = np.log(self._key("rope.scaling.factor", 1.0))
+        of_file = self._key("rope.scaling.yarn_log_multiplier", 0.0)
+        sharpening = self._key("rope.scaling.attn_factor", 1.0) * (1 + (of_file or 0.1) * log_factor)
+        scale = sharpening**2 / np.sqrt(q.shape[2])
+        q, k = np.concatenate([own, q_turned], axis=2), np.concatenate([k, k_turned], axis=2)
+        mixed = self._mixed(layer, q, k, v, scale)
+        if absorbed:
+            mixed = np.einsum("nhc,hvc->nhv", mixed, self.weights[f"{block}attn_v_b.weight"])
+        return self._linear(block + "attn_output", mixed.reshape(n, -1))
+
     def _attend(self, layer: int, q: Doubles, k: Doubles, v: Doubles, gate: Doubles | None = None) -> Doubles:
-        n, heads, dim = q.shape
+        largest = (self.family, self.layers) in (("gemma2", 46), ("gemma3", 62))
+        scale = self._key("attention.scale", 0.0) or (self.width // self.heads if largest else q.shape[2]) ** -0.5
+        mixed = self._mixed(layer, q, k, v, 1.0 if self.family == "gemma4" else scale)
+        if gate is not None:
+            mixed = mixed * sigmoid(gate)
+        return self._linear(f"blk.{layer}.attn_output", mixed.reshape(len(q), -1))
+
+    def _mixed(self, layer: int, q: Doubles, k: Doubles, v: Doubles, scale: float) -> Doubles:
+        n, heads, _ = q.shape
         positions = np.arange(n)
         if temperature := self._key("attention.temperature_scale", 0.0):
             q = q * (1 + temperature * np.log(positions // self._original + 1))[:, None, None]
         if self._half:
             k, v = (part.astype(np.float16).astype(np.float64) for part in (k, v))
         k, v = (np.repeat(part, heads // part.shape[1], axis=1).transpose(1, 0, 2) for part in (k, v))
-        largest = (self.family, self.layers) in (("gemma2", 46), ("gemma3", 62))
-        scale = self._key("attention.scale", 0.0) or (self.width // heads if largest else dim) ** -0.5
-        if self.family == "gemma4":
-            scale = 1.0
         scores = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * scale
         scores = capped(scores, self._key("attn_logit_softcapping", 50.0) if self.family == "gemma2" else 0.0)
         distance = positions[:, None] - positions[None]
@@ -196,11 +230,8 @@ class FamilyReference:
         if f"blk.{layer}.attn_sinks.weight" in self.weights:
             sinks = self.weights[f"blk.{layer}.attn_sinks.weight"][:, None, None]
             sums = sums + np.exp(sinks - scores.max(axis=-1, keepdims=True))
-        mixed = (powers / sums) @ v
-        mixed = mixed.transpose(1, 0, 2)
-        if gate is not None:
-            mixed = mixed * sigmoid(gate)
-        return self._linear(f"blk.{layer}.attn_output", mixed.reshape(n, heads * dim))
+        mixed: Doubles = ((powers / sums) @ v).transpose(1, 0, 2)
+        return mixed
 
     def _short_convolution(self, block: str, x: Doubles) -> Doubles:
         b, c, values = np.split(self._linear(block + "shortconv.in_proj", x), 3, axis=1)
@@ -290,6 +321,8 @@ class FamilyReference:
             kept = 1 - np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
             plain = kept * plain + (1 - kept) * plain / factor
             amplitude *= 0.1 * np.log(factor) + 1
+            if self.family == "deepseek2" and self._key("rope.scaling.yarn_log_multiplier", 0.0):
+                amplitude /= 0.1 * np.log(factor) + 1
             if mistral:
                 amplitude /= 0.1 * self._key("rope.scaling.yarn_log_multiplier", 0.0) * np.log(factor) + 1
         else:

@@ -48,6 +48,9 @@ class RandomModel:
             for none. dense: layers before the first one with experts.
         selection_bias: of the scores that experts are chosen by.
         fused_experts: one tensor for the gates and what they open.
+        latent: of latent attention, numbers of a latent row, of what queries are made of (0 for the input itself), of a
+            query's own part, of its turned part and of a value; 0 for other attention.
+        absorbed: whether heads attend to latent rows as they are; the same model either way.
         vocabulary: writes a tokenizer of so many tokens; add_vocabulary() if there is none.
         metadata: further keys under the family's name, or other values: floats, integers, booleans, strings, lists.
         vectors: further tensors of one dimension, by name.
@@ -79,6 +82,8 @@ class RandomModel:
     dense: int = 0
     selection_bias: bool = False
     fused_experts: bool = False
+    latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    absorbed: bool = True
     keys_are_values: bool = False
     parallel: bool = False
     own_head_norms: bool = False
@@ -169,6 +174,16 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
             keys["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
             if m.recurrent != tuple(i for i in range(m.layers) if i % 4 != 3):
                 keys["attention.recurrent_layers"] = [i in m.recurrent for i in range(m.layers + m.ahead)]
+        if m.latent[0]:
+            rank, query_rank, own, turned, value = m.latent
+            keys["attention.kv_lora_rank"], keys["rope.dimension_count"] = rank, turned
+            keys["attention.key_length"], keys["attention.value_length"] = own + turned, value
+            if query_rank:
+                keys["attention.q_lora_rank"] = query_rank
+            if m.absorbed:
+                keys["attention.key_length_mla"], keys["attention.value_length_mla"] = own + turned, value
+                keys["attention.key_length"], keys["attention.value_length"] = rank + turned, rank
+            keys["attention.head_count_kv"] = 1 if m.absorbed else m.heads
         if m.ahead:
             keys["nextn_predict_layers"] = m.ahead
         for key, value in (keys | m.metadata).items():
@@ -380,7 +395,24 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.attn_k_norm", m.kv_heads, m.dim)
         always = family in NO_GATE
         other = always or (m.biases and family in ("llama", "mistral3", "granite", "nemotron_h", "gpt-oss"))
-        if layer not in (*m.recurrent, *m.feeding):
+        if m.latent[0]:
+            rank, query_rank, own_dim, turned, value = m.latent
+            queries = m.heads * (own_dim + turned)
+            if query_rank:
+                matrix(f"{block}.attn_q_a", query_rank, m.width)
+                norm(f"{block}.attn_q_a_norm", query_rank)
+                matrix(f"{block}.attn_q_b", queries, query_rank)
+            else:
+                matrix(f"{block}.attn_q", queries, m.width)
+            matrix(f"{block}.attn_kv_a_mqa", rank + turned, m.width)
+            norm(f"{block}.attn_kv_a_norm", rank)
+            matrix(f"{block}.attn_kv_b", m.heads * (own_dim + value), rank)
+            if m.absorbed:
+                of_heads = found.pop(f"{block}.attn_kv_b.weight").reshape(m.heads, -1, rank)
+                found[f"{block}.attn_k_b.weight"] = of_heads[:, :own_dim].transpose(0, 2, 1).copy()
+                found[f"{block}.attn_v_b.weight"] = of_heads[:, own_dim:].copy()
+            matrix(f"{block}.attn_output", m.width, m.heads * value)
+        elif layer not in (*m.recurrent, *m.feeding):
             if m.fused or family == "gpt2":
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
