@@ -212,15 +212,20 @@ def sums(engine: Engine, item: dict[str, Any]) -> list[float]:
     """The log-probability of each answer after its question, computed here."""
     length = len(engine.encode(item["question"]))
     scores = [engine.score(f"{item['question']} {choice}") for choice in item["choices"]]
-    return [float(score.logprobs[length:].sum()) for score in scores]
+    return [sum(score.logprobs[length:].tolist()) for score in scores]
 
 
-@pytest.mark.parametrize("way", ["single", "batched", "gguf"])
+@pytest.mark.parametrize("way", ["single", "batched", "gguf", "own, 1", "own, 16"])
 def test_lm_eval(
     server: Server, engine: Engine, items: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str
 ) -> None:
     folder, asked = items
-    if way == "gguf":
+    program, environment = "lm_eval", {}
+    if way.startswith("own"):
+        program, environment = "pystaged.lm_eval_model", {"PYTHONPATH": str(Path(pystaged.__file__).parents[1])}
+        arguments = f"model={engine.runtime.bundle.path},recycle=False,draft=none"
+        model = ["--model", "pystaged", "--model_args", arguments, "--batch_size", way.rpartition(" ")[2]]
+    elif way == "gguf":
         model = ["--model", "gguf", "--model_args", f"base_url={server.url}"]
     else:
         at_once, batch = {"single": (1, 1), "batched": (4, 8)}[way]
@@ -229,7 +234,7 @@ def test_lm_eval(
         model = ["--model", "local-completions", "--model_args", arguments, "--batch_size", str(batch)]
     options = ["--tasks", "tiny", "--include_path", str(folder), "--log_samples", "--output_path", str(tmp_path)]
     cache = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run("lm_eval", "-m", "lm_eval", "run", *model, *options, **cache)
+    run("lm_eval", "-m", program, "run", *model, *options, **cache, **environment)
     (results,) = tmp_path.rglob("results*.json")
     (samples,) = tmp_path.rglob("samples*.jsonl")
     found = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -238,7 +243,7 @@ def test_lm_eval(
     for item, sample in zip(asked, found, strict=True):
         expected = sums(engine, item)
         scored = [float(each[0][0]) for each in sample["resps"]]
-        assert scored == pytest.approx(expected, rel=1e-6)
+        assert scored == (expected if way.startswith("own") else pytest.approx(expected, rel=1e-6))
         right += expected.index(max(expected)) == item["answer"]
     scores = json.loads(results.read_text())["results"]["tiny"]
     assert scores["acc,none"] == pytest.approx(right / 100, abs=1e-6)
