@@ -114,6 +114,8 @@ class Answer(ABC):
         finally:
             for i, stats in enumerate(self.stats()):
                 self.state.metrics.text_over(stats, self._first.get(i))
+        if settings.written:
+            settings.written([sequence.result() for sequence in self.sequences])
         if not self.request.stream:
             # Log-probabilities can make it large, and this thread serves all requests.
             await sender.whole(await run_sync(self._whole))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pystaged.options import SAMPLING
+from pystaged.result import GenerationResult
 
 STALL = 60.0  # longest time, in seconds, to send a request, or without reading any of the answer
 
@@ -23,7 +24,8 @@ class Settings:
     progress; queue: most sequences waiting. max_body: most bytes of a request. timeout, queue_timeout: longest time
     of a request, in all and in the queue, in seconds. billing_header: whether the system messages of /v1/messages keep
     Claude Code's x-anthropic-billing-header line, which changes with every turn. metrics_prefix: of the names in
-    /metrics. log: called with a line for each request, or None.
+    /metrics. log: called with a line for each request, or None. written: called with the results of each request, in
+    the request's task, before the end of its answer is sent.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Settings:
     billing_header: bool = False
     metrics_prefix: str = "pystaged:"
     log: Any = None
+    written: Callable[[Sequence[GenerationResult]], object] | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:

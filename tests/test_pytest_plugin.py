@@ -1,0 +1,246 @@
+"""The plugin for pytest, in projects of its own users."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from support.kernels import KERNELS
+
+import pystaged
+from pystaged import Receipt
+
+pytest_plugins = ["pytester"]
+
+# An application that knows OpenAI's client alone, and texts of the model itself.
+TESTS = """
+import openai
+import pytest
+
+def complete(url, prompt, **options):
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        return client.completions.create(model="any", prompt=prompt, max_tokens=12, **options).choices[0].text
+
+@pytest.mark.parametrize("prompt", ["def fibonacci(n):", "import os/", "class A:"])
+def test_app(local_llm_url, assert_same_text, prompt):
+    assert_same_text(complete(local_llm_url, prompt, extra_body={"temperature": 1}))
+    assert_same_text(complete(local_llm_url, prompt, temperature=0).strip(), "stripped")
+
+class TestOwn:
+    def test_texts(self, local_llm, assert_same_text):
+        text = local_llm.generate("def f(x):", max_tokens=12, temperature=0.8, seed=3, logit_bias={5: -1.5})
+        assert_same_text(text)
+        assert text.receipt.config.sampling.logit_bias == {5: -1.5}
+        assert_same_text(local_llm.generate([{"role": "user", "content": "Hello"}], max_tokens=8))
+
+def test_other():
+    pass
+"""
+FILES = {
+    f"test_it/{name}.json"
+    for prompt in ("def%20fibonacci(n)%3A", "import%20os%2F", "class%20A%3A")
+    for name in (f"test_app[{prompt}]", f"test_app[{prompt}]-stripped")
+} | {"test_it/TestOwn.test_texts.json", "test_it/TestOwn.test_texts-2.json"}
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project whose model is the bundled one; the plugin is loaded whether or not it is installed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p pystaged.pytest_plugin")
+    monkeypatch.delenv("CI", raising=False)
+    pytester.makeini("[pytest]\npystaged_model = bundled\npystaged_n_ctx = 512\naddopts = --strict-markers")
+    return pytester
+
+
+def kept(project: pytest.Pytester) -> dict[str, str]:
+    folder = project.path / "receipts"
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.json")}
+
+
+def one(project: pytest.Pytester, prompt: str = "def f(x):", options: str = "") -> None:
+    project.makepyfile(
+        test_it=f"def test_one(local_llm, assert_same_text):\n"
+        f"    assert_same_text(local_llm.generate({prompt!r}, max_tokens=8, {options}))\n"
+    )
+
+
+@pytest.mark.slow
+def test_texts_are_kept_and_are_the_same_in_any_order_and_process(project: pytest.Pytester) -> None:
+    project.makepyfile(test_it=TESTS)
+    project.runpytest_subprocess().assert_outcomes(failed=4, passed=1)
+    assert kept(project) == {}
+    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=5)
+    files = kept(project)
+    assert files.keys() == FILES
+    for text in files.values():
+        values = json.loads(text)
+        receipt = Receipt.from_json(json.dumps(values["receipt"]))
+        assert len(values["logprobs"]) == len(receipt.tokens)
+        assert receipt.n_ctx == 512
+    names = [f"test_it.py::{name}" for name in ("TestOwn", "test_app[class A:]", "test_app[import os/]")]
+    project.runpytest_subprocess(*names).assert_outcomes(passed=3)
+    project.runpytest_subprocess("--pystaged-update", "-k", "not fibonacci").assert_outcomes(passed=4)
+    assert kept(project) == files
+    pytest.importorskip("xdist")
+    ended = project.runpytest_subprocess("-p", "xdist.plugin", "-n4")
+    ended.assert_outcomes(passed=5)
+
+
+@pytest.mark.slow
+def test_every_kernel_writes_the_kept_texts(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    one(project, options="temperature=1.2")
+    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
+    for kernel in KERNELS:
+        monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
+        project.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+def test_a_difference_is_explained(project: pytest.Pytester) -> None:
+    one(project, options="temperature=1.5, seed=1")
+    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
+    before = json.loads(kept(project)["test_it/test_one.json"])
+    with pystaged.load("bundled", n_ctx=512, recycle=False, report=lambda _: None) as engine:
+        result = engine.generate("def f(x):", max_tokens=8, temperature=1.5, seed=1)
+        assert before["receipt"] == json.loads(result.receipt.to_json())
+        scores = engine.score([*result.receipt.prompt, *result.tokens]).logprobs[-8:]
+        assert before["logprobs"] == pytest.approx(scores.tolist(), abs=1e-4)
+        other = engine.generate("def f(x):", max_tokens=8)
+        at = next(i for i in range(8) if result.tokens[i] != other.tokens[i])
+        chances = [
+            engine.score([*result.receipt.prompt, *other.tokens[:at], token]).logprobs[-1]
+            for token in (result.tokens[at], other.tokens[at])
+        ]
+    one(project)
+    failed = project.runpytest_subprocess()
+    failed.assert_outcomes(failed=1)
+    was, now = (f"{2.718281828459045**each:.2g}" for each in chances)
+    failed.stdout.fnmatch_lines(
+        [
+            "*the text differs from the one in receipts/test_it/test_one.json",
+            f"*token {at + 1} was '*' (probability * then, {was} now) and is '*' (probability {now} now)",
+            "*then: *",
+            "*now: *",
+            "*What differs: seed (1 then, 0 now); temperature (1.5 then, 0.0 now).",
+            "*If the new text is right, keep it with pytest --pystaged-update.",
+        ]
+    )
+    one(project, "def g(y, z):", "temperature=1.5, seed=1")
+    project.makeini("[pytest]\npystaged_model = bundled\npystaged_n_ctx = 256\npystaged_kv = q8_0")
+    failed = project.runpytest_subprocess()
+    failed.stdout.fnmatch_lines(
+        [
+            (
+                "*What differs: the prompt (* tokens then, * now, the first * the same); the KV cache's type "
+                "(f16 then, q8_0 now); the context length (512 then, 256 now)."
+            )
+        ]
+    )
+
+
+def test_what_the_application_makes_of_a_text(project: pytest.Pytester) -> None:
+    body = (
+        "def test_one(local_llm, assert_same_text):\n"
+        "    text = local_llm.generate('def f(x):', max_tokens=8).text\n"
+        "    assert_same_text(text.replace(' ', '{}'))\n"
+    )
+    project.makepyfile(test_it=body.format("-"))
+    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
+    project.makepyfile(test_it=body.format("+"))
+    failed = project.runpytest_subprocess()
+    failed.stdout.fnmatch_lines(["*The model wrote the same text; what was made of it differs."])
+
+
+def test_another_model_is_named(project: pytest.Pytester, random_gguf: object) -> None:
+    one(project)
+    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
+    path = random_gguf("F32", context=512)  # type: ignore[operator]
+    failed = project.runpytest_subprocess(f"--pystaged-model={path}")
+    failed.stdout.fnmatch_lines([f"*What differs: the model's file (target.Q8_0.gguf with * then, {path.name} with *"])
+
+
+def test_a_model_that_is_missing(project: pytest.Pytester) -> None:
+    one(project)
+    failed = project.runpytest_subprocess("--pystaged-model=nonsense")
+    failed.assert_outcomes(errors=1)
+    failed.stdout.fnmatch_lines(["the local model 'nonsense' cannot be used: there is no model file nonsense*"])
+
+
+def test_a_file_that_is_no_kept_text(project: pytest.Pytester) -> None:
+    one(project)
+    (project.mkdir("receipts") / "test_it").mkdir()
+    (project.path / "receipts" / "test_it" / "test_one.json").write_text("{}")
+    failed = project.runpytest_subprocess()
+    failed.stdout.fnmatch_lines(["*receipts/test_it/test_one.json does not hold a kept text; write it anew*"])
+
+
+def test_options_that_are_refused(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    one(project, options="temprature=1")
+    failed = project.runpytest_subprocess()
+    failed.stdout.fnmatch_lines(["*ValueError: there is no option 'temprature'; did you mean temperature?*"])
+    monkeypatch.setenv("CI", "true")
+    refused = project.runpytest_subprocess("--pystaged-update")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(["ERROR: --pystaged-update is not for CI*"])
+
+
+def test_other_projects_notice_nothing(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_it="import sys\n"
+        "def test_it():\n"
+        "    assert 'pystaged._core' not in sys.modules and 'numpy' not in sys.modules\n"
+        "def test_model(local_llm): raise AssertionError\n"
+    )
+    done = project.runpytest_subprocess("-m", "not local_llm", "--pystaged-model=nonsense")
+    done.assert_outcomes(passed=1, deselected=1)
+
+
+def _is_alive(port: int) -> bool:
+    with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
+
+
+@pytest.mark.slow
+def test_workers_share_a_server_that_ends_with_them(project: pytest.Pytester, tmp_path: Path) -> None:
+    """Also if they are killed."""
+    pytest.importorskip("xdist")
+    project.makepyfile(
+        test_it="import os, pathlib, pytest, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "@pytest.mark.parametrize('n', range(2))\n"
+        "def test_it(local_llm_url, n):\n"
+        "    (folder / f'{n}.part').write_text(f'{os.getpid()} {local_llm_url}')\n"
+        "    (folder / f'{n}.part').rename(folder / str(n))\n"
+        "    while 'WAIT' in os.environ: time.sleep(1)\n"
+    )
+    arguments = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n2", f"--basetemp={tmp_path / 'run'}"]
+    running = subprocess.Popen(arguments, cwd=project.path, env=os.environ | {"WAIT": "1"})
+    try:
+        deadline = time.monotonic() + 300
+        while not all((tmp_path / str(n)).exists() for n in range(2)):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        said = [(tmp_path / str(n)).read_text().split() for n in range(2)]
+        (port,) = {int(url.split(":")[2].split("/")[0]) for _, url in said}
+        assert len({url for _, url in said}) == 2
+        assert _is_alive(port)
+    finally:
+        running.kill()
+        running.wait()
+    for process, _ in said:
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    while _is_alive(port):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
