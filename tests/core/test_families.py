@@ -76,7 +76,7 @@ def test_kernels_against_numpy_and_llama_cpp(written: Callable[[str], Path], cas
     assert error.max() <= 1e-3
     assert error.mean() <= 5e-5
     # ggml looks GELU up in a table of float16, our kernels compute it.
-    tolerance = 4e-3 if CASES[case].family in GELU else 1e-3
+    tolerance = 5e-3 if CASES[case].family in GELU else 1e-3
     error = np.abs(found - llama_logits(path, tokens))
     assert error.max() <= tolerance
     assert error.mean() <= tolerance / 10
