@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import re
 import runpy
-import sys
 from base64 import urlsafe_b64decode
 from importlib import util
 from pathlib import Path
@@ -65,7 +64,7 @@ def test_models_of_a_package_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     (package / "__init__.py").touch()
     (package / names.BUNDLED_DRAFT).touch()
     monkeypatch.setattr(names, "__file__", str(tmp_path / "site-packages" / "pystaged" / "loading" / "names.py"))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "data")])
+    monkeypatch.syspath_prepend(str(tmp_path / "data"))
     assert names.resolve("bundled-draft") == package / names.BUNDLED_DRAFT
 
 
