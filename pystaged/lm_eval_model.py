@@ -81,7 +81,10 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text, with those that begin texts of the model's vocabulary unless False is asked for."""
-        tokens: list[int] = self._engine.tokenizer.encode(string, add_special_tokens is not False).tolist()
+        tokenizer = self._engine.tokenizer
+        tokens: list[int] = tokenizer.encode(string, add_special_tokens is not False).tolist()
+        if add_special_tokens is None and tokenizer.adds_bos and tokens[:2] == [tokenizer.bos] * 2:
+            del tokens[0]  # a chat template has written it
         return tokens
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -121,7 +124,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes to each prompt until a stop string. Prompts are cut from the left."""
+        """What the model writes to each prompt until a stop string; prompts are cut from the left. Raises ValueError
+        where answers may fill the context."""
         del disable_tqdm
         alike: dict[str, list[int]] = defaultdict(list)  # requests with the same options share passes
         asked = [request.args for request in requests]
@@ -133,7 +137,12 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
             for first in range(0, len(members), self._most):
                 some = members[first : first + self._most]
                 room = self._engine.n_ctx - options["max_tokens"]
-                prompts = [self.tok_encode(asked[i][0])[-max(1, room) :] for i in some]
+                if room < 1:
+                    raise ValueError(
+                        f"answers of {options['max_tokens']} tokens leave no room for prompts in a context of "
+                        f"{self._engine.n_ctx}; pass a larger max_length, or fewer max_gen_toks"
+                    )
+                prompts = [self.tok_encode(asked[i][0])[-room:] for i in some]
                 for i, result in zip(some, self._engine.generate(prompts, **options), strict=True):
                     written[i] = result.text
                     self._note(result.receipt.to_json())

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pystaged
@@ -97,6 +98,19 @@ def test_texts_and_the_hash_of_all_results(make: Callable[..., Any], engine: pys
     assert first.get_model_info() == second.get_model_info()
     first.generate_until(requests[:1])
     assert first.get_model_info()["results_sha256"] != second.get_model_info()["results_sha256"]
+
+
+def test_a_template_that_writes_the_first_token(make: Callable[..., Any]) -> None:
+    model = make()
+    tokenizer = SimpleNamespace(adds_bos=True, bos=7, encode=lambda text, special: np.array([7] * special + [7, 8]))
+    model._engine = SimpleNamespace(tokenizer=tokenizer)
+    assert model.tok_encode("<s>a") == model.tok_encode("<s>a", False) == [7, 8]
+    assert model.tok_encode("<s>a", True) == [7, 7, 8]
+
+
+def test_answers_that_fill_the_context(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="answers of 96 tokens leave no room for prompts in a context of 96"):
+        make().generate_until([asked("a", {"max_gen_toks": 96})])
 
 
 def test_batch_sizes_out_of_range(make: Callable[..., Any]) -> None:
