@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
+    from pystaged.chain import Chain
     from pystaged.chat import ChatTemplateError
     from pystaged.chat.format import ChatFormat
     from pystaged.config import SamplingConfig
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chain",
     "ChatFormat",
     "ChatTemplateError",
     "ContextFullError",
@@ -70,6 +72,7 @@ __all__ = [
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
+    "chain": ("Chain",),
     "chat": ("ChatTemplateError",),
     "chat.format": ("ChatFormat",),
     "config": ("SamplingConfig",),

@@ -18,6 +18,7 @@ import pystaged
 from pystaged._llama import VERSION as LLAMA_CPP_PYTHON
 from pystaged.config import GenerationConfig, Grammar, SamplingConfig
 from pystaged.files import read_small, whole_file
+from pystaged.kept_texts import FORMAT as KEPT_TEXT
 from pystaged.loading.seen import SeenModel
 
 # Versions of pystaged with the same number generate the same bytes. Raise it with any change of logits, of sampled
@@ -165,11 +166,18 @@ class Receipt:
 
     @classmethod
     def from_json(cls, text: str) -> Receipt:
-        """Parse the content of a file. Raises ValueError; RecursionError if JSON is nested too deeply."""
+        """Parse the content of a file, also of a text that the plugin for pytest keeps.
+
+        Raises:
+            ValueError: it is no receipt.
+            RecursionError: JSON is nested too deeply.
+        """
         given = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
         json.dumps(given, ensure_ascii=False).encode()  # refuses lone surrogates
+        if isinstance(given, dict) and given.get("format") == KEPT_TEXT:
+            given = given.get("receipt")
         _check(given, _SHAPE, "")
         config = _config(given["options"])
         _check(given["versions"], dict.fromkeys(current_versions(config.grammar), _WORD), "versions")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support import paths
-from support.commands import assert_refused, run
+from support.commands import assert_refused, here, run
 from support.conversations import says
 from support.families import CASES
 from support.random_models import split, write
@@ -584,3 +584,84 @@ def test_a_file_is_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     results = engine.generate(["a", "b"], n=2, max_tokens=2)
     assert len({each.receipt.model.sha256 for each in results}) == 1
     assert len(reads) == 1
+
+
+# ---- Chains ----
+
+
+@pytest.fixture(scope="module")
+def several(engine: Engine) -> list[Receipt]:
+    return [each.receipt for each in engine.generate([PROMPT, "e"], n=10, max_tokens=4, temperature=1.0)]
+
+
+def test_a_chain_has_one_hash_and_draws_from_it(several: list[Receipt], tmp_path: Path) -> None:
+    made = pystaged.Chain.save(tmp_path / "it", several)
+    assert made.sha256 == hashlib.sha256((tmp_path / "it").read_bytes()).hexdigest()
+    chain = pystaged.Chain.load(tmp_path / "it")
+    assert chain == made
+    assert [receipt for _, receipt in chain.receipts(range(20))] == several
+    assert chain.sample(None, 0) == chain.sample(99, 5) == [*range(20)]
+    drawn = [chain.sample(5, seed) for seed in range(400)]
+    assert all(len({*each}) == 5 and each == sorted(each) for each in drawn)
+    assert chain.sample(5, 7) == drawn[7]
+    times = [sum(position in each for each in drawn) for position in range(20)]
+    assert min(times) > 60  # of 100 expected
+    assert max(times) < 140
+    other = pystaged.Chain.save(tmp_path / "other", several[::-1])
+    assert other.sha256 != made.sha256
+    assert [other.sample(5, seed) for seed in range(9)] != drawn[:9]
+
+
+def test_a_chain_is_not_trusted(several: list[Receipt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "it"
+    pystaged.Chain.save(file, several[:3])
+    data = file.read_bytes()
+    lines = data.splitlines(keepends=True)
+    file.write_bytes(data[:-5])
+    with pytest.raises(ValueError, match="it ends within a line, so it is not whole"):
+        pystaged.Chain.load(file)
+    for wrong in (b"{}\n", b"\xff\n", b"[" * 10**5 + b"\n"):
+        file.write_bytes(lines[0] + lines[1] + wrong + lines[3])
+        chain = pystaged.Chain.load(file)
+        assert chain
+        with pytest.raises(ValueError, match=r"^text 2 of .*it is no receipt: "):
+            list(chain.receipts([0, 1]))
+        assert [position for position, _ in chain.receipts([0, 2])] == [0, 2]
+    for none in (b"", lines[1], b"\n" + data):
+        file.write_bytes(none)
+        assert pystaged.Chain.load(file) is None
+    file.write_bytes(lines[0] + b"[" * 2000)
+    monkeypatch.setattr("pystaged.chain.MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="has a line larger than 0 MB, so it is no receipt chain"):
+        pystaged.Chain.load(file)
+
+
+def test_samples_of_a_chain_are_verified(several: list[Receipt], path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "it"
+    verify = partial(here, "verify", file, "--model", path)
+    made = pystaged.Chain.save(file, several)
+    done = verify()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == f"chain of 20 texts, SHA-256 {made.sha256}\nsame: 20 texts\n"
+    done = verify("--sample", "3", "--seed", "5")
+    assert done.stdout.decode().splitlines()[1:] == ["sample of 3, drawn with seed 5", "same: 3 texts"]
+    tokens = several[4].tokens
+    false = replace(several[4], tokens=((tokens[0] + 1) % 300, *tokens[1:]))
+    made = pystaged.Chain.save(file, [*several[:4], false, *several[5:]])
+    done = verify()
+    assert done.returncode == 1
+    assert done.stdout.decode().splitlines()[1].startswith("text 5: differs: 0 of 4 tokens are the same")
+    assert done.stdout.decode().splitlines()[2] == "differ: 1 of 20 texts"
+    seed = next(seed for seed in range(99) if 4 not in made.sample(3, seed))
+    assert verify("--sample", "3", "--seed", str(seed)).returncode == 0
+    several[0].save(file)
+    done = verify("--sample", "3")
+    assert done.returncode == 2
+    assert b"--sample and --seed are for receipt chains" in done.stderr
+
+
+def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:
+    kept = {"format": "pystaged text 1", "text": "", "logprobs": [], "receipt": json.loads(sampled.to_json())}
+    assert Receipt.from_json(json.dumps(kept)) == sampled
+    with pytest.raises(ValueError, match="a receipt must be an object"):
+        Receipt.from_json(json.dumps(kept | {"receipt": None}))

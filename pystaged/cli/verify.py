@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 import pystaged
 from pystaged.backends.audit import audit
 from pystaged.backends.devices import open_session
+from pystaged.chain import Chain
 from pystaged.cli.console import draft_name, model_name, report
 from pystaged.cli.options import Threads, check_device
 from pystaged.config import SamplingConfig
@@ -26,7 +28,10 @@ from pystaged.sampling import bind
 
 def verify(
     receipt: Annotated[
-        Path, typer.Argument(help="Receipt written by `generate --receipt`.", metavar="FILE", show_default=False)
+        Path,
+        typer.Argument(
+            help="Receipt written by `generate --receipt`, or a chain of receipts.", metavar="FILE", show_default=False
+        ),
     ],
     model: Annotated[
         str | None,
@@ -53,6 +58,12 @@ def verify(
         str, typer.Option(help="Device of the model; only cpu guarantees the same text.", callback=check_device)
     ] = "cpu",
     threads: Threads = 0,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Texts of a chain to verify; all by default.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed that draws the sample; by default a new one.", show_default=False)
+    ] = None,
 ) -> None:
     """Generate the text of a receipt again on this machine, and compare.
 
@@ -62,11 +73,80 @@ def verify(
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
 
     Example: pystaged verify text.receipt --by-row --device metal
+
+    Example: pystaged verify evaluation.chain --sample 20
     """
-    expected = Receipt.load(receipt)
-    if by_row and expected.config.grammar is not None:
-        raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
-    bundled = names.resolve("bundled")
+    with ExitStack() as stack:
+        opened: tuple[object, pystaged.Engine] | None = None
+        told: set[str] = set()
+
+        def engine_for(expected: Receipt) -> pystaged.Engine:
+            """The last engine if it has what the receipt needs, else another."""
+            nonlocal opened
+            needed = expected.model.sha256, expected.n_ctx, expected.kv
+            if opened is None or opened[0] != needed:
+                stack.close()
+                path = _model_of(expected, model)
+                opened = (
+                    needed,
+                    stack.enter_context(
+                        pystaged.load(
+                            "bundled"
+                            if path == names.resolve("bundled")
+                            else path,  # by this name its draft is loaded, too
+                            draft=draft_name(draft),
+                            device=device,
+                            num_threads=threads,
+                            n_ctx=expected.n_ctx,
+                            kv=expected.kv,
+                            recycle=False,
+                            report=report,
+                        )
+                    ),
+                )
+            return opened[1]
+
+        def verified(expected: Receipt) -> tuple[str, bool]:
+            """Whether a text is the same: in words, and as a bool."""
+            if by_row and expected.config.grammar is not None:
+                raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
+            engine = engine_for(expected)
+            said = promise(expected, device)
+            if said and said not in told:
+                told.add(said)
+                report(said)
+            if by_row:
+                return replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
+            difference = pystaged.repeat(engine, expected, speculate=not plain)
+            if difference is not None:
+                return _words(difference, expected, engine), False
+            count, ended = len(expected.tokens), expected.finish_reason
+            return f"same: {count} tokens, ended by {ended}, text with SHA-256 {expected.text_sha256}", True
+
+        chain = Chain.load(receipt)
+        if chain is None:
+            if sample is not None or seed is not None:
+                raise typer.BadParameter(f"--sample and --seed are for receipt chains; {receipt} is none")
+            said, is_same = verified(Receipt.load(receipt))
+            typer.echo(said)
+            raise typer.Exit(0 if is_same else 1)
+        typer.echo(f"chain of {chain.count} texts, SHA-256 {chain.sha256}")
+        seed = secrets.randbits(32) if seed is None else seed
+        positions = chain.sample(sample, seed)
+        if len(positions) < chain.count:
+            typer.echo(f"sample of {len(positions)}, drawn with seed {seed}")
+        wrong = 0
+        for position, expected in chain.receipts(positions):
+            said, is_same = verified(expected)
+            if not is_same:
+                wrong += 1
+                typer.echo(f"text {position + 1}: {said}")
+        typer.echo(f"differ: {wrong} of {len(positions)} texts" if wrong else f"same: {len(positions)} texts")
+        raise typer.Exit(1 if wrong else 0)
+
+
+def _model_of(expected: Receipt, model: str | None) -> Path:
+    """The file of a receipt's model. Raises FileNotFoundError, ValueError."""
     path = find_model(expected) if model is None else names.resolve(model_name(model))
     if path is None:
         record = expected.model
@@ -75,30 +155,7 @@ def verify(
             f"{record.size} bytes; pass its file with --model"
         )
     check_model(expected, SeenModel.now(path))
-    said = promise(expected, device)
-    if said:
-        report(said)
-    with pystaged.load(
-        "bundled" if path == bundled else path,  # by this name its draft is loaded, too
-        draft=draft_name(draft),
-        device=device,
-        num_threads=threads,
-        n_ctx=expected.n_ctx,
-        kv=expected.kv,
-        recycle=False,
-        report=report,
-    ) as engine:
-        if by_row:
-            said, is_same = replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
-            typer.echo(said)
-            raise typer.Exit(0 if is_same else 1)
-        difference = pystaged.repeat(engine, expected, speculate=not plain)
-        if difference is None:
-            count, ended = len(expected.tokens), expected.finish_reason
-            typer.echo(f"same: {count} tokens, ended by {ended}, text with SHA-256 {expected.text_sha256}")
-            return
-        typer.echo(_words(difference, expected, engine))
-    raise typer.Exit(1)
+    return path
 
 
 def replayed(

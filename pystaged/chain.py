@@ -1,0 +1,88 @@
+"""A receipt chain: the receipts of a whole evaluation in one file, with one hash."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pystaged.files import open_regular, whole_file
+from pystaged.receipt import MOST_BYTES, Receipt
+
+_FIRST_LINE = b'{"format": "pystaged chain 1"}\n'
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A file of receipts, one per line after the first line.
+
+    sha256: of the whole file, so that nobody can later change, add, remove or reorder a text.
+    """
+
+    path: Path
+    count: int
+    sha256: str
+
+    @classmethod
+    def save(cls, path: str | Path, receipts: Iterable[Receipt]) -> Chain:
+        """Write a file atomically. Raises OSError; ValueError if a receipt is too large for `load`."""
+        digest, count = hashlib.sha256(_FIRST_LINE), 0
+        with whole_file(Path(path)) as part, part.open("wb") as file:
+            file.write(_FIRST_LINE)
+            for receipt in receipts:
+                line = json.dumps(json.loads(receipt.to_json()), separators=(",", ":")).encode() + b"\n"
+                if len(line) > MOST_BYTES:
+                    raise ValueError(f"receipt {count + 1} would be larger than {MOST_BYTES / 1e6:.0f} MB")
+                file.write(line)
+                digest.update(line)
+                count += 1
+        return cls(Path(path), count, digest.hexdigest())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Chain | None:
+        """Read an untrusted file's number of receipts and hash; None if it is no chain.
+
+        Raises:
+            OSError, ValueError: it cannot be read, a receipt is too large, or the last one is cut off.
+        """
+        digest, count = hashlib.sha256(), -1
+        for line in _lines(Path(path)):
+            if count < 0 and line != _FIRST_LINE:
+                return None
+            if len(line) > MOST_BYTES:
+                raise ValueError(f"{path} has a line larger than {MOST_BYTES / 1e6:.0f} MB, so it is no receipt chain")
+            if not line.endswith(b"\n"):
+                raise ValueError(f"{path} ends within a line, so it is not whole")
+            digest.update(line)
+            count += 1
+        return None if count < 0 else cls(Path(path), count, digest.hexdigest())
+
+    def sample(self, most: int | None, seed: int) -> list[int]:
+        """Positions of `most` receipts, drawn from the file's hash and a seed; of all with None. In their order."""
+        if most is None or most >= self.count:
+            return list(range(self.count))
+
+        def drawn(position: int) -> bytes:
+            return hashlib.sha256(f"{self.sha256} {seed} {position}".encode()).digest()
+
+        return sorted(heapq.nsmallest(most, range(self.count), drawn))
+
+    def receipts(self, positions: Iterable[int]) -> Iterator[tuple[int, Receipt]]:
+        """Read the receipts at positions. Raises ValueError, naming the position, for a line that is no receipt."""
+        wanted = set(positions)
+        for position, line in enumerate(_lines(self.path), -1):
+            if position in wanted:
+                try:
+                    yield position, Receipt.from_json(line.decode())
+                except (ValueError, RecursionError) as error:
+                    reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                    raise ValueError(f"text {position + 1} of {self.path} is no receipt: {reason}") from None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        while line := file.readline(MOST_BYTES + 1):
+            yield line
