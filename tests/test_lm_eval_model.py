@@ -102,7 +102,7 @@ def test_texts_and_the_hash_of_all_results(make: Callable[..., Any], engine: pys
 
 def test_a_template_that_writes_the_first_token(make: Callable[..., Any]) -> None:
     model = make()
-    tokenizer = SimpleNamespace(adds_bos=True, bos=7, encode=lambda text, special: np.array([7] * special + [7, 8]))
+    tokenizer = SimpleNamespace(adds_bos=True, bos=7, encode=lambda _, special: np.array([7] * special + [7, 8]))
     model._engine = SimpleNamespace(tokenizer=tokenizer)
     assert model.tok_encode("<s>a") == model.tok_encode("<s>a", False) == [7, 8]
     assert model.tok_encode("<s>a", True) == [7, 7, 8]
