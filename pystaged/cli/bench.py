@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from pystaged._core import Session
+from pystaged.bench import edits as edits_bench
 from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
@@ -27,6 +29,7 @@ from pystaged.cli.command import Command, UsageError
 from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
@@ -260,6 +263,51 @@ def texts(
 
 
 @app.command(cls=Command)
+def edits(
+    model: ModelName = "",
+    draft: DraftName = "none",
+    quantization: Quantization = "Q8_0",
+    form: Annotated[str, typer.Option(help="Form of the prompts: 'sweep' or 'zeta'.")] = "sweep",
+    repo: Annotated[
+        Path | None,
+        typer.Option(help="Clone whose latest small edits of Python are the cases; else 200 packaged ones."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most edits.", callback=check)] = 200,
+    pass_ms: Annotated[
+        str | None,
+        typer.Option(
+            help="Milliseconds of a pass by rows, as 1:72,2:65,4:78,8:129,16:260; else measured on the model."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Rewrite windows of 21 lines as next-edit models do: tokens per step and seconds, with and without drafting.
+
+    The target is scripted: it writes the true answer, and its passes take the time of the real model's.
+
+    Example: pystaged bench edits --form zeta
+
+    Example: pystaged bench edits --model smollm2 --pass-ms 1:72,2:65,4:78,8:129,16:260
+    """
+    prices = _prices(pass_ms) if pass_ms is not None else None
+    if form not in edits_bench.FORMS:
+        raise typer.BadParameter(f"--form is one of {', '.join(edits_bench.FORMS)}, not '{form}'")
+    with usage():
+        cases = edits_bench.from_repository(repo, limit) if repo else edits_bench.read_cases()[:limit]
+    path = _model_file(model, quantization)
+    bundle = Bundle(path, models.find_draft(model, draft_name(draft), report), 0, report)
+    cost = PassCost(prices) if prices else PassCost(DecoderFactory(bundle).target_cost().seconds)
+    written = edits_bench.encode(map(edits_bench.FORMS[form], cases), bundle.tokenizer)
+    told = {"cases": len(cases), "form": form, "model": path.name, "pass_seconds": cost.seconds}
+    told["prices"] = "the given prices" if prices else f"{path.name}, measured here"
+    found = edits_bench.EditsReport(told, edits_bench.measure(written, cost, bundle.target.vocab_size, bundle.table))
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    _console().print(found.table())
+
+
+@app.command(cls=Command)
 def lossless(
     model: ModelName = "",
     draft: DraftName = "auto",
@@ -393,3 +441,14 @@ def _rates(accept: str) -> list[float]:
     if not rates or not all(0 <= rate <= 1 for rate in rates):
         raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
     return rates
+
+
+def _prices(given: str) -> dict[int, float]:
+    """Parse --pass-ms; returns seconds by rows."""
+    try:
+        prices = {int(n): float(ms) / 1e3 for n, ms in (word.split(":") for word in given.split(","))}
+    except ValueError:
+        prices = {}
+    if not prices or min(prices) != 1 or not all(0 < seconds < math.inf for seconds in prices.values()):
+        raise typer.BadParameter(f"--pass-ms takes rows from 1 and milliseconds, as 1:72,2:65,8:129; not '{given}'")
+    return prices
