@@ -21,9 +21,10 @@ PROMPTS = [np.arange(5 + i, 25 + 3 * i, dtype=np.int32) for i in range(5)]
 
 @pytest.fixture(scope="module")
 def files(random_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    a = random_gguf("F32", context=256, width=64)
-    b = tmp_path_factory.mktemp("b") / "b.gguf"
-    quantize(a, b, "q4_0")
+    source, folder = random_gguf("F32", context=256, width=256), tmp_path_factory.mktemp("types")
+    a, b = folder / "a.gguf", folder / "b.gguf"
+    quantize(source, a, "q8_0")
+    quantize(source, b, "q4_k_m")
     return a, b
 
 
