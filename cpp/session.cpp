@@ -510,6 +510,11 @@ HiddenRows Session::hidden() {
     return found;
 }
 
+UsedExperts Session::experts() {
+    const Turn turn(*this);
+    return text_.experts;
+}
+
 HiddenRows Session::hidden(const std::vector<int32_t>& rows) {
     const Turn turn(*this);
     text_.check_open();

@@ -38,6 +38,14 @@ struct Outcome {
     HiddenRows embeddings;      // of a reading that embeds
 };
 
+// The experts that rows use, [rows][ExpertNumbers::num_bytes()]: bit l * count + e of a row is set where it uses expert
+// e of the l-th layer that has any. `distinct`: how many the whole pass used, over all layers and texts; of a call of
+// several passes, the last.
+struct UsedExperts {
+    std::vector<uint8_t> bits;
+    int distinct = 0;
+};
+
 // A text: its committed tokens and the pending rows behind them. Session::Turn alone hands it out.
 struct Text {
     struct Row {
@@ -81,6 +89,7 @@ struct Text {
     std::vector<int32_t> committed;
     std::vector<Row> pending;
     HiddenRows hidden;             // see Session::hidden()
+    UsedExperts experts;           // see Session::experts()
     std::weak_ptr<Logits> unread;  // those of the last pass that are still on the device
 };
 
@@ -168,6 +177,9 @@ public:
     HiddenRows hidden();
     // Of these pending rows, which were judged, or the model taps all.
     HiddenRows hidden(const std::vector<int32_t>& rows);
+    // Those of the rows of the last call that evaluated any; none unless the model is a mixture of experts. The last
+    // layer of a row that was only read uses none.
+    UsedExperts experts();
     std::vector<int32_t> tokens();
     // Bytes that the keys and values of the committed tokens take.
     size_t num_bytes();

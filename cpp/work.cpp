@@ -1,6 +1,7 @@
 #include "work.h"
 
 #include <algorithm>
+#include <bitset>
 #include <chrono>
 #include <map>
 #include <numeric>
@@ -107,6 +108,7 @@ private:
     Text& text_of(size_t work) const { return *turn_.texts()[work]; }
     std::vector<std::vector<Piece>> split() const;
     void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted);
+    static void note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans);
     void follow(std::vector<Outcome>& outcomes);
     void find_candidates(std::vector<Outcome>& outcomes);
 
@@ -151,6 +153,7 @@ void Run::append() {
         Text& text = text_of(w);
         const Model& model = *text.model;
         starts_.push_back(text.pending.size());
+        text.experts = {};
         if (is_block(*work)) {
             text.append_block(work->tokens);
         } else {
@@ -283,6 +286,9 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     Text& any = *pieces[0].text;  // of one model; on a device it is the only one
     pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
     pass.interrupted = interrupted;
+    const size_t expert_bytes = any.model->numbers().experts.num_bytes();
+    std::vector<uint8_t> experts(pass.num_rows * expert_bytes);
+    pass.experts = expert_bytes > 0 ? experts.data() : nullptr;
     std::shared_ptr<Logits> logits;
     const int shortlist_size = any.shortlist_size();
     if (pass.num_logits > 0) {
@@ -291,6 +297,9 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         pass.maxima = logits->maxima.data();
     }
     executor_->backend().compute(pass);
+    if (pass.experts) {
+        note_experts(experts, expert_bytes, spans);
+    }
     if (!logits) {
         return;
     }
@@ -306,6 +315,26 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
             span.text->pending[i].logits = logits;
             span.text->pending[i].slot = slot++;
         }
+    }
+}
+
+// Of a pass's rows, which are those of the spans.
+void Run::note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans) {
+    std::vector<uint8_t> used(row_bytes);
+    for (size_t i = 0; i < bits.size(); ++i) {
+        used[i % row_bytes] |= bits[i];
+    }
+    int distinct = 0;
+    for (const uint8_t byte : used) {
+        distinct += static_cast<int>(std::bitset<8>(byte).count());
+    }
+    auto from = bits.begin();
+    for (const Piece& span : spans) {
+        UsedExperts& experts = span.text->experts;
+        const auto to = from + static_cast<std::ptrdiff_t>((span.last - span.first) * row_bytes);
+        experts.bits.insert(experts.bits.end(), from, to);
+        experts.distinct = distinct;
+        from = to;
     }
 }
 

@@ -302,6 +302,9 @@ class Model:
     @property
     def file_bytes(self) -> int: ...
     @property
+    def experts_per_row(self) -> int:
+        """Of a mixture, the experts that a row uses, over all layers; else 0."""
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""
     @property
@@ -630,6 +633,11 @@ class Session:
         the model taps all rows, else of none."""
     def hidden_of(self, rows: _Ints) -> HiddenRows:
         """The same of pending rows. Raises ValueError for rows of which nothing was kept."""
+    @property
+    def experts(self) -> tuple[NDArray[np.uint8], int]:
+        """Of a mixture, the experts that rows of the last call that evaluated any use, uint8[rows, bytes]: bit
+        l * n + e is set for expert e of the l-th layer that has n; the last layer of rows that were only read uses
+        none. And how many distinct ones the whole pass used, over all layers and sessions. Else no bytes and 0."""
     @property
     def states(self) -> NDArray[np.float32]:
         """A copy of `hidden`, float32[n, taps, width]."""

@@ -284,6 +284,15 @@ void add_sessions(py::module_& m) {
                                    const auto n = static_cast<py::ssize_t>(rows.rows.size());
                                    return to_matrix(rows).reshape({n, taps, width});
                                })
+        .def_property_readonly("experts",
+                               [](Session& self) {
+                                   const UsedExperts used = waiting<UsedExperts>(&Session::experts)(self);
+                                   const size_t width = self.model().numbers().experts.num_bytes();
+                                   const std::vector<py::ssize_t> shape{
+                                       static_cast<py::ssize_t>(width > 0 ? used.bits.size() / width : 0),
+                                       static_cast<py::ssize_t>(width)};
+                                   return py::make_tuple(py::array_t<uint8_t>(shape, used.bits.data()), used.distinct);
+                               })
         .def_property_readonly("hidden", waiting<HiddenRows>(&Session::hidden))
         .def(
             "hidden_of",

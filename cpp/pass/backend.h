@@ -48,6 +48,7 @@ struct Pass {
     // layers that it reads of its target, else a row as wide as this model.
     const float* const* inputs = nullptr;
     const char* of_target = nullptr;  // [num_rows]
+    uint8_t* experts = nullptr;  // [num_rows][bytes of experts], zeros, where a bit is set for each that a row uses
     // Whether the rows are no tokens but context, of which layers keep keys and values; see Reads.
     bool is_context = false;
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.

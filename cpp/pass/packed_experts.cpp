@@ -115,6 +115,12 @@ void PackedPass::choose(const Experts& experts, int n) {
         chosen_[i].place = groups_[group].first + groups_[group].n++;
         rows_at_[chosen_[i].place] = {static_cast<int>(i) / numbers.used, group};
     }
+    // The rows of a pass's last layers are its last ones.
+    const size_t first_row = pass_->num_rows - n, first_bit = size_t(mixture_++) * numbers.count;
+    for (size_t i = 0; pass_->experts && i < chosen_.size(); ++i) {
+        const size_t bit = first_bit + chosen_[i].expert;
+        pass_->experts[(first_row + i / numbers.used) * numbers.num_bytes() + bit / 8] |= 1 << bit % 8;
+    }
 }
 
 void PackedPass::run_shared(const Experts& experts, const Value& input) {

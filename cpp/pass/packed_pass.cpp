@@ -211,6 +211,7 @@ void PackedPass::compute(const Pass& pass) {
         row_scales_.push_back(h.query_scale(pass.positions[i]));
     }
     pass_ = &pass;
+    mixture_ = 0;
     if (pass.is_context) {
         run_context(*this, model_, pass.num_rows);
     } else {

@@ -176,6 +176,7 @@ private:
         int expert, first = 0, n = 0;  // its places
         QuantizedRows inputs[2], handed;
     };
+    int mixture_ = 0;                           // how many layers of the pass have chosen experts
     std::vector<Chosen> chosen_;                // [rows][used], in the order of selection
     std::vector<Group> groups_;                 // of experts that have rows
     std::vector<std::pair<int, int>> rows_at_;  // of each place, the row and its group

@@ -14,7 +14,7 @@ from pystaged.loading.seen import SeenModel
 _ABOUT = {
     "grown": "grown from the bundled target: the cost of GPT-2 Large, the output of the small model",
     "grown-smollm2": "grown from SmolLM2: the cost of a billion weights, the output of SmolLM2",
-    "mixed-smollm2": "made of SmolLM2: a mixture of 32 copies of its feed-forward networks, 4 of them for each token",
+    "mixed-smollm2": "made of SmolLM2: a mixture with its output; 4 of 32 experts for each token, half of its reads",
     **dict.fromkeys(("random", "llama1b", "llama8b"), "random weights: costs are meaningful, acceptance is not"),
     "bundled": "the small target in the package",
 }

@@ -37,6 +37,7 @@ import numpy as np
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Done, Requests
 from pystaged.decoding.tree import Stage, TokenTree
@@ -187,12 +188,15 @@ class Budget:
             rows -= 1
         return tree.head(rows)
 
-    def record(self, drafters: Sequence[Drafter], verified: Done, telling: float, certain: int) -> float:
+    def record(
+        self, drafters: Sequence[Drafter], verified: Done, telling: float, certain: int, experts: int | None = None
+    ) -> float:
         """End the step.
 
         Args:
             verified: the result of its Verify request. telling: seconds of passing the tokens to the drafters.
             certain: number of its tokens that a grammar forced.
+            experts: of a mixture, the distinct ones that the pass used, over all layers.
 
         Returns:
             The estimated speedup over plain decoding of the same tokens in the same batch; 0 without costs.
@@ -204,7 +208,9 @@ class Budget:
         # Passing tokens to drafters that did not draft takes almost no time.
         drafting = self._drafted - self._begin + telling if self.chosen is not None or self.shadow is not None else 0.0
         charged = min(drafting, self._most_drafting)
-        price = charged / self._token + (self._extra(len(tree), _certain_rows(tree)) if len(tree) > 1 else 0.0)
+        alone = verified.num_rows == len(tree) and not self._batch.rows  # else the others' experts are among them
+        extra = self._extra(len(tree), _certain_rows(tree), experts if alone else None) if len(tree) > 1 else 0.0
+        price = charged / self._token + extra
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
         # The sequence may end before the tokens that this step gained.
@@ -219,7 +225,7 @@ class Budget:
         self._python += _BLEND * (python - self._python)
         texts = self._batch.sequences
         seconds = texts * self._token
-        self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share)
+        self._cost.observe(verified.num_rows, verified.past, verified.processor_seconds, verified.share, experts)
         return len(tokens) / (1 + price * seconds / (seconds + texts * self._python))
 
     def _score(self, i: int, hit: bool) -> None:
@@ -229,13 +235,20 @@ class Budget:
 
     def _best(self, drafters: Sequence[Drafter], prices: Sequence[float], among: Sequence[int]) -> int | None:
         """The drafter with the most tokens per second; None where none is faster than plain decoding. prices: of each
-        drafter, in tokens."""
+        drafter, in tokens.
+
+        Where each row has experts of its own, guesses of the average rate seldom pay, but the surer ones do, to which
+        trees are cut. Then the drafter that would gain most if it knew when it is right drafts, if that is a gain."""
         extra = cache(self._extra)  # each drafter needs the same few values
         best, most = None, 1.0
         for i in among:
             speedup = chain_speedup(self._known.rates[i], prices[i], extra, drafters[i].places)
             if speedup > most:
                 best, most = i, speedup
+        if best is None and isinstance(self._cost, ExpertCost):
+            gains = [(self._known.rates[i] * (1 - extra(2)) - prices[i], i) for i in among]
+            gain, best = max(gains, default=(0.0, None))
+            return best if gain > 0 else None
         return best
 
     def _price_token(self, past: int) -> None:
@@ -244,11 +257,12 @@ class Budget:
         self._past = past
         self._token = self._cost(self._batch.sequences, past) / self._batch.sequences
 
-    def _extra(self, num_rows: int, certain: int = 1) -> float:
-        """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows."""
+    def _extra(self, num_rows: int, certain: int = 1, experts: int | None = None) -> float:
+        """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows.
+        experts: those that it used; None for as many as usual."""
         assert self._cost is not None
         others = self._batch.rows
-        more = self._cost(others + num_rows, self._past) - self._cost(others + certain, self._past)
+        more = self._cost(others + num_rows, self._past, experts) - self._cost(others + certain, self._past)
         # After refinement, a pass over few rows may seem to cost more than one over many.
         return max(0.0, more) / self._token
 

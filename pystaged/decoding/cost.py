@@ -51,9 +51,11 @@ class PassCost:
         """Current estimate of the increase per thousand cells, in seconds by measured number of rows."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
-    def __call__(self, num_rows: int, cells: float = 0) -> float:
-        """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens."""
-        i, along = _place(self._rows, num_rows)
+    def __call__(self, num_rows: int, cells: float = 0, experts: float | None = None) -> float:
+        """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens. experts: for an
+        ExpertCost, the distinct experts that the pass uses."""
+        del experts
+        i, along = place(self._rows, num_rows)
         thousands = cells / 1000
         low = self._knots[i] + thousands * self._slopes[i]
         rise = self._knots[i + 1] + thousands * self._slopes[i + 1] - low
@@ -61,15 +63,19 @@ class PassCost:
             rise = max(0.0, rise)
         return self._scale * (low + along * rise)
 
-    def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
+    def observe(
+        self, num_rows: int, cells: float, seconds: float, share: float = 1.0, experts: int | None = None
+    ) -> None:
         """Refine the estimate by the time of a pass, because the load of a machine varies.
 
         Args:
             share: weight of the observation: each sequence of a batch reports the same pass with its share of the rows.
+            experts: as for the estimate.
         """
+        del experts
         believed = self(num_rows, cells)
         change = surprise(seconds, believed)
-        i, along = _place(self._rows, num_rows)
+        i, along = place(self._rows, num_rows)
         along = min(along, 1.0)
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
@@ -84,7 +90,7 @@ class PassCost:
 
 
 @lru_cache(maxsize=1024)  # each step needs the same few values
-def _place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
+def place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
     """Index of the measurement below, and the fraction of the way to the next; above 1 beyond the last one."""
     i = max(0, min(bisect_right(rows, num_rows), len(rows) - 1) - 1)
     return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])

@@ -18,6 +18,7 @@ from pystaged.decoding.budget import Budget
 from pystaged.decoding.constraint import Constraint, constrained
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.prefill import Prefill
@@ -62,6 +63,7 @@ class Decoder:
         self._clocks = clocks or Clocks()
         self._meter = meter or Meter(self._clocks.processor)
         self.budget = Budget(cost, self.batch, self._meter, rates or [0.5] * len(drafters))
+        self._experts = cost if isinstance(cost, ExpertCost) else None
         self._drafting: Sequence[Drafter] = ()  # the drafters of this sequence, empty for plain decoding
         self._constraint: Constraint | None = None  # of this sequence
         self._is_plain = False
@@ -171,6 +173,7 @@ class Decoder:
                 progress(read, len(missing))
             first = reused + read
             read += yield from prefill.read(self.target, prompt[:-1], prompt[1:], first)
+            self._note_experts(prompt[first : reused + read])
             for drafter in self._drafting:
                 yield from drafter.watch(prompt, first, reused + read)
         if progress:
@@ -196,6 +199,7 @@ class Decoder:
             Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
         )
         tree, path, tokens, logprobs, candidates = verified.result
+        experts = self._note_experts(tree.tokens)
         begin = self._meter()
         if recycled:
             before = tree.tokens[tree.parents]
@@ -206,7 +210,7 @@ class Decoder:
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
         telling, certain = self._meter() - begin, stages.count(Stage.GRAMMAR)
-        speedup = self.budget.record(self._drafting, verified, telling, certain)
+        speedup = self.budget.record(self._drafting, verified, telling, certain, experts)
         return Step(
             tokens,
             stages,
@@ -329,6 +333,14 @@ class Decoder:
         if chosen is not None:
             tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)
         return self.budget.trim(tree)
+
+    def _note_experts(self, tokens: NDArray[np.int32]) -> int | None:
+        """Of a mixture, learn the experts of the last pass's rows; returns the number of those of the whole pass."""
+        if self._experts is None:
+            return None
+        used, distinct = self.target.experts
+        self._experts.learn(tokens.tolist(), used)
+        return distinct
 
     def _constrain_by(self, constraint: Constraint | None) -> None:
         self._constraint = constraint

@@ -25,6 +25,8 @@ class Growth:
     scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that are not expanded yet,
     descending. passes: number of drafting passes so far, the root's included; seconds: their time.
     cells: past length: tokens of the sequence before the root, which every pass attends to.
+    experts: of a mixture, when nodes are kept: the distinct experts that the first n of them with the root are
+    predicted to use, n from 0 on; then the scores are in the order of the nodes' gain by seconds.
     """
 
     scores: Sequence[float]
@@ -32,6 +34,7 @@ class Growth:
     passes: int
     seconds: float
     cells: int = 0
+    experts: Sequence[float] | None = None
 
 
 class TreePolicy(Protocol):
@@ -114,7 +117,7 @@ class GainPolicy:
     Assumes that all sequences take the same time to draft and share the time of a drafting pass equally.
 
     Args:
-        target_cost: seconds of a target pass, by its rows and its past length.
+        target_cost: seconds of a target pass, by its rows and its past length; of a mixture also by its experts.
         draft_cost: seconds of a drafting pass, by the same.
         budget: most nodes of a tree.
         children: candidates per node.
@@ -123,7 +126,7 @@ class GainPolicy:
 
     def __init__(
         self,
-        target_cost: Callable[[int, int], float],
+        target_cost: Callable[..., float],
         draft_cost: Callable[[int, int], float],
         budget: int = 31,
         children: int = 4,
@@ -166,15 +169,17 @@ class GainPolicy:
         best_size, best_rate = 0, tokens / (self._verify_cost(1, cells) + drafting)
         for size, score in enumerate(growth.scores[: self._budget], 1):
             tokens += score
-            rate = tokens / (self._verify_cost(size + 1, cells) + drafting)
+            rate = tokens / (self._verify_cost(size + 1, cells, growth.experts) + drafting)
             if rate > best_rate:
                 best_size, best_rate = size, rate
         return best_size, best_rate
 
-    def _verify_cost(self, num_rows: int, cells: int) -> float:
+    def _verify_cost(self, num_rows: int, cells: int, experts: Sequence[float] | None = None) -> float:
         """Seconds of the pass that verifies `num_rows` rows of this sequence."""
         # Cached, because each growth of a tree needs the same values again.
         others, known = self._batch.rows, self._known
+        if experts and not others:
+            return self._target_cost(num_rows, cells, experts[num_rows - 1])
         if known[0] != (others, cells):
             known = self._known = (others, cells), {}
         seconds = known[1].get(num_rows)

@@ -16,6 +16,7 @@ from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import CERTAIN, Constraint
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Requests
@@ -38,6 +39,7 @@ class TreeDrafter:
         cost: processor seconds to expand a number of leaves, not counting the proposers' passes; refined here. None
             counts 0.
         meter: measures the time of drafting; the decoder's, if that has a budget.
+        experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TreeDrafter:
         *,
         cost: PassCost | None = None,
         meter: Meter | None = None,
+        experts: ExpertCost | None = None,
     ) -> None:
         self.stats = DrafterStats()
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
@@ -62,6 +65,7 @@ class TreeDrafter:
         self._policy = CheckedPolicy(policy)
         self._vocab_size = vocab_size
         self._cost = cost
+        self._experts = experts
         self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._calibration = self._calibrations[True]
         self._children = 0  # most children of a node
@@ -167,7 +171,7 @@ class TreeDrafter:
                 growth = self._growth(passes, spent)
                 width = min(self._policy.expand(growth), MAX_EXPANDED - expanded) if self._leaves else 0
                 width = self._affordable(width, seconds - growth.seconds)
-            kept = self._policy.keep(growth)
+            kept = self._keep(tree, growth)
         except BaseException:
             self._discard()
             raise
@@ -176,7 +180,7 @@ class TreeDrafter:
             self.stats.seconds += self._meter() - begin
         self._asked = passes > 0 and last == 0
         self._tree = tree if passes else None
-        return tree.build([node for _, node in self._ranked[:kept]])
+        return tree.build(kept)
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._learn(tokens)
@@ -210,6 +214,14 @@ class TreeDrafter:
     def _growth(self, passes: int, seconds: float) -> Growth:
         scores, leaves = ([-score for score, _ in each] for each in (self._ranked, self._leaves))
         return Growth(scores, leaves, passes, seconds, self._length - 1)
+
+    def _keep(self, tree: GrowingTree, growth: Growth) -> list[int]:
+        """The nodes to verify, parents before children."""
+        order = [node for _, node in self._ranked]
+        if self._experts:
+            order, experts = self._experts.order(tree.nodes, self._ranked, growth.cells, MAX_NODES)
+            growth = replace(growth, scores=[tree.nodes[node].score for node in order], experts=experts)
+        return order[: self._policy.keep(growth)]
 
     def _expand(self, tree: GrowingTree, width: int) -> Requests[None]:
         """Add the proposers' candidates as children of the best leaves."""

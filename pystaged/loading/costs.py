@@ -10,6 +10,8 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.backends.devices import open_session
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost, measure
+from pystaged.decoding.experts import ExpertCost
 from pystaged.files import cache_folder, keep, read_small
 
 # Acceptance rates of first guesses, assumed until a drafter has been scored.
@@ -34,6 +37,7 @@ _MOST_RISE = 1.25  # times as many one-row passes; more means that another progr
 _MOST_SLOPE = 100.0  # most that 1000 past tokens add, in passes with no past
 _MOST_BYTES = 1 << 16
 _CELLS = 2048  # past length, in tokens, at which passes are timed
+_EXPERT_ROWS, _EXPERT_ROUNDS = (2, 4, 8), 5  # of passes that tell the price of an expert
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
@@ -66,10 +70,35 @@ def measure_passes(model: Model, text: NDArray[np.int32]) -> PassCost:
                 sessions[length].prefill([0])
                 sessions[length].stretch(length)
         clock = time.perf_counter if model.devices else time.thread_time
-        return measure(run, most_rows=most_rows, cells=cells, clock=clock)
+        cost = measure(run, most_rows=most_rows, cells=cells, clock=clock)
+        return _measure_experts(cost, sessions[0], tokens) if model.experts_per_row else cost
     finally:
         for session in sessions.values():
             session.close()
+
+
+def _measure_experts(cost: PassCost, session: Session, tokens: NDArray[np.int32]) -> ExpertCost:
+    """Time passes over rows of a text beside ones over as many equal rows, which use the experts of one row."""
+
+    def used(rows: NDArray[np.int32], equal: bool) -> tuple[int, float]:
+        parents = np.full(len(rows), -1) if equal else np.arange(-1, len(rows) - 1)
+        begin = time.thread_time()
+        session.evaluate(rows, parents.astype(np.int32))
+        took = time.thread_time() - begin
+        distinct = session.experts[1]
+        session.discard()
+        return distinct, took
+
+    seconds = cost.seconds
+    unions = {n: used(tokens[:n], equal=False)[0] for n in seconds}
+    experts, took = 0, 0.0
+    for n in _EXPERT_ROWS:
+        if n in seconds:
+            pairs = [(used(tokens[:n], False), used(tokens[:1].repeat(n), True)) for _ in range(_EXPERT_ROUNDS)]
+            experts += pairs[0][0][0] - pairs[0][1][0]
+            took += median(text[1] - equal[1] for text, equal in pairs)
+    price = min(max(0.0, took / experts), seconds[1] / unions[1]) if experts > 0 else 0.0
+    return ExpertCost(seconds, cost.slopes, price, unions)
 
 
 def _measure_features(draft: Model, target: Model) -> PassCost:
@@ -140,7 +169,7 @@ class Costs:
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
         key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
-        if cost is None:
+        if cost is None or isinstance(cost, ExpertCost) != bool(model.experts_per_row and not target):
             self._report(f"measuring passes of {path.name} on {device}")
             if target:
                 cost = _measure_features(model, target)
@@ -170,18 +199,26 @@ class CostStore:
         """The costs stored under a key; None where there are none or the file is unusable."""
         try:
             stored = json.loads(read_small(self._path(key), _MOST_BYTES))
-            seconds, slopes = (
-                {int(n): float(value) for n, value in stored[name].items()} for name in ("seconds", "slopes")
+            seconds, slopes, unions = (
+                {int(n): float(value) for n, value in stored.get(name, {}).items()}
+                for name in ("seconds", "slopes", "unions")
             )
+            price = float(stored.get("price", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
         if stored.get("key") != key or not _is_believable(seconds, slopes):
             return None
-        return PassCost(seconds, slopes)
+        if "unions" not in stored:
+            return PassCost(seconds, slopes)
+        if unions.keys() != seconds.keys() or not 0 <= price * unions[1] <= seconds[1]:
+            return None
+        return ExpertCost(seconds, slopes, price, unions)
 
     def save(self, key: str, cost: PassCost) -> None:
         """Save a measurement; if writing fails, passes are measured again next time."""
-        known = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
+        known: dict[str, Any] = {"key": key, "seconds": cost.seconds, "slopes": cost.slopes}
+        if isinstance(cost, ExpertCost):
+            known |= {"unions": cost.unions, "price": cost.price}
         keep(self._path(key), json.dumps(known).encode())
 
     def _path(self, key: str) -> Path:

@@ -9,6 +9,7 @@ from pystaged.backends.devices import open_session
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import GainPolicy, TreePolicy
@@ -102,10 +103,11 @@ class DecoderFactory:
         """A decoder that asks the drafter with the highest expected gain, if any gains."""
         bundle, target_cost, draft_cost = self._bundle, self.target_cost(), self.draft_cost()
         batch, meter = BatchLoad(), Meter()
+        experts = target_cost if isinstance(target_cost, ExpertCost) else None
 
         def drafter(proposers: Sequence[Proposer], expanding: PassCost, own: PassCost | None) -> TreeDrafter:
             policy = GainPolicy(target_cost, expanding, batch=batch)
-            return TreeDrafter(proposers, policy, bundle.target.vocab_size, cost=own, meter=meter)
+            return TreeDrafter(proposers, policy, bundle.target.vocab_size, cost=own, meter=meter, experts=experts)
 
         def by_lookups(cost: NgramCost, *more: Proposer) -> TreeDrafter:
             found = lookups(bundle.table, bundle.recycled, cost)

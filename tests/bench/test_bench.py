@@ -619,7 +619,7 @@ def test_a_grown_llama_by_name(
     model = Model(str(path))
     assert (model.width, model.num_layers, model.num_heads, model.ffn_width) == (256, 3, 8, 256)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    monkeypatch.setattr(models, "MIXED_SMOLLM2", {"experts": 4, "used": 2})
+    monkeypatch.setattr(models, "MIXED_SMOLLM2", {"experts": 4, "used": 2, "width": 64})
     mixed = models.find("mixed-smollm2", quantization)
     assert mixed.name == "mixed-smollm2.gguf"
     assert Model(mixed).matrix_bytes > Model(small).matrix_bytes

@@ -7,9 +7,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, ModelError, Session, Work, run
+from pystaged._core import Model, ModelError, RecycledCandidates, Session, Work, run
+from pystaged.config import SamplingConfig
+from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.loop import Decoder
+from pystaged.decoding.policy import GainPolicy
+from pystaged.decoding.requests import Clocks
+from pystaged.decoding.step import Step
+from pystaged.decoding.stepper import BatchMember, Stepper
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
 
 TOKENS = np.random.default_rng(3).integers(0, 257, 60).tolist()
 
@@ -50,6 +60,55 @@ def test_texts_that_share_passes(path: Path) -> None:
         assert (last_logits(one) == last_logits(other)).all()
 
 
+def sets(session: Session, count: int, layers: int) -> list[list[set[int]]]:
+    """The experts of each row, by layer."""
+    bits = np.unpackbits(session.experts[0], axis=1, bitorder="little")[:, : layers * count]
+    return [[set(np.nonzero(layer)[0].tolist()) for layer in row.reshape(layers, count)] for row in bits]
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "glm4moe"])
+def test_experts_of_rows(tmp_path: Path, family: str) -> None:
+    """Those of a reference; rows of a tree use those of their own paths."""
+    dense = int(family == "glm4moe")
+    path = write(tmp_path / "model.gguf", RandomModel(family, experts=(12, 3, 32, 0), tie=False, dense=dense))
+    layers, model, reference = 2 - dense, Model(path), FamilyReference(path)
+    assert model.experts_per_row == 3 * layers
+    reference.logits(TOKENS[:9])
+    expected = [[set(layer[row].tolist()) for layer in reference.chosen] for row in range(9)]
+    session = Session(model)
+    session.prefill(TOKENS[:5])
+    found = sets(session, 12, layers)
+    assert [row[:-1] for row in found] == [row[:-1] for row in expected[:5]]
+    assert not any(row[-1] for row in found)  # whose results nobody reads
+    tree = [TOKENS[5], TOKENS[6], 7, TOKENS[7], TOKENS[8], 9]
+    session.evaluate(tree, [-1, 0, 0, 1, 3, 2])
+    found = sets(session, 12, layers)
+    assert [found[i] for i in (0, 1, 3, 4)] == expected[5:9]
+    assert session.experts[1] == sum(len(set.union(*(row[i] for row in found))) for i in range(layers))
+    session.discard()
+    session.evaluate(tree[:1], [-1], num_logits=0)
+    session.discard()
+    for token, parents in ((7, [-1, 0]), (TOKENS[6], [-1, 0])):
+        session.verify([tree[0], token], parents, SamplingConfig().native)
+        assert len(sets(session, 12, layers)) == 2
+        session.rewind(5)
+
+
+def test_experts_of_a_pass_of_several_texts(path: Path) -> None:
+    model = Model(path)
+    sessions = [Session(model) for _ in range(3)]
+    run([Work.read(session, TOKENS[i : i + 9]) for i, session in enumerate(sessions)])
+    greedy = SamplingConfig().native
+    run([Work.verify(session, TOKENS[i : i + 2], [-1, 0], greedy) for i, session in enumerate(sessions)])
+    rows = np.concatenate([session.experts[0] for session in sessions])
+    assert rows.shape == (6, 2 * 64 // 8)
+    distinct = int(np.unpackbits(np.bitwise_or.reduce(rows)).sum())
+    assert {session.experts[1] for session in sessions} == {distinct}
+    dense = Session(Model(write(path.with_name("dense.gguf"), RandomModel("llama"))))
+    dense.prefill(TOKENS)
+    assert dense.experts[0].size == dense.experts[1] == 0
+
+
 def test_weights_of_a_pass(tmp_path: Path) -> None:
     """Those of a row's experts alone."""
     shape = {"family": "qwen3moe", "quantization": "F32", "tie": False}
@@ -68,3 +127,46 @@ def test_weights_of_a_pass(tmp_path: Path) -> None:
 def test_experts_need_our_kernels(path: Path) -> None:
     with pytest.raises(ModelError, match="has experts, which run on the CPU's own kernels alone"):
         Model(path, device="ggml-cpu")
+
+
+class Text(BatchMember):
+    """A text of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+        self.guesses = 0
+        self.error: BaseException | None = None
+
+    def on_step(self, step: Step) -> None:
+        self.tokens += step.tokens
+        self.guesses += len(step.tree) - 1
+
+    def on_end(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(temperature=0.4, seed=3)], ids=["greedy", "warm"]
+)
+def test_trees_by_experts_change_no_token(path: Path, sampling: SamplingConfig) -> None:
+    model, clocks = Model(path), Clocks(lambda: 0.0, lambda: 0.0)  # nothing takes any time
+    prompts = [np.array(tokens, np.int32) for tokens in (TOKENS[:7] * 4, TOKENS, TOKENS[30:40] * 2)]
+    plain = Decoder(Session(model))
+    expected = [[t for step in plain.generate(prompt, sampling, 30) for t in step.tokens] for prompt in prompts]
+    cost = ExpertCost({1: 1.0, 2: 1.3, 32: 3.0}, None, 0.005, {1: 16, 2: 29, 32: 90})
+    recycled, texts = RecycledCandidates(), [Text() for _ in prompts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost, lambda *_: 0.0), 257, experts=cost)
+        decoder = Decoder(Session(model), drafter, cost=cost, clocks=clocks)
+        for _ in range(2):  # then with what was learnt
+            steps = list(decoder.generate(prompt, sampling, 30))
+            assert [token for step in steps for token in step.tokens] == expected[texts.index(text)]
+            text.guesses += sum(len(step.tree) - 1 for step in steps)
+        text.begin(decoder, decoder.text(prompt, sampling, 30))
+    stepper = Stepper(cost, clocks=clocks)
+    while not all(text.is_over for text in texts):
+        stepper.step(texts)
+    assert [text.error for text in texts] == [None] * 3
+    assert [text.tokens for text in texts] == expected
+    assert sum(text.guesses for text in texts) > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -20,6 +21,7 @@ from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.budget import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Clocks, Done, Requests, finish
@@ -48,7 +50,8 @@ class Behaviour:
     """What happens in a step.
 
     passes: seconds of each pass of a drafter. accept: nodes that come true. interrupted: seconds that other programs
-    take in the step. telling: seconds of being told. obeys: whether the drafter minds its deadline.
+    take in the step. telling: seconds of being told. obeys: whether the drafter minds its deadline. experts: for each
+    guess, distinct experts of its pass beyond the usual number.
     """
 
     passes: Sequence[float]
@@ -56,6 +59,7 @@ class Behaviour:
     interrupted: float = 0.0
     telling: float = 0.0
     obeys: bool = True
+    experts: int = 0
 
 
 class SimulatedDrafter:
@@ -144,6 +148,8 @@ class SimulatedSession:
         self.behaviour = Behaviour([])
         self.tokens = np.zeros(0, np.int32)
         self.past = 0
+        self.experts = np.zeros((0, 1), np.uint8), 0
+        self.overshoot = 0.0  # what a tree's experts cost more than as many as usual
 
     def rewind(self, length: int) -> int:
         self.past = length
@@ -151,10 +157,20 @@ class SimulatedSession:
 
     def prefill(self, tokens: NDArray[np.int32]) -> None:
         self.past += len(tokens)
+        self.experts = np.zeros((len(tokens), 1), np.uint8), 0
         self._machine.work(self._reading * len(tokens))
 
     def verify(self, tokens: NDArray[np.int32], *_: object) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        self._machine.work(self._cost(len(tokens), self.past), self.behaviour.interrupted)
+        rows = len(tokens)
+        if isinstance(self._cost, ExpertCost):
+            usual = self._cost.union(rows)
+            distinct = round(usual + self.behaviour.experts * (rows - 1))
+            self.experts = np.zeros((rows, 1), np.uint8), distinct
+            took = self._cost(rows, self.past, distinct)
+            self.overshoot = max(0.0, took - self._cost(rows, self.past))
+        else:
+            took = self._cost(rows, self.past)
+        self._machine.work(took, self.behaviour.interrupted)
         path = np.arange(min(self.behaviour.accept, len(tokens) - 1) + 1, dtype=np.int32)
         self.past += len(path)
         return path, np.zeros(len(path), np.int32)
@@ -171,9 +187,9 @@ class Text:
     def __init__(self, cost: PassCost, drafters: Sequence[tuple[float, ...]], rates: Sequence[float]) -> None:
         self.machine, self._cost = Machine(), cost
         self.drafters = [SimulatedDrafter(self.machine, *drafter) for drafter in drafters]
-        self._session = SimulatedSession(self.machine, PassCost(cost.seconds, cost.slopes), cost(32) / 32)
+        self._session = SimulatedSession(self.machine, cost, cost(32) / 32)
         session: object = self._session
-        believed = PassCost(cost.seconds, cost.slopes)
+        believed = copy.deepcopy(cost)
         self.decoder = Decoder(
             session,  # type: ignore[arg-type]
             *self.drafters,
@@ -205,7 +221,7 @@ class Text:
             self.used.append(self.decoder.budget.chosen)
             self.tokens += len(step.tokens)
             self.lost += (machine.processor - begin) / plain - len(step.tokens)
-            over = max((drafter.overshoot for drafter in self.drafters), default=0.0)
+            over = max((drafter.overshoot for drafter in self.drafters), default=0.0) + self._session.overshoot
             overshoot = max(overshoot, (over + behaviour.telling * len(self.drafters)) / plain)
             first = sum(drafter.first for drafter in self.drafters) / plain
             bound = SHARE * self.tokens + prompt + overshoot + 1e-6 * (1 + abs(self._lost + self.lost)) + first
@@ -237,15 +253,18 @@ behaviours = st.lists(
         interrupted=st.one_of(st.just(0.0), st.floats(0.0, 100.0)),
         telling=st.floats(0.0, 0.2),
         obeys=st.booleans(),
+        experts=st.integers(-5, 5),
     ),
     min_size=1,
     max_size=40,
 )
 
 
+@pytest.mark.parametrize("price", [None, 0.0, 0.02], ids=["dense", "free-experts", "experts"])
 @given(RISES, st.floats(0.0, 5.0), DRAFTERS, st.data(), behaviours)
 @settings(max_examples=30)
 def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
+    price: float | None,
     rises: list[float],
     slope: float,
     drafters: list[tuple[float, float, float]],
@@ -253,7 +272,10 @@ def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
     steps: list[Behaviour],
 ) -> None:
     rates = data.draw(st.lists(st.floats(0.0, 1.0), min_size=len(drafters), max_size=len(drafters)))
-    text = Text(rising(rises, slope), drafters, rates)
+    cost = rising(rises, slope)
+    if price is not None:
+        cost = ExpertCost(cost.seconds, cost.slopes, price, {n: 10.0 * n**0.7 for n in cost.seconds})
+    text = Text(cost, drafters, rates)
     for prompt_tokens, speculate in ((40, True), (2000, True), (40, False), (40, True)):
         text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens, speculate)
 
@@ -314,6 +336,18 @@ def test_the_drafter_whose_guesses_bring_most_is_used() -> None:
     text.write([Behaviour([0.05] * 2, accept=2)] * 1500)
     assert text.used[0] == 1  # by the first belief
     assert set(text.used[-100:]) == {0}  # as right, and cheaper
+
+
+def test_where_rows_have_experts_of_their_own_cheap_drafters_wait_for_surer_guesses() -> None:
+    seconds, unions = {1: 1.0, 2: 1.5, 32: 10.0}, {1: 8, 2: 14, 32: 64}
+    for cost, price, used in (
+        (PassCost(seconds), 0.01, None),
+        (ExpertCost(seconds, None, 0.01, unions), 0.01, 0),
+        (ExpertCost(seconds, None, 0.01, unions), 0.2, None),  # more than it could gain
+    ):
+        text = Text(cost, [(price,)], [0.3])
+        text.write([Behaviour([])])
+        assert text.used == [used]
 
 
 def test_a_drafter_that_does_not_draft_is_scored_without_a_pass_of_the_target() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.random_models import RandomModel, write
 
 from pystaged._core import Model, Session
 from pystaged.decoding import cost
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost
+from pystaged.decoding.experts import ExpertCost
 from pystaged.loading import costs
 from pystaged.loading.costs import CostStore, measure_passes
 
@@ -43,6 +45,29 @@ def assert_measured_again(store: CostStore, file: Path) -> None:
     assert found is not None
     assert (found.seconds, found.slopes) == (SECONDS, SLOPES)
     assert [path for path in file.parent.iterdir() if path.name.endswith((".json", ".part"))] == [file]
+
+
+def test_costs_of_a_mixture(store: CostStore, file: Path) -> None:
+    unions = {1: 8.0, 8: 30.0, 32: 50.0}
+    store.save("key", ExpertCost(SECONDS, SLOPES, 2e-5, unions))
+    found = store.load("key")
+    assert isinstance(found, ExpertCost)
+    assert (found.seconds, found.slopes, found.price, found.unions) == (SECONDS, SLOPES, 2e-5, unions)
+    text = json.loads(file.read_text())
+    for wrong in ({"price": 1e-3}, {"price": -1.0}, {"price": "nan"}, {"unions": {"1": 8.0}}, {"unions": 1}):
+        file.write_text(json.dumps(text | wrong))
+        assert store.load("key") is None
+
+
+def test_a_mixture_is_measured_by_experts(tmp_path: Path) -> None:
+    model = Model(write(tmp_path / "model.gguf", RandomModel("qwen3moe", experts=(16, 2, 32, 0), tie=False)))
+    found = measure_passes(model, np.arange(40, dtype=np.int32))
+    assert isinstance(found, ExpertCost)
+    assert found.unions[1] == model.experts_per_row == 4
+    session = Session(model)
+    session.evaluate(np.arange(8), np.arange(-1, 7))
+    assert found.unions[8] == session.experts[1]
+    assert 0 <= found.price * 4 <= found(1)
 
 
 @pytest.mark.parametrize(

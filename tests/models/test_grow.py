@@ -281,8 +281,9 @@ def test_grown_llama_says_what_its_source_says(tmp_path: Path, tie: bool, old: A
 @pytest.mark.parametrize("quantization", ["F32", "Q4_0"])
 def test_a_mixture_of_copies_says_what_its_source_says(tmp_path: Path, quantization: str) -> None:
     source, mixed = random_llama(tmp_path / "source.gguf", quantization), tmp_path / "mixed.gguf"
-    mix_llama(source, mixed, experts=8, used=3)
+    mix_llama(source, mixed, experts=8, used=3, width=32)
     model = Model(mixed)
+    assert model.experts_per_row == 3 * 2
     assert model.weight_bytes > Model(source).weight_bytes
     np.testing.assert_allclose(own_logits(mixed), own_logits(source), rtol=0, atol=1e-4)
     assert greedy(mixed) == greedy(source)

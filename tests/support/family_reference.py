@@ -38,6 +38,7 @@ class FamilyReference:
         reader, self._half = GGUFReader(path), half
         self._values = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
         self.family: str = self._values["general.architecture"]
+        self.chosen: list[npt.NDArray[np.int64]] = []  # experts of each row, of each layer that has any
         self.weights: dict[str, Doubles] = {
             # Falcon-H1 has a norm without the ending.
             tensor.name + ".weight" * tensor.name.endswith("ffn_norm"): np.array(
@@ -374,6 +375,7 @@ class FamilyReference:
             np.put_along_axis(mask, kept, 0.0, axis=1)
             ranked = ranked + np.repeat(mask, count // groups, axis=1)
         best = np.argsort(-ranked, axis=1, kind="stable")[:, :used]
+        self.chosen.append(best)
         chosen = np.take_along_axis(scores, best, axis=1)
         if kind == 3:
             chosen = softmax(chosen)
