@@ -15,7 +15,7 @@ from pystaged.backends.devices import open_session
 from pystaged.engine import Engine
 
 _ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
-_RESAMPLES = 2000
+_RESAMPLES, _ENOUGH = 2000, 10  # of texts; fewest of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,8 @@ class TextComparison:
     number: of the prompt, from 0. tokens: int32[n], the compared ones; where A wrote them, its greedy choices.
     divergence: float64[n], the Kullback-Leibler divergence of B's distribution from A's before each token, in nats.
     logprobs_a, logprobs_b: float64[n], natural log-probability of each token. choices_b: int32[n], B's likeliest
-    tokens. agrees: bool[n], whether both find the same token likeliest.
+    tokens. best_b: float64[n], their log-probabilities in B. agrees: bool[n], whether both find the same token
+    likeliest.
     """
 
     number: int
@@ -34,6 +35,7 @@ class TextComparison:
     logprobs_a: NDArray[np.float64]
     logprobs_b: NDArray[np.float64]
     choices_b: NDArray[np.int32]
+    best_b: NDArray[np.float64]
     agrees: NDArray[np.bool_]
 
     @property
@@ -46,7 +48,7 @@ class TextComparison:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over all texts. interval: 95 %, by the bootstrap over texts; None for fewer than two texts."""
+    """A figure over all texts. interval: 95 %, by the bootstrap over texts; None for fewer than ten texts."""
 
     name: str
     value: float
@@ -88,7 +90,7 @@ def compare(
             found.append(_compared(i, a, b, text, start))
         progress(i + 1, len(texts))
     if not found:
-        raise ValueError("no text has tokens to compare")
+        raise ValueError("no text has tokens to compare; a prompt that is compared itself needs at least two")
     return found
 
 
@@ -108,9 +110,8 @@ def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start:
             tokens, choices = text[begin:end], q.argmax(1)
             with np.errstate(invalid="ignore"):  # a token that A excludes adds nothing
                 divergence = np.where(np.isneginf(p), 0, np.exp(p) * (p - q)).sum(1)
-            blocks.append(
-                (divergence, p[rows, tokens], q[rows, tokens], choices.astype(np.int32), p.argmax(1) == choices)
-            )
+            best = (choices.astype(np.int32), q[rows, choices], p.argmax(1) == choices)
+            blocks.append((divergence, p[rows, tokens], q[rows, tokens], *best))
     return TextComparison(number, text[start:], *map(np.concatenate, zip(*blocks, strict=True)))
 
 
@@ -134,7 +135,7 @@ def figures(texts: Sequence[TextComparison]) -> list[Figure]:
     def mean(name: str, values: Sequence[NDArray[Any]], form: Callable[[Any], Any] = lambda value: value) -> Figure:
         sums = np.array([each.sum(dtype=np.float64) for each in values])
         interval = None
-        if len(texts) > 1:
+        if len(texts) >= _ENOUGH:
             means = form(sums[picks].sum(1) / counts[picks].sum(1))
             interval = (float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975)))
         return Figure(name, float(form(sums.sum() / counts.sum())), interval)

@@ -16,7 +16,7 @@ from pystaged.comparison import compare, figures
 from pystaged.engine import Engine
 from pystaged.loading.quantize import quantize
 
-PROMPTS = [np.arange(5 + i, 25 + 3 * i, dtype=np.int32) for i in range(5)]
+PROMPTS = [np.arange(5 + i, 25 + 3 * i, dtype=np.int32) for i in range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def test_it_is_what_the_logits_say(files: tuple[Path, Path], engines: tuple[Engi
         losses.append([-np.log(each[np.arange(len(each)), text.tokens]) for each in (p, q)])
         np.testing.assert_allclose(text.divergence, divergences[-1], rtol=0, atol=1e-9)
         np.testing.assert_array_equal(text.agrees, agrees[-1])
+        np.testing.assert_allclose(text.best_b, np.log(q.max(1)), rtol=0, atol=1e-9)
         if max_tokens:
             mine, theirs = (each.generate(prompt, max_tokens=max_tokens).tokens for each in (a, b))
             assert text.tokens.tolist() == mine
@@ -113,8 +114,12 @@ def test_the_command(tmp_path: Path) -> None:
     )
     done = run(*command, "--out", page)
     assert done.returncode == 0, done.stderr
-    assert b"A: bundled, kv f16; B: bundled, kv q8_0; 2 texts, 12 tokens" in done.stdout
+    nowhere = run(*command, "--out", tmp_path / "no" / "page.md")
+    assert (nowhere.returncode, nowhere.stdout) == (1, b"")
+    assert b"there is no folder" in nowhere.stderr
+    assert b"A: bundled, kv f16; B: bundled, kv q8_0; texts: 2, tokens: 12" in done.stdout
     assert "| same likeliest token | " in page.read_text("utf-8")
     told = json.loads(run(*command, "--json").stdout)
-    assert [text["number"] for text in told["texts"]] == [0, 1]
+    assert [text["number"] for text in told["texts"]] == [1, 2]
+    assert (told["kv_a"], told["kv_b"], told["tokens"]) == ("f16", "q8_0", 12)
     assert {figure["name"]: figure["value"] for figure in told["figures"]}["KL(A || B), mean"] > 0

@@ -276,7 +276,7 @@ def edits(
     pass_ms: Annotated[
         str | None,
         typer.Option(
-            help="Milliseconds of a pass by rows, as 1:72,2:65,4:78,8:129,16:260; else measured on the model."
+            help="Milliseconds of a pass by rows, as 1:65,2:67,4:78,8:129,16:260; else measured on the model."
         ),
     ] = None,
     as_json: Json = False,
@@ -287,7 +287,7 @@ def edits(
 
     Example: pystaged bench edits --form zeta
 
-    Example: pystaged bench edits --model smollm2 --pass-ms 1:72,2:65,4:78,8:129,16:260
+    Example: pystaged bench edits --model smollm2 --pass-ms 1:65,2:67,4:78,8:129,16:260
     """
     prices = _prices(pass_ms) if pass_ms is not None else None
     if form not in edits_bench.FORMS:
@@ -449,6 +449,9 @@ def _prices(given: str) -> dict[int, float]:
         prices = {int(n): float(ms) / 1e3 for n, ms in (word.split(":") for word in given.split(","))}
     except ValueError:
         prices = {}
-    if not prices or min(prices) != 1 or not all(0 < seconds < math.inf for seconds in prices.values()):
-        raise typer.BadParameter(f"--pass-ms takes rows from 1 and milliseconds, as 1:72,2:65,8:129; not '{given}'")
+    seconds = [prices[n] for n in sorted(prices)]
+    if not prices or min(prices) != 1 or not all(0 < each < math.inf for each in seconds) or seconds != sorted(seconds):
+        raise typer.BadParameter(
+            f"--pass-ms takes rows from 1 and milliseconds that do not fall, as 1:65,2:67,8:129; not '{given}'"
+        )
     return prices

@@ -20,7 +20,7 @@ from pystaged.cli.console import model_name, print_table, progress_bars, report
 from pystaged.cli.options import Json, KeysAndValues, Threads, check, check_kv
 from pystaged.cli.prompts import read_prompts
 from pystaged.comparison import Figure, TextComparison, compare, figures
-from pystaged.files import whole_file
+from pystaged.files import destination, whole_file
 
 _Row = tuple[str, ...]
 
@@ -50,14 +50,17 @@ def diff(
 ) -> None:
     """Compare two models, quantizations or KV types that have one vocabulary.
 
-    A writes greedy answers to prompts, and both models evaluate them. Shown are where B's greedy text would differ, how
-    often both find the same token likeliest, the Kullback-Leibler divergence in nats, and perplexities, with 95 %
-    intervals by the bootstrap over texts.
+    A continues prompts greedily (it answers messages in its chat format), and both models evaluate what it wrote. Shown
+    are where B's greedy text would differ, how often both find the same token likeliest, the Kullback-Leibler
+    divergence in nats, and the perplexities of A's text; from ten texts on with 95 % intervals by the bootstrap.
 
     Example: pystaged diff model.Q8_0.gguf model.Q4_K_M.gguf
 
     Example: pystaged diff smollm2 smollm2 --kv-b q8_0 --limit 10
     """
+
+    if out and not destination(out).parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} for --out")
 
     def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
         return pystaged.load(model_name(name), draft=draft, kv=kv, num_threads=threads, recycle=False, report=report)
@@ -66,11 +69,22 @@ def diff(
         texts = compare(first, second, _prompts(first, prompts, limit), max_tokens, partial(progress, "comparing"))
         found = figures(texts)
         whole, single = _figures(found), _texts(texts, first)
-    title = f"A: {a}, kv {kv}; B: {b}, kv {kv_b or kv}; {len(texts)} texts, {sum(len(t.tokens) for t in texts)} tokens"
+    conditions = {
+        "a": a,
+        "b": b,
+        "kv_a": kv,
+        "kv_b": kv_b or kv,
+        "prompts": str(prompts or "packaged"),
+        "max_tokens": max_tokens,
+        "tokens": sum(len(text.tokens) for text in texts),
+        "pystaged": pystaged.__version__,
+    }
+    title = f"A: {a}, kv {kv}; B: {b}, kv {kv_b or kv}; texts: {len(texts)}, tokens: {conditions['tokens']}"
     if as_json:
-        typer.echo(json.dumps({"figures": [asdict(each) for each in found], "texts": [_described(t) for t in texts]}))
+        described = [_described(text) for text in texts]
+        typer.echo(json.dumps(conditions | {"figures": [asdict(each) for each in found], "texts": described}))
     else:
-        for heading, rows in ((title, whole), ("texts", single)):
+        for heading, rows in ((title, whole), ("Each text:", single)):
             table = Table(*rows[0], box=None, pad_edge=False, title=heading, title_justify="left")
             for row in rows[1:]:
                 table.add_row(*row)
@@ -106,13 +120,13 @@ def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Ro
     def spelled(token: int) -> str:
         return repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
 
-    rows: list[_Row] = [("text", "tokens", "same until", "then A", "p", "then B", "p of A's in B", "KL")]
+    rows: list[_Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
     for each in texts:
         at, divergence = each.first, f"{each.divergence.mean():.5g}"
-        differs: _Row = ("the end", "", "", "", "")
+        differs: _Row = ("all", *[""] * 5)
         if at is not None:
-            p, q = (f"{np.exp(logprobs[at]):.3f}" for logprobs in (each.logprobs_a, each.logprobs_b))
-            differs = (str(at), spelled(int(each.tokens[at])), p, spelled(int(each.choices_b[at])), q)
+            p, q, best = (f"{np.exp(x[at]):.3f}" for x in (each.logprobs_a, each.logprobs_b, each.best_b))
+            differs = (str(at), spelled(int(each.tokens[at])), p, q, spelled(int(each.choices_b[at])), best)
         rows.append((str(each.number + 1), str(len(each.tokens)), *differs, divergence))
     return rows
 
@@ -120,11 +134,11 @@ def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Ro
 def _described(text: TextComparison) -> dict[str, Any]:
     """A text's comparison for JSON."""
     return {
-        "number": text.number,
+        "number": text.number + 1,
         "first": text.first,
         **{
             name: getattr(text, name).tolist()
-            for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "agrees")
+            for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "best_b", "agrees")
         },
     }
 
