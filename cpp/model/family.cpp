@@ -27,7 +27,7 @@ constexpr Family kFamilies[] = {
      kFfnNormBehind | kRouted | kSigmoidExperts},
     {"ernie4_5-moe", Pairs::adjacent, Gate::silu, kPreNorms, kHead | kQkvBias | kOutputBias, kNormalized},
     {"bailingmoe2", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead, kRouted | kSigmoidExperts},
-    {"deepseek2", Pairs::adjacent, Gate::silu, kPreNorms, kHead, kRouted | kLatents},
+    {"deepseek2", Pairs::adjacent, Gate::silu, kPreNorms, kHead, kRouted | kLatents | kTemperatureScale},
     {"olmoe", Pairs::halves, Gate::silu, kPreNorms | kWholeNorms | kHead, kQkvBias, kExperts | kWholeExperts},
     {"gpt-oss", Pairs::halves, Gate::clamped, kAttnNorm | kBiases | kHead, 0,
      kFfnNormBehind | kExperts | kScoresOfChosen | kSinks, 0, 2, 128},

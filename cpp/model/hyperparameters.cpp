@@ -207,7 +207,8 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
     }
     if (family.has(kRoutingKeys)) {
         // GLM-4.7-Flash's first files say nothing; other files of its architecture that do so have a softmax.
-        const int blocks = keys.number("block_count", 1, kMostLayers);
+        const int blocks =
+            keys.number("block_count", 1, kMostLayers) - keys.number("nextn_predict_layers", 0, kMostLayers, 0);
         const bool is_flash = family.has(kLatents) && (blocks == 47 || blocks == 48) && file.has_tensor(kEmbedding) &&
                               file.tensor(kEmbedding).ne[1] == 154880;
         const int usual = static_cast<int>(family.has(kSigmoidExperts) || is_flash ? Scores::sigmoid : Scores::softmax);
@@ -434,6 +435,11 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
     }
     if (family.has(kTemperatureScale)) {
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
+        const int length = keys.number("attention.temperature_length", 1, kMostNumbers, h.original_context);
+        if (h.temperature_scale != 0 && length != h.original_context) {
+            file.fail("metadata '" + keys.name("attention.temperature_length") + "' is " + std::to_string(length) +
+                      ", but only the original context of " + std::to_string(h.original_context) + " is supported");
+        }
     }
 }
 

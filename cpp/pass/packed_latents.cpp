@@ -137,12 +137,12 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
     quantized = quantized_heads_.rows(n, values.packing());
     tree_attention(kernel, num_threads, how, rows, mixed_.data(), width, values.integer() ? &quantized : nullptr,
                    attention_scratch_);
-    for (int i = 0; i < n && !values.integer(); ++i) {
+    ThreadPool::shared().run(values.integer() ? 0 : n, threads_for(n * width), [&](int i, int) {
         for (int head = 0; head < num_heads; ++head) {
             std::copy_n(mixed_.data() + i * width + size_t(head) * latent.rank, latent.rank,
                         head_inputs_.data() + (size_t(head) * n + i) * latent.rank);
         }
-    }
+    });
     const size_t result = size_t(num_heads) * latent.value;
     multiply_heads(attention.values, latent.rank, quantized, queries_.data(), latent.value, result);
     return add(x, {queries_.data(), n, result}, attention.output, norm);

@@ -124,8 +124,9 @@ void PackedPass::make_room(int num_rows) {
         ranks_.resize(rows * padded(std::max(latent.rank, latent.query_rank), kBlock));
         queries_.resize(rows * padded(h.num_heads * std::max(latent.query(), latent.value), kBlock));
         heads_.resize(rows * padded(h.num_heads * std::max(h.head_dim, latent.own + latent.value), kBlock));
-        head_inputs_.resize(rows * num_heads * padded(std::max(latent.own, latent.rank), kBlock));
-        quantized_heads_.resize(rows * num_heads * padded(std::max(latent.own, latent.rank), kBlock));
+        const size_t transformed = latent.absorbed ? padded(std::max(latent.own, latent.rank), kBlock) : 0;
+        head_inputs_.resize(rows * num_heads * transformed);
+        quantized_heads_.resize(rows * num_heads * transformed);
     }
     const size_t places = rows * h.experts.used, expert_width = padded(h.experts.width, kBlock);
     scores_.resize(rows * padded(h.experts.count, kBlock));

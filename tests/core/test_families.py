@@ -409,6 +409,7 @@ def poison(name: str) -> Change:
 
 QWEN3, LLAMA, LFM2, QWEN35 = CASES["qwen3"], CASES["llama"], CASES["lfm2"], CASES["qwen35"]
 NEMOTRON, FALCON, QWEN3MOE = CASES["nemotron_h"], CASES["falcon-h1"], CASES["qwen3moe"]
+TEMPERATURE = "attention.temperature_length"
 REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
     "experts": (
@@ -455,6 +456,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         replace(CASES["deepseek2"], latent=(48, 32, 32, 16, 32)),
         None,
         "latent rows of 48 numbers and values of 32 must be multiples of 32",
+    ),
+    "temperature": (
+        replace(CASES["deepseek2-yarn"], metadata=CASES["deepseek2-yarn"].metadata | {TEMPERATURE: 32}),
+        None,
+        f"'deepseek2.{TEMPERATURE}' is 32, but only the original context of 64 is supported",
     ),
     "latents-whole": (
         CASES["deepseek2"],

@@ -230,6 +230,8 @@ CASES: dict[str, RandomModel] = {
         | {
             "rope.scaling.yarn_log_multiplier": 0.0707,
             "rope.scaling.attn_factor": 0.9,
+            "attention.temperature_scale": 0.1,
+            "attention.temperature_length": 64,
             "expert_weights_norm": True,
             "expert_group_count": 4,
             "expert_group_used_count": 2,
