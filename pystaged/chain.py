@@ -19,7 +19,7 @@ _FIRST_LINE = b'{"format": "pystaged chain 1"}\n'
 class Chain:
     """A file of receipts, one per line after the first line.
 
-    sha256: of the whole file, so that nobody can later change, add, remove or reorder a text.
+    sha256: of the whole file, which shows whether a text was changed, added, removed or moved later.
     """
 
     path: Path
@@ -28,17 +28,30 @@ class Chain:
 
     @classmethod
     def save(cls, path: str | Path, receipts: Iterable[Receipt]) -> Chain:
-        """Write a file atomically. Raises OSError; ValueError if a receipt is too large for `load`."""
+        """Write a file atomically.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: there is no receipt, or one is too large for `load`.
+            TypeError: something is no receipt.
+        """
         digest, count = hashlib.sha256(_FIRST_LINE), 0
         with whole_file(Path(path)) as part, part.open("wb") as file:
             file.write(_FIRST_LINE)
             for receipt in receipts:
+                if not isinstance(receipt, Receipt):
+                    raise TypeError(
+                        f"a chain is made of receipts, as [result.receipt for result in results], not of "
+                        f"{type(receipt).__name__}"
+                    )
                 line = json.dumps(json.loads(receipt.to_json()), separators=(",", ":")).encode() + b"\n"
                 if len(line) > MOST_BYTES:
                     raise ValueError(f"receipt {count + 1} would be larger than {MOST_BYTES / 1e6:.0f} MB")
                 file.write(line)
                 digest.update(line)
                 count += 1
+            if not count:
+                raise ValueError("a chain needs at least one receipt")
         return cls(Path(path), count, digest.hexdigest())
 
     @classmethod
@@ -58,6 +71,8 @@ class Chain:
                 raise ValueError(f"{path} ends within a line, so it is not whole")
             digest.update(line)
             count += 1
+        if count == 0:
+            raise ValueError(f"{path} holds no receipts")
         return None if count < 0 else cls(Path(path), count, digest.hexdigest())
 
     def sample(self, most: int | None, seed: int) -> list[int]:

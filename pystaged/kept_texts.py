@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def check(
     return "\n".join([*lines, "  If the new text is right, keep it with pytest --pystaged-update."])
 
 
+def text_of(path: Path) -> str | None:
+    """The text of a file that `check` kept; None for any other file."""
+    with suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(read_small(path, _MOST_BYTES))
+        if isinstance(kept, dict) and kept.get("format") == FORMAT and isinstance(kept.get("text"), str):
+            return str(kept["text"])
+    return None
+
+
 def _read(file: Path, shown: str) -> dict[str, Any] | None:
     try:
         kept = json.loads(read_small(file, _MOST_BYTES))
@@ -111,8 +121,10 @@ def _probability(logprob: float) -> str:
 def _reason(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
     """A sentence on what differs of what a text depends on."""
     if not then or not now:
-        which = "either" if not then and not now else "the kept text" if not then else "the new text"
-        return f"What it depends on cannot be compared: there is no receipt of {which}."
+        which = "neither text has" if not then and not now else f"the {'new' if then else 'kept'} text has not"
+        return (
+            f"Model, prompt and options cannot be compared: {which} a receipt, as no text of the model is that string."
+        )
     found = []
     if then["model"]["sha256"] != now["model"]["sha256"]:
         files = [f"{each['model']['file']} with SHA-256 {each['model']['sha256'][:12]}..." for each in (then, now)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MARKER = "local_llm"
 _FIXTURES = {"local_llm", "local_llm_url", "assert_same_text"}
 _LONGEST_NAME = 180  # characters
+_UNUSABLE = {"n", "progress", "logprobs", "prompt_logprobs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class LocalLLM:
         Raises:
             ValueError: the prompt or an option is invalid, with the engine's message.
         """
+        __tracebackhide__ = True
+        if unusable := sorted(options.keys() & _UNUSABLE):
+            raise ValueError(f"local_llm.generate returns one text and nothing else, so it takes no {unusable[0]}")
         if isinstance(options.get("logit_bias"), Mapping):
             options["logit_bias"] = list(options["logit_bias"].items())
         found = self._server.ask("generate", prompt=prompt, options=options)
@@ -154,6 +158,8 @@ def assert_same_text(request: pytest.FixtureRequest, local_llm: LocalLLM) -> Cal
 
     def assert_same_text(text: str | LocalText, name: str | None = None) -> None:
         __tracebackhide__ = True
+        if not isinstance(text, str | LocalText):
+            raise TypeError(f"assert_same_text takes a string or a result of local_llm, not {type(text).__name__}")
         stem = test if name is None else f"{test}-{name}"
         number = 2
         while (numbered := stem if stem not in used else f"{stem}-{number}") in used:

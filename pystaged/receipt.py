@@ -178,6 +178,8 @@ class Receipt:
         json.dumps(given, ensure_ascii=False).encode()  # refuses lone surrogates
         if isinstance(given, dict) and given.get("format") == KEPT_TEXT:
             given = given.get("receipt")
+            if given is None:
+                raise ValueError("the kept text has none, because no text of the model is that string")
         _check(given, _SHAPE, "")
         config = _config(given["options"])
         _check(given["versions"], dict.fromkeys(current_versions(config.grammar), _WORD), "versions")

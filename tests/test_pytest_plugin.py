@@ -147,6 +147,7 @@ def test_a_difference_is_explained(project: pytest.Pytester) -> None:
 
 
 def test_what_the_application_makes_of_a_text(project: pytest.Pytester) -> None:
+    """Such a text has no receipt, whatever the model wrote before."""
     body = (
         "def test_one(local_llm, assert_same_text):\n"
         "    text = local_llm.generate('def f(x):', max_tokens=8).text\n"
@@ -156,7 +157,9 @@ def test_what_the_application_makes_of_a_text(project: pytest.Pytester) -> None:
     project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
     project.makepyfile(test_it=body.format("+"))
     failed = project.runpytest_subprocess()
-    failed.stdout.fnmatch_lines(["*The model wrote the same text; what was made of it differs."])
+    reason = "neither text has a receipt, as no text of the model is that string."
+    failed.stdout.fnmatch_lines([f"*Model, prompt and options cannot be compared: {reason}"])
+    assert json.loads(kept(project)["test_it/test_one.json"])["receipt"] is None
 
 
 def test_another_model_is_named(project: pytest.Pytester, random_gguf: object) -> None:
@@ -186,6 +189,10 @@ def test_options_that_are_refused(project: pytest.Pytester, monkeypatch: pytest.
     one(project, options="temprature=1")
     failed = project.runpytest_subprocess()
     failed.stdout.fnmatch_lines(["*ValueError: there is no option 'temprature'; did you mean temperature?*"])
+    one(project, options="n=2")
+    project.runpytest_subprocess().stdout.fnmatch_lines(["*so it takes no n"])
+    project.makepyfile(test_it="def test_one(assert_same_text):\n    assert_same_text(None)\n")
+    project.runpytest_subprocess().stdout.fnmatch_lines(["*TypeError: assert_same_text takes a string or a result *"])
     monkeypatch.setenv("CI", "true")
     refused = project.runpytest_subprocess("--pystaged-update")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR

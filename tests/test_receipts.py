@@ -636,6 +636,17 @@ def test_a_chain_is_not_trusted(several: list[Receipt], tmp_path: Path, monkeypa
         pystaged.Chain.load(file)
 
 
+def test_chains_that_cannot_be(several: list[Receipt], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a chain needs at least one receipt"):
+        pystaged.Chain.save(tmp_path / "empty", [])
+    assert not (tmp_path / "empty").exists()
+    (tmp_path / "empty").write_text('{"format": "pystaged chain 1"}\n')
+    with pytest.raises(ValueError, match="holds no receipts"):
+        pystaged.Chain.load(tmp_path / "empty")
+    with pytest.raises(TypeError, match=r"a chain is made of receipts, as .* not of tuple"):
+        pystaged.Chain.save(tmp_path / "empty", [several[0].prompt])  # type: ignore[list-item]
+
+
 def test_samples_of_a_chain_are_verified(several: list[Receipt], path: Path, tmp_path: Path) -> None:
     file = tmp_path / "it"
     verify = partial(here, "verify", file, "--model", path)
@@ -663,5 +674,5 @@ def test_samples_of_a_chain_are_verified(several: list[Receipt], path: Path, tmp
 def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:
     kept = {"format": "pystaged text 1", "text": "", "logprobs": [], "receipt": json.loads(sampled.to_json())}
     assert Receipt.from_json(json.dumps(kept)) == sampled
-    with pytest.raises(ValueError, match="a receipt must be an object"):
+    with pytest.raises(ValueError, match="the kept text has none, because no text of the model is that string"):
         Receipt.from_json(json.dumps(kept | {"receipt": None}))

@@ -19,9 +19,10 @@ from pystaged.chain import Chain
 from pystaged.cli.console import draft_name, model_name, report
 from pystaged.cli.options import Threads, check_device
 from pystaged.config import SamplingConfig
+from pystaged.kept_texts import text_of
 from pystaged.loading import names
 from pystaged.loading.seen import SeenModel
-from pystaged.receipt import Receipt
+from pystaged.receipt import Receipt, text_hash
 from pystaged.repeating import Difference, check_model, find_model, promise
 from pystaged.sampling import bind
 
@@ -30,7 +31,9 @@ def verify(
     receipt: Annotated[
         Path,
         typer.Argument(
-            help="Receipt written by `generate --receipt`, or a chain of receipts.", metavar="FILE", show_default=False
+            help="Receipt written by `generate --receipt`, a text that a test keeps, or a chain of receipts.",
+            metavar="FILE",
+            show_default=False,
         ),
     ],
     model: Annotated[
@@ -62,7 +65,7 @@ def verify(
         int | None, typer.Option(min=1, help="Texts of a chain to verify; all by default.", show_default=False)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed that draws the sample; by default a new one.", show_default=False)
+        int | None, typer.Option(min=0, help="Seed that draws the sample; by default a new one.", show_default=False)
     ] = None,
 ) -> None:
     """Generate the text of a receipt again on this machine, and compare.
@@ -127,8 +130,12 @@ def verify(
         if chain is None:
             if sample is not None or seed is not None:
                 raise typer.BadParameter(f"--sample and --seed are for receipt chains; {receipt} is none")
-            said, is_same = verified(Receipt.load(receipt))
+            expected = Receipt.load(receipt)
+            said, is_same = verified(expected)
             typer.echo(said)
+            kept = text_of(receipt)
+            if kept is not None and text_hash(kept) != expected.text_sha256:
+                typer.echo("the kept text is what an application made of this one, which is not checked")
             raise typer.Exit(0 if is_same else 1)
         typer.echo(f"chain of {chain.count} texts, SHA-256 {chain.sha256}")
         seed = secrets.randbits(32) if seed is None else seed

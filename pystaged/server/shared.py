@@ -237,12 +237,11 @@ class _Texts:
         }
 
     def receipt(self, text: str) -> dict[str, Any]:
-        """The receipt of the user's newest text that is this one up to white space around it, else of the newest."""
-        found = list(self._texts.get(_user.get(), ()))[::-1]
-        found = [each for each in found if each.text.strip() == text.strip()] or found
-        if not found or found[0].origin is None:
+        """The receipt of the user's newest text that is this one up to white space around it; None without one."""
+        found = [each for each in self._texts.get(_user.get(), ()) if each.text.strip() == text.strip()]
+        if not found or found[-1].origin is None:
             return {"receipt": None}
-        return {"receipt": json.loads(found[0].receipt.to_json())}
+        return {"receipt": json.loads(found[-1].receipt.to_json())}
 
     def score(self, before: list[int], tokens: list[int]) -> dict[str, Any]:
         """Log-probabilities and texts of tokens after others."""
