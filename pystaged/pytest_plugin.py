@@ -132,7 +132,7 @@ def local_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     except (SharedServerError, ValueError) as error:
         pytest.fail(
             f"the local model {model!r} cannot be used: {error}\n"
-            "The setting pystaged_model of pytest, or --pystaged-model, names another.",
+            "It is what pytest's settings pystaged_model (or --pystaged-model), pystaged_n_ctx and pystaged_kv say.",
             pytrace=False,
         )
     yield LocalLLM(server, model)
