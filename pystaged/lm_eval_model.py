@@ -100,6 +100,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether it is greedy; contexts are cut from the left."""
         texts = [[*context, *more][-self._engine.n_ctx :] for _, context, more in requests]
+        if too_long := [len(more) for _, _, more in requests if len(more) >= self._engine.n_ctx]:
+            raise ValueError(
+                f"a continuation of {too_long[0]} tokens does not fit in a context of {self._engine.n_ctx}; pass a "
+                "larger max_length"
+            )
         found: list[tuple[float, bool]] = []
         for first in range(0, len(texts), self._most):
             scored = self._engine.generate(
@@ -118,7 +123,9 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         del disable_tqdm
         found = []
         for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._engine.n_ctx - 1, 1)
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, False), self.prefix_token_id, self._engine.n_ctx - 1, 1
+            )
             pairs = [("", *pair) for pair in map(make_disjoint_window, windows)]
             found.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
         return found

@@ -29,9 +29,17 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def loadable_memory(root: Path = Path("/")) -> int:
-    """Bytes that a model may take: available_memory(), but all memory on systems that do not say what is free."""
-    free = available_memory(root)
-    return free if (root / "proc/meminfo").exists() else 2 * free
+    """Bytes that a model may take at most: the memory of this machine, or of this container."""
+    try:
+        most = 1024 * _field(root / "proc/meminfo", "MemTotal:")
+    except (OSError, ValueError):
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):
+        group = _group(root)
+        for folder in [group, *group.parents]:
+            with suppress(OSError, ValueError):
+                most = min(most, int((folder / "memory.max").read_text()))
+    return most
 
 
 def _group(root: Path) -> Path:

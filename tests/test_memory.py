@@ -57,7 +57,7 @@ def test_here() -> None:
 def test_a_model_that_does_not_fit(bundled_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = bundled_target.stat().st_size
     monkeypatch.setattr("pystaged.loading.bundle.loadable_memory", lambda: size - 1)
-    with pytest.raises(DeviceError, match="GB are free; end other programs, or use a file of a smaller type"):
+    with pytest.raises(DeviceError, match=r"and there are .* GB; use a file of a smaller type"):
         pystaged.load(bundled_target, draft=None)
     monkeypatch.setattr("pystaged.loading.bundle.loadable_memory", lambda: size)
     pystaged.load(bundled_target, draft=None).close()

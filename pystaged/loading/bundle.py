@@ -235,9 +235,9 @@ def _load(
 
 def _check_memory(path: Path) -> None:
     """Raise DeviceError if a model's weights do not fit in this machine's memory: it would swap without end."""
-    need, free = sum(file.size for file in SeenModel.now(path).files), loadable_memory()
-    if need > free:
+    need, most = sum(file.size for file in SeenModel.now(path).files), loadable_memory()
+    if need > most:
         raise DeviceError(
-            f"{path} needs {need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; end other programs, or use "
-            "a file of a smaller type, such as `pystaged quantize` makes"
+            f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "
+            "type, such as `pystaged quantize` makes"
         )

@@ -379,7 +379,7 @@ def _packed(folder: Path, wanted: Wanted, source: str, stored: Mapping[str, Stor
     """Plan a tensor of experts in MXFP4; None if the checkpoint has it in another type."""
     names = [source + suffix for suffix in _PACKED]
     blocks, scales = (stored.get(name) for name in names)
-    if not blocks or not scales:
+    if not blocks or not scales or len(wanted.stored) != 3:
         return None
     experts, inputs, outputs = wanted.stored
     for name, found, size in zip(
@@ -412,7 +412,7 @@ def _tensor(
     name = wanted.part
     transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
     sizes = wanted.stored or (wanted.shape[::-1] if transposed else wanted.shape)
-    sizes = sizes[1:] if len(sources) > 1 else sizes
+    sizes = sizes[1:] if "*" in wanted.source else sizes
     for source in sources:
         if all_stored[source].shape != sizes:
             shape_found = list(all_stored[source].shape)

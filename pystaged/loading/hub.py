@@ -91,6 +91,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
 def _convert(repository: _Repository, kind: str) -> Path:
     """A checkpoint of the hub as a model in the cache."""
     from pystaged.loading import feature_drafts  # noqa: PLC0415  imports gguf and safetensors, as the next does
+    from pystaged.loading.config_reader import language_part  # noqa: PLC0415
     from pystaged.loading.convert import (  # noqa: PLC0415
         CONFIG,
         INDEX,
@@ -106,8 +107,10 @@ def _convert(repository: _Repository, kind: str) -> Path:
     out = cache.repository_folder(name) / f"{stem}.{kind.upper()}.gguf"
     if cache.is_current(out, repository.revision):
         return out
-    config = repository.fetch(CONFIG)
-    is_draft = check(read_json(config), Path(f"{name}/{CONFIG}"), kind)
+    fetched, config_path = repository.fetch(CONFIG), Path(f"{name}/{CONFIG}")
+    config = read_json(fetched)
+    check(config, config_path, kind)
+    is_draft = feature_drafts.Numbers.of(language_part(config), config_path) is not None
     if is_draft:
         feature_drafts.check_files(name, repository.files)
     weights = [WEIGHTS if WEIGHTS in repository.files else PICKLED]
@@ -120,7 +123,7 @@ def _convert(repository: _Repository, kind: str) -> Path:
     if out.is_symlink():  # to a file of that name that the repository had before
         out.unlink()
     about = About(stem, repository.license, f"{_endpoint()}/{name}")
-    quantize_checkpoint(config.parent, out, kind, about=about, progress=repository.progress)
+    quantize_checkpoint(fetched.parent, out, kind, about=about, progress=repository.progress)
     cache.save_source(out, repository.revision, repository.license)
     return out
 

@@ -16,6 +16,7 @@ from pystaged.loading.recurrent import Change, Floats, Metadata, Recurrence
 
 _ORIGINAL = "original_max_position_embeddings"
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_MOST_EXPERTS = 4096
 _UNLIMITED = 1 << 20  # llama.cpp's context length of a model without positions
 AHEAD = "mtp."  # begins the names of tensors for multi-token prediction, beside the model's
 _BARE = {
@@ -128,6 +129,8 @@ class Shape:
         if family.experts:
             experts, expert_width = number(family.experts.count), number(family.experts.width)
             used = number(family.experts.used)
+            if experts > _MOST_EXPERTS:
+                raise ValueError(f"{path}: {family.experts.count} is {experts}, beyond {_MOST_EXPERTS}")
             if used > experts:
                 raise ValueError(f"{path}: {family.experts.used} is {used}, but there are {experts} experts")
             metadata |= {

@@ -130,6 +130,13 @@ def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path) -> Non
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 
+def test_a_checkpoint_with_experts_in_mxfp4_comes_with_its_tokenizer(online: Hub, tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "checkpoint", "gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": "gpt_oss"}})
+    hub.pull(TINY)
+    assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
+
+
 @pytest.mark.parametrize("form", ["AngelSlim", "Speculators"])
 def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form: str) -> None:
     folder = write_form(tmp_path / "draft", FORMS[form]())
