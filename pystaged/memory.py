@@ -17,14 +17,11 @@ def available_memory(root: Path = Path("/")) -> int:
         free = 1024 * _field(root / "proc/meminfo", "MemAvailable:")
     except (OSError, ValueError):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    # A container may have a lower limit.
-    with suppress(OSError, ValueError):
-        group = _group(root)
-        for folder in [group, *group.parents]:
-            with suppress(OSError, ValueError):
-                # memory.max is "max", which int() refuses, without a limit. Inactive file pages can be freed at once.
-                used = int((folder / "memory.current").read_text()) - _field(folder / "memory.stat", "inactive_file")
-                free = min(free, int((folder / "memory.max").read_text()) - used)
+    for folder in _groups(root):  # a container may have a lower limit
+        with suppress(OSError, ValueError):
+            # memory.max is "max", which int() refuses, without a limit. Inactive file pages can be freed at once.
+            used = int((folder / "memory.current").read_text()) - _field(folder / "memory.stat", "inactive_file")
+            free = min(free, int((folder / "memory.max").read_text()) - used)
     return max(free, 0)
 
 
@@ -34,20 +31,20 @@ def loadable_memory(root: Path = Path("/")) -> int:
         most = 1024 * _field(root / "proc/meminfo", "MemTotal:")
     except (OSError, ValueError):
         most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):
-        group = _group(root)
-        for folder in [group, *group.parents]:
-            with suppress(OSError, ValueError):
-                most = min(most, int((folder / "memory.max").read_text()))
+    for folder in _groups(root):
+        with suppress(OSError, ValueError):
+            most = min(most, int((folder / "memory.max").read_text()))
     return most
 
 
-def _group(root: Path) -> Path:
-    """Folder of this process's control group."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return root / "sys/fs/cgroup" / line[3:].lstrip("/")
-    raise ValueError("there are no control groups of version 2")
+def _groups(root: Path) -> list[Path]:
+    """Folders of this process's control group and of those around it; none without groups of version 2."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = root / "sys/fs/cgroup" / line[3:].lstrip("/")
+                return [group, *group.parents]
+    return []
 
 
 def _field(path: Path, name: str) -> int:

@@ -40,6 +40,7 @@ def test_control_groups(root: Path) -> None:
     assert available_memory(root) == 800 * MIB
     grant(root, "a", str(500 * MIB), used=100 * MIB, inactive_file=30 * MIB)
     assert available_memory(root) == 430 * MIB
+    assert loadable_memory(root) == 500 * MIB
     grant(root, "a/b", str(200 * MIB), used=300 * MIB)
     assert available_memory(root) == 0
 
