@@ -27,6 +27,7 @@ class Growth:
     cells: past length: tokens of the sequence before the root, which every pass attends to.
     experts: of a mixture, when nodes are kept: the distinct experts that the first n of them with the root are
     predicted to use, n from 0 on; then the scores are in the order of the nodes' gain by seconds.
+    child: the share of the last expanded node's score that its best child has; 0 if it has none.
     """
 
     scores: Sequence[float]
@@ -35,6 +36,7 @@ class Growth:
     seconds: float
     cells: int = 0
     experts: Sequence[float] | None = None
+    child: float = 0.0
 
 
 class TreePolicy(Protocol):
@@ -146,8 +148,8 @@ class GainPolicy:
         size, rate = self._best_size(growth)
         if size >= self._budget:
             return 0
-        # A leaf's best child adds about this share of the leaf's score, and one row for the target.
-        child = 0.75
+        # A leaf's best child adds about this share of the leaf's score, and one row for the target. Copies have more.
+        child = max(0.75, growth.child)
         texts, cells = self._batch.sequences, growth.cells
         row_cost = rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
         best_width, best_gain, gain = 0, 0.0, 0.0

@@ -75,6 +75,7 @@ class TreeDrafter:
         self._tree: GrowingTree | None = None  # the last tree until its outcome is known
         self._ranked: list[tuple[float, int]] = []  # negative score and node of each guess, ascending
         self._leaves: list[tuple[float, int]] = []  # those of them that can be expanded
+        self._child = 0.0  # as in Growth
         self._asked = False  # whether proposers were asked for a guess after the root
 
     def work(self) -> dict[str, DrafterStats]:
@@ -213,7 +214,7 @@ class TreeDrafter:
 
     def _growth(self, passes: int, seconds: float) -> Growth:
         scores, leaves = ([-score for score, _ in each] for each in (self._ranked, self._leaves))
-        return Growth(scores, leaves, passes, seconds, self._length - 1)
+        return Growth(scores, leaves, passes, seconds, self._length - 1, child=self._child)
 
     def _keep(self, tree: GrowingTree, growth: Growth) -> list[int]:
         """The nodes to verify, parents before children."""
@@ -244,11 +245,13 @@ class TreeDrafter:
 
     def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> None:
         """Add a node's candidates as its children."""
+        self._child = 0.0
         if not candidates.scores:
             return
         depth, believed = tree.nodes[node].depth, tree.nodes[node].score
         cells = self._calibration.cells(candidates.source, list(candidates.scores.values()))
         rates = self._calibration.rates
+        self._child = rates[cells[0]]
         for token, cell in islice(zip(candidates.scores, cells, strict=True), self._children):
             score = believed * rates[cell]
             child = tree.add(node, token, score, self._stage, cell)

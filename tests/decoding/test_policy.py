@@ -48,6 +48,13 @@ def test_gain_policy_expands_likely_leaves_only() -> None:
     assert budget.keep(Growth([0.9, 0.9, 0.9], [], 1, 0.001)) == 2
 
 
+def test_copies_grow_on_where_a_row_costs_nearly_what_a_token_gains() -> None:
+    policy = GainPolicy(PassCost({1: 0.081, 8: 0.141, 16: 0.256}), DRAFT)
+    scores = [0.99**i for i in range(1, 8)]
+    assert policy.expand(Growth(scores, [scores[-1]], 7, 0.0)) == 0
+    assert policy.expand(Growth(scores, [scores[-1]], 7, 0.0, child=0.99)) == 1
+
+
 def test_a_long_text_drafts_as_much_as_pays_there() -> None:
     growths = [Growth([0.9**i for i in range(1, 20)], [0.4], 1, 0.001, cells) for cells in (0, 1000, 4000, 16_000)]
 
