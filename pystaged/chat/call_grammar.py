@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pystaged.chat.calls import Schemas, is_text, listed
+from pystaged.chat.calls import BARE_KEY, KEYWORD, Schemas, is_text, listed
 from pystaged.chat.turn import Dialect
 from pystaged.definitions import GrammarError
 
@@ -94,7 +94,7 @@ def _xml(grammar: _Grammar, name: str, schema: Any) -> str:
     """Arguments between tags, in the order of the schema."""
     form = grammar.dialect.form
     parts = []
-    for i, (key, each, required) in enumerate(_members(schema)):
+    for i, (key, each, required) in enumerate(_members(schema, r"[^<>\n]+")):
         own = f"{name}_{i}"
         if is_text(each):
             value = grammar.texts(each, form.member_end)
@@ -124,7 +124,7 @@ def _gemma(grammar: _Grammar, name: str, schema: Any) -> str:
             return grammar.json(f"{own}_value", each)
         return "value"
 
-    members = sorted(_members(schema))
+    members = sorted(_members(schema, BARE_KEY))
     if not members and _is_open(schema):
         return "object"
     return f'"{{" {_separated(grammar, name, members, ":", ",", value)} "}}"'
@@ -138,7 +138,7 @@ def _python(grammar: _Grammar, name: str, schema: Any) -> str:
             return '("True" | "False")' if each["type"] == "boolean" else '"None"'
         return grammar.json(f"{own}_value", each)
 
-    members = _members(schema)
+    members = _members(schema, KEYWORD)
     if not members and _is_open(schema):
         pair = grammar.rule(f"{name}_any", f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {grammar.json(f"{name}_value", {})}')
         return f'({pair} (", " {pair})*)?'
@@ -170,14 +170,23 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
     return schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False
 
 
-def _members(schema: Mapping[str, Any]) -> Sequence[tuple[str, Any, bool]]:
-    """Name, schema and necessity of an object's members; the schemas with the definitions that they may refer to."""
+def _members(schema: Mapping[str, Any], readable: str) -> Sequence[tuple[str, Any, bool]]:
+    """Name, schema and necessity of an object's members; the schemas with the definitions that they may refer to.
+    Members whose names do not match a pattern could not be read back, and are left out.
+
+    Raises:
+        GrammarError: such a member is required.
+    """
     properties, required = schema.get("properties"), schema.get("required")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     found = properties if isinstance(properties, Mapping) else {}
     members = []
     for key, each in found.items():
+        if not re.fullmatch(readable, key):
+            if key in needed:
+                raise GrammarError(f"this model's calls cannot name the argument {key!r}; rename it")
+            continue
         own = dict(each) if isinstance(each, Mapping) else {}
         refers = bool(shared) and '"$ref"' in json.dumps(own)  # else many members would repeat long definitions
         members.append((key, own | shared if refers else own, key in needed))

@@ -108,7 +108,7 @@ def _ended(source: Source, form: CallForm) -> Parser[None]:
 def _another(source: Source) -> Parser[bool]:
     """Whether another JSON object follows in a list."""
     while True:
-        yield from source.skip_space()
+        yield from source.space()
         if source.text[:1] not in (",", ";", "]") or not source.text:
             return source.text[:1] == "{"
         source.take(1)
@@ -209,8 +209,8 @@ def _harmony_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
     yield "call", head[1]
     if (yield from _json_value(source)):
         yield "end", ""
-        yield from source.skip_space()
-        if (yield from _starts(source, form.end)):
+        yield from source.space()
+        if (yield from source.starts(form.end)):
             source.take(len(form.end))
     return True
 
@@ -260,17 +260,10 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     yield "arguments", "{}" if separator == "{" else "}"
     yield "end", ""
     if mark == closes != form.end:
-        yield from source.skip_space()
-        if (yield from _starts(source, form.end)):
+        yield from source.space()
+        if (yield from source.starts(form.end)):
             source.take(len(form.end))
     return True
-
-
-def _starts(source: Source, mark: str) -> Parser[bool]:
-    """Whether a mark comes next."""
-    while len(source.text) < len(mark) and mark.startswith(source.text) and (yield from source.more()):
-        pass
-    return source.text.startswith(mark)
 
 
 def is_text(schema: Any) -> bool:
@@ -313,7 +306,8 @@ def _dumped(words: str) -> str:
 
 
 _GEMMA_HEAD = _pattern(r" call: ([\w.-]{1,128}) (?=\{)")
-_GEMMA_TOKEN = re.compile(r'\s+|[{}\[\],:]|(?P<word>[^\s{}\[\],:"<]+)(?=(?P<is_key>:)|[\s{}\[\],"<])')
+BARE_KEY = r'[^\s{}\[\],:"<]+'
+_GEMMA_TOKEN = re.compile(rf'\s+|[{{}}\[\],:]|(?P<word>{BARE_KEY})(?=(?P<is_key>:)|[\s{{}}\[\],"<])')
 
 
 _GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
@@ -339,7 +333,7 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
     yield "call", head[1]
     depth, word = 0, ""
     while depth or not word:
-        if (yield from _starts(source, form.quote)):
+        if (yield from source.starts(form.quote)):
             source.take(len(form.quote))
             yield "arguments", '"'
             if not (yield from source.until((form.quote,), "arguments", lambda part: _dumped(part)[1:-1])):
@@ -361,16 +355,17 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
             word = _dumped(word) if found["is_key"] else _value(word)
         yield "arguments", word
     yield "end", ""
-    if (yield from _starts(source, form.end)):
+    if (yield from source.starts(form.end)):
         source.take(len(form.end))
     return True
 
 
-_PYTHON_HEAD = _pattern(r""" \[? (?:(?=\{)|([^\s()\[\]{}<>'"=,:]{1,128}) \( (?=\)|[^\s()\[\]{}<>'"=,:]{1,128} =))""")
-_KEY, _KEY_BEGUN = _pattern(r"""([^\s()\[\]{}<>'"=,:]{1,128}) ="""), _pattern(r"""[^\s()\[\]{}<>'"=,:]{1,128} """)
+_FIRST = r"""[^\s()\[\]{}<>'"=,:]"""
+KEYWORD = rf"{_FIRST}(?:[^\n()\[\]{{}}<>'\"=,:]{{0,126}}{_FIRST})?"  # may have spaces within, though not in Python
+_KEY, _KEY_BEGUN = re.compile(rf"({KEYWORD})\s{{0,32}}="), re.compile(rf"{_FIRST}[^()\[\]{{}}<>'\"=,:]{{0,160}}")
+_PYTHON_HEAD = _pattern(rf" \[? (?:(?=\{{)|({_FIRST}{{1,128}}) \( (?=\)|{KEYWORD} =))")
 _WORD = re.compile(r"""[^\s()\[\]{}'"=,:]+(?=[\s()\[\]{}'"=,:])""")
 _WORD_ENDS = re.compile(r"""[\s()\[\]{}'"=,:]""")
-_VISIBLE = re.compile(r"\S")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {each: each for each in "\\'\"/"}
 _HEXADECIMAL = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")
@@ -399,7 +394,7 @@ def _python_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[boo
 
 def _next(source: Source) -> Parser[str]:
     """The next character after white space, which is skipped; "" at the end."""
-    yield from source.skip_space()
+    yield from source.space()
     return source.text[:1]
 
 
@@ -487,12 +482,11 @@ def _python_text(source: Source) -> Parser[bool]:
     yield "arguments", '"'
     while mark := (yield from source.until(("\\", quote), "arguments", lambda part: _dumped(part)[1:-1])):
         if mark == quote:
-            if not source.text.strip():
-                yield from _waits(source, _VISIBLE)
-            if source.text.lstrip()[:1] in ("", *",)]}:"):
+            space = yield from source.space()
+            if source.text[:1] in ("", *",)]}:"):
                 yield "arguments", '"'
                 return True
-            yield "arguments", _dumped(mark)[1:-1]
+            yield "arguments", _dumped(mark + space)[1:-1]
             continue
         while len(source.text) < (5 if source.text[:1] == "u" else 3) and (yield from source.more()):
             pass

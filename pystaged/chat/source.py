@@ -35,12 +35,20 @@ class Source:
         yield None
         return True
 
-    def skip_space(self) -> Parser[None]:
-        """Read white space."""
+    def space(self) -> Parser[str]:
+        """Read white space; returns it."""
+        found: list[str] = []
         while True:
-            self.text = self.text.lstrip()
+            words = self.text.lstrip()
+            found.append(self.take(len(self.text) - len(words)))
             if self.text or not (yield from self.more()):
-                return
+                return "".join(found)
+
+    def starts(self, mark: str) -> Parser[bool]:
+        """Whether a mark comes next."""
+        while len(self.text) < len(mark) and mark.startswith(self.text) and (yield from self.more()):
+            pass
+        return self.text.startswith(mark)
 
     def until(
         self, marks: Sequence[str], kind: Kind, spelled: Callable[[str], str] = str, *, trims: bool = False
@@ -52,21 +60,26 @@ class Source:
             spelled: converts each part of the text.
             trims: leave out white space at the end.
         """
+        held: list[str] = []  # white space
         while True:
             found = min(((at, mark) for mark in marks if (at := self.text.find(mark)) >= 0), default=None)
             certain = found[0] if found else len(self.text) - self._begun(marks)
             words = self.take(certain)
-            if trims and (found is not None or not self.ended):
+            if trims:
                 kept = words.rstrip()
-                self.trimmed, words = words[len(kept) :], kept
-                self.text = ("" if found else self.trimmed) + self.text
+                space, words = words[len(kept) :], ""
+                if kept:
+                    words = "".join([*held, kept])
+                    held.clear()
+                held.append(space)
             if words:
                 yield kind, spelled(words)
             if found:
+                self.trimmed = "".join(held)
                 return self.take(len(found[1]))
             if not (yield from self.more()):
-                if self.text:
-                    yield kind, spelled(self.take(len(self.text)))
+                if rest := "".join([*held, self.take(len(self.text))]):
+                    yield kind, spelled(rest)
                 return ""
 
     def collected(self, marks: Sequence[str]) -> Parser[tuple[str, str]]:

@@ -179,9 +179,9 @@ def _turn(
         yield from _messages(source, form, schemas)
         return
     if thinking is not None and (is_open or (yield from _begins(source, thinking.begin))):
-        yield from source.skip_space()
+        yield from source.space()
         yield from source.until((thinking.end,), "reasoning", trims=True)
-        yield from source.skip_space()
+        yield from source.space()
     if form is None:
         yield from source.until((), "text")
         return
@@ -191,7 +191,7 @@ def _turn(
         space, is_inside = source.trimmed, mark == "<function="
         source.text = mark + source.text if is_inside else source.text
         if (yield from form.parse(source, form, schemas)):
-            yield from source.skip_space()
+            yield from source.space()
         else:
             source.text = source.text.removeprefix(mark) if is_inside else source.text
             yield "text", space + mark
@@ -224,11 +224,7 @@ def _begins_header(source: Source) -> Parser[bool]:
 
 def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:
     """Whether a mark comes next, after white space; if so, read it."""
-    while True:
-        words = source.text.lstrip()
-        if words.startswith(mark):
-            if takes:
-                source.text = words[len(mark) :]
-            return True
-        if not mark.startswith(words) or not (yield from source.more()):
-            return False
+    space = yield from source.space()
+    found = yield from source.starts(mark)
+    source.text = source.text[len(mark) :] if found and takes else space + source.text
+    return found

@@ -18,6 +18,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat import calls
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
+from pystaged.chat.source import Parser, Source
 from pystaged.chat.turn import CHANNELS, Dialect, Thinking, TurnReader, quoted
 from pystaged.config import Grammar
 from pystaged.definitions import GrammarError
@@ -474,6 +475,8 @@ ARGUMENTS: dict[str, Any] = {
         "size": {"type": "integer"},
         "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
         "force": {"type": "boolean"},
+        "at most": {"type": "integer"},
+        "a=b:c>": {"type": "integer"},
     },
     "required": ["mode", "path", "size"],
     "$defs": {"tag": {"enum": ["a"]}},
@@ -533,6 +536,7 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
                 assert found == {}
             if name == "open.file":
                 assert {"path", "mode", "size"} <= found.keys() <= ARGUMENTS["properties"].keys()
+                assert form.style == "json" or "a=b:c>" not in found
                 assert isinstance(found["path"], str)
                 assert found["mode"] in ("read", "write")
                 assert isinstance(found["size"], int)
@@ -550,6 +554,42 @@ def test_a_list_of_values_that_is_none_is_ignored(form: CallForm, values: Any) -
         for more in ({}, {"enum": values})
     ]
     assert form in (HERMES, LFM2) or texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("form", "name"), [(XML, "a>"), (GEMMA4, "at most"), (LFM2, "a=b")])
+def test_required_arguments_that_cannot_be_read_back_are_refused(form: CallForm, name: str) -> None:
+    schema = {"properties": {name: {"type": "integer"}}, "required": [name]}
+    with pytest.raises(GrammarError, match=f"argument '{name}'; rename it"):
+        call_grammar(Dialect(form, None, {}), {"f": schema}, several=True)
+
+
+def test_arguments_with_spaces_in_their_names() -> None:
+    text = "<|tool_call_start|>[write(at most=3, path ='a')]<|tool_call_end|>"
+    assert split(text, form=LFM2) == [("write", '{"at most": 3, "path": "a"}', True)]
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [
+        (HERMES, "So.", "<tool_call>"),  # before a mark
+        (LLAMA, "", "{"),  # before a call without one
+        (LFM2, "<|tool_call_start|>[write(path='a'", ")]"),  # behind a quote, which may be within the string
+        (HERMES, "<think>", "</think>"),
+    ],
+)
+def test_white_space_is_not_read_again_with_each_piece(
+    form: CallForm, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest, more = 0, Source.more
+
+    def counted(source: Source) -> Parser[bool]:
+        nonlocal longest
+        longest = max(longest, len(source.text))
+        return (yield from more(source))
+
+    monkeypatch.setattr(Source, "more", counted)
+    read([before, *" \n" * 500, after], form=form, thinking=THINK)
+    assert longest < 100  # characters that the next piece is read with
 
 
 def test_definitions_are_repeated_only_where_they_are_needed() -> None:
