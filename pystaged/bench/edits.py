@@ -69,7 +69,7 @@ def from_repository(folder: Path, limit: int) -> list[Edit]:
     for commit in _git(folder, "log", "--no-merges", "--format=%H", "HEAD").split():
         shown = _git(folder, "show", "--format=", "-U0", "--no-renames", "--diff-filter=M", commit, "--", "*.py")
         for part in re.split(r"^diff --git .*\n", shown, flags=re.M)[1:]:
-            named = re.search(r"^--- a/(.*)$", part, re.M)
+            named = re.search(r"^--- a/(.*?)\t?$", part, re.M)  # git ends names that have spaces by a tab
             if named:
                 text = _git(folder, "show", f"{commit}^:{named[1]}")
                 edits += _edits(named[1], text.splitlines(keepends=True), part)[:1]
@@ -82,7 +82,8 @@ def from_repository(folder: Path, limit: int) -> list[Edit]:
 
 def _git(folder: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True)
+        command = ["git", "-C", str(folder), "-c", "core.quotePath=off", *arguments]
+        done = subprocess.run(command, capture_output=True, check=True)
     except OSError as error:
         raise ValueError(f"git cannot be run: {error}; install it, or leave --repo out") from error
     except subprocess.CalledProcessError as error:

@@ -16,6 +16,7 @@ from pystaged.bench.edits import Edit, from_repository, measure, ngram_simple, p
 from pystaged.cli import app
 from pystaged.decoding.cost import PassCost
 
+NAME = "\u00e4 b.py"
 LINES = [f"line {i}\n" for i in range(60)]
 
 
@@ -28,9 +29,9 @@ def git(folder: Path, *arguments: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A repository with one commit that changes two distant places of a file."""
     git(tmp_path, "init", "-q")
-    file = tmp_path / "a.py"
+    file = tmp_path / NAME
     file.write_text("".join(LINES))
-    git(tmp_path, "add", "a.py")
+    git(tmp_path, "add", NAME)
     git(tmp_path, "commit", "-qm", "first")
     file.write_text("".join([*LINES[:5], "new\n", *LINES[6:40], *LINES[41:]]))
     git(tmp_path, "commit", "-qam", "second")
@@ -41,7 +42,7 @@ def test_edits_of_a_repository(clone: Path) -> None:
     [edit] = from_repository(clone, 5)
     assert edit.before == "".join(LINES[:21])
     assert edit.after == "".join([*LINES[:5], "new\n", *LINES[6:21]])
-    assert (edit.path, edit.other_before, edit.other_after) == ("a.py", LINES[40], "")
+    assert (edit.path, edit.other_before, edit.other_after) == (NAME, LINES[40], "")
 
 
 def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
