@@ -154,7 +154,6 @@ SETTINGS = {
 # HTTP paths of Ollama, LM Studio and llama-server.
 ADDRESSES = {
     "/api/embeddings": "use /api/embed",
-    "/api/ps": "use /api/tags",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
     "/api/v0/models": "use /v1/models",

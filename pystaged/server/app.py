@@ -46,6 +46,7 @@ _GIVEN: dict[str, Callable[[State], Any]] = {
     "/tokenizer_info": about.tokenizer_info,
     "/api/version": ollama.version,
     "/api/tags": ollama.tags,
+    "/api/ps": ollama.running,
 }
 _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/v1/messages/count_tokens": messages.count,

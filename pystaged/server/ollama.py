@@ -42,6 +42,7 @@ VERSION = "0.12.6"  # of Ollama, whose interface this is; clients refuse older o
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"images": ([],), "template": ("",), "context": ([],)}
 _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,)}
+_NEVER = "9999-12-31T23:59:59Z"
 _FIRST, _LAST = {"done": False}, {"done": True}
 
 
@@ -150,19 +151,34 @@ class ModelDetails(TypedDict):
     quantization_level: str
 
 
-class OllamaModel(TypedDict):
+class _Named(TypedDict):
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     details: ModelDetails
+
+
+class OllamaModel(_Named):
+    modified_at: str
+
+
+class RunningModel(_Named):
+    expires_at: str
+    size_vram: int
+    context_length: int
 
 
 class OllamaModels(TypedDict):
     """The list of models, which has one."""
 
     models: list[OllamaModel]
+
+
+class RunningModels(TypedDict):
+    """The list of loaded models, which has one."""
+
+    models: list[RunningModel]
 
 
 class Shown(TypedDict):
@@ -199,16 +215,14 @@ def version(state: State) -> Version:
 
 def tags(state: State) -> OllamaModels:
     """List the server's model."""
-    name = state.settings.name
-    named: OllamaModel = {
-        "name": name,
-        "model": name,
-        "modified_at": _moment(state.created),
-        "size": state.engine.model.file_bytes,
-        "digest": state.fingerprint,
-        "details": _details(state),
-    }
-    return {"models": [named]}
+    return {"models": [{**_named(state), "modified_at": _moment(state.created)}]}
+
+
+def running(state: State) -> RunningModels:
+    """List the server's model, which stays loaded."""
+    named, engine = _named(state), state.engine
+    video = named["size"] if engine.model.devices else 0
+    return {"models": [{**named, "expires_at": _NEVER, "size_vram": video, "context_length": engine.n_ctx}]}
 
 
 def show(state: State, request: ShowRequest) -> Shown:
@@ -424,6 +438,17 @@ class TextAnswer(_Answer):
 
 def _call(block: Block) -> dict[str, Any]:
     return {"function": {"name": block.name, "arguments": read_arguments(block.text)}}
+
+
+def _named(state: State) -> _Named:
+    name = state.settings.name
+    return {
+        "name": name,
+        "model": name,
+        "size": state.engine.model.file_bytes,
+        "digest": state.fingerprint,
+        "details": _details(state),
+    }
 
 
 def _details(state: State) -> ModelDetails:

@@ -142,7 +142,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]
 GETS = ["/", "/health", "/v1/models", f"/v1/models/{NAME}", "/props", "/metrics", "/tokenizer_info", "/openapi.json"]
-GETS += ["/api/tags", "/api/version"]
+GETS += ["/api/tags", "/api/ps", "/api/version"]
 HEADERS = [
     "Content-Length: 99999999999999999999",
     "Content-Length: -1",

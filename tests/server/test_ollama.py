@@ -164,6 +164,9 @@ def test_the_model(server: Server, engine: Engine) -> None:
     (model,) = server.ask("/api/tags")[1]["models"]
     assert (model["name"], model["size"]) == (NAME, engine.model.file_bytes)
     assert model["details"]["quantization_level"] == "Q4_K_M"
+    (running,) = server.ask("/api/ps")[1]["models"]
+    assert running["digest"] == model["digest"]
+    assert (running["context_length"], running["size_vram"]) == (engine.n_ctx, 0)
     shown = ask(server, "/api/show")
     assert shown["template"] == QWEN3
     assert shown["model_info"]["llama.context_length"] == engine.n_ctx
