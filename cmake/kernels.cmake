@@ -6,8 +6,13 @@ set(pystaged_options -Wall -Wextra -ffp-contract=off)
 
 find_package(Threads REQUIRED)
 set(cpp "${CMAKE_CURRENT_LIST_DIR}/../cpp")
+if(WIN32)
+  set(system windows)
+else()
+  set(system posix)
+endif()
 add_library(pystaged_kernels STATIC
-  ${cpp}/memory.cpp ${cpp}/own_math.cpp ${cpp}/thread_pool.cpp ${cpp}/packing.cpp ${cpp}/packed_matrix.cpp ${cpp}/product.cpp ${cpp}/state/kv_cache.cpp
+  ${cpp}/system/${system}.cpp ${cpp}/memory.cpp ${cpp}/own_math.cpp ${cpp}/thread_pool.cpp ${cpp}/packing.cpp ${cpp}/packed_matrix.cpp ${cpp}/product.cpp ${cpp}/state/kv_cache.cpp
   ${cpp}/pass/attention.cpp ${cpp}/kernels/dispatch.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)

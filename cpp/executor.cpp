@@ -1,7 +1,5 @@
 #include "executor.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -52,7 +50,7 @@ void check_shortlist(const Logits& logits, int vocab_size) {
 
 Executor::Executor(const Model& model)
     : model_(model),
-      process_(getpid()),
+      process_(process_id()),
       backend_(make_backend(model)),
       samplers_(model.num_threads(), Sampler(model.kernel())),
       spare_(std::make_shared<Spare>()) {}
@@ -67,10 +65,10 @@ std::mutex& Executor::making() {
 std::shared_ptr<Executor> Executor::of(const Model& model) {
     const std::lock_guard<std::mutex> lock(making());
     std::shared_ptr<Executor> executor = model.executor_.lock();
-    if (!executor || !executor->is_of(getpid())) {
+    if (!executor || !executor->is_of(process_id())) {
         // Destroying that of a process we were forked from would wait for threads that are not here.
         executor.reset(new Executor(model), [](Executor* made) {
-            if (made->is_of(getpid())) {
+            if (made->is_of(process_id())) {
                 delete made;
             }
         });

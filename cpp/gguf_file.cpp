@@ -1,14 +1,10 @@
 #include "gguf_file.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <system_error>
 #include <unordered_set>
 
 #include "digest.h"
@@ -94,41 +90,31 @@ std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
 GgufFile::GgufFile(const std::string& path) : GgufFile(path, true) {}
 
 GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
-    // Without waiting for a pipe's other end.
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    file_.reset(descriptor < 0 ? nullptr : fdopen(descriptor, "rb"));
-    struct stat info = {};
-    if (!file_ || fstat(descriptor, &info) != 0) {
-        const int error = errno;
-        if (descriptor >= 0 && !file_) {
-            close(descriptor);
-        }
-        fail(std::string("cannot open: ") + std::strerror(error));
+    std::unique_ptr<FILE, File::Close> stream;
+    try {
+        file_ = std::make_unique<File>(path, File::Use::kRead);
+        stream = file_->stream();
+    } catch (const std::system_error& error) {
+        fail(std::string("cannot open: ") + error.what());
     }
-    if (!S_ISREG(info.st_mode)) {
+    if (!file_->is_regular()) {
         fail("cannot open: it is no regular file");
     }
-    size_ = static_cast<size_t>(info.st_size);
-#ifdef __APPLE__
-    const timespec& changed = info.st_mtimespec;
-#else
-    const timespec& changed = info.st_mtim;
-#endif
-    changed_ = int64_t(changed.tv_sec) * 1000000000 + changed.tv_nsec;
+    const size_t bytes_here = file_->size();
     std::string reason;
     {
         LogCapture log;
-        context_.reset(gguf_init_from_file_ptr(file_.get(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
+        context_.reset(gguf_init_from_file_ptr(stream.get(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
         reason = log.first_error();
     }
     if (!context_) {
-        fail(whats_wrong(file_.get(), size_, reason));
+        fail(whats_wrong(stream.get(), bytes_here, reason));
     }
     const size_t start = gguf_get_data_offset(context_.get());
     for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
         const size_t offset = gguf_get_tensor_offset(context_.get(), i);
         const size_t bytes = gguf_get_tensor_size(context_.get(), i);
-        if (start > size_ || offset > size_ - start || bytes > size_ - start - offset) {
+        if (start > bytes_here || offset > bytes_here - start || bytes > bytes_here - start - offset) {
             fail(std::string("tensor '") + gguf_get_tensor_name(context_.get(), i) +
                  "' lies beyond the end of the file; it is truncated or damaged, get it again");
         }
@@ -169,9 +155,9 @@ void GgufFile::open_shards() {
 }
 
 size_t GgufFile::bytes() const {
-    size_t sum = size_;
+    size_t sum = file_->size();
     for (const auto& shard : shards_) {
-        sum += shard->size_;
+        sum += shard->file_->size();
     }
     return sum;
 }
@@ -180,7 +166,8 @@ uint64_t GgufFile::identity() const {
     // What lies between the tensors' first weights is not read: time of change tells of it.
     std::vector<uint8_t> data(gguf_get_data_offset(context_.get()));
     read_bytes(0, data.size(), data.data(), "metadata");
-    std::vector<uint64_t> parts = {size_, static_cast<uint64_t>(changed_), digest(data.data(), data.size())};
+    std::vector<uint64_t> parts = {file_->size(), static_cast<uint64_t>(file_->changed()),
+                                   digest(data.data(), data.size())};
     for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
         data.resize(std::min(kSampleBytes, gguf_get_tensor_size(context_.get(), i)));
         read_bytes(gguf_get_data_offset(context_.get()) + gguf_get_tensor_offset(context_.get(), i), data.size(),
@@ -410,25 +397,16 @@ void GgufFile::read(const TensorView& tensor, size_t first, size_t bytes, uint8_
 }
 
 void GgufFile::prefetch(const TensorView& tensor) const {
-#ifdef POSIX_FADV_WILLNEED
-    posix_fadvise(fileno(holder(tensor).file_.get()), static_cast<off_t>(tensor.at), static_cast<off_t>(tensor.bytes),
-                  POSIX_FADV_WILLNEED);
-#else
-    (void)tensor;
-#endif
+    holder(tensor).file_->prefetch(tensor.at, tensor.bytes);
 }
 
 void GgufFile::read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const {
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t count = pread(fileno(file_.get()), out + done, bytes - done, static_cast<off_t>(at + done));
-        if (count < 0 && errno == EINTR) {
-            continue;
+    try {
+        if (file_->read(out, bytes, at) < bytes) {
+            fail(what + " cannot be read: the file became shorter while it was read");
         }
-        if (count <= 0) {
-            fail(what + " cannot be read: " +
-                 (count < 0 ? std::strerror(errno) : "the file became shorter while it was read"));
-        }
-        done += static_cast<size_t>(count);
+    } catch (const std::system_error& error) {
+        fail(what + " cannot be read: " + error.what());
     }
 }
 

@@ -73,7 +73,6 @@ private:
 
     struct Free {
         void operator()(gguf_context* context) const { gguf_free(context); }
-        void operator()(FILE* file) const { std::fclose(file); }
     };
 
     // The file that a tensor lies in.
@@ -83,10 +82,8 @@ private:
     void read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const;
 
     std::string path_;
-    std::unique_ptr<FILE, Free> file_;
+    std::unique_ptr<File> file_;
     std::unique_ptr<gguf_context, Free> context_;
-    size_t size_ = 0;
-    int64_t changed_ = 0;                            // nanoseconds
     std::vector<std::unique_ptr<GgufFile>> shards_;  // after the first
 };
 

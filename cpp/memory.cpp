@@ -3,9 +3,6 @@
 #include <new>
 #include <utility>
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 namespace pystaged {
 
 namespace {
@@ -20,49 +17,33 @@ Memory::Memory(size_t bytes, bool huge) : size_(bytes) {
     if (reserved_ < bytes) {
         throw std::bad_alloc();
     }
-    void* p = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-        throw std::bad_alloc();
-    }
-    base_ = static_cast<uint8_t*>(p);
-    data_ = base_;
+    data_ = base_ = new_pages(reserved_);
     if (huge) {
         data_ += (kHugePage - reinterpret_cast<uintptr_t>(base_) % kHugePage) % kHugePage;
-#ifdef MADV_HUGEPAGE
-        madvise(data_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
-#endif
+        prefer_huge_pages(data_, bytes / kHugePage * kHugePage);
     }
 }
 
-Memory Memory::map(int descriptor, size_t bytes) {
+Memory Memory::map(const File& file, size_t bytes) {
     Memory result;
-    void* p = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, 0);
-    if (p != MAP_FAILED) {
-        result.data_ = result.base_ = static_cast<uint8_t*>(p);
-        result.size_ = result.reserved_ = bytes;
-    }
+    result.data_ = result.base_ = file.map(bytes);
+    result.size_ = result.reserved_ = bytes;
     return result;
 }
 
 void Memory::release(size_t first, size_t last) {
-    static const size_t page = sysconf(_SC_PAGESIZE);
+    const size_t page = page_bytes();
     const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
     const uintptr_t begin = (start + first + page - 1) / page * page, end = (start + last) / page * page;
     if (begin < end) {
-#ifdef __linux__
-        constexpr int kAdvice = MADV_DONTNEED;
-#else
-        constexpr int kAdvice = MADV_FREE;
-#endif
-        madvise(reinterpret_cast<void*>(begin), end - begin, kAdvice);
+        empty_pages(reinterpret_cast<uint8_t*>(begin), end - begin);
     }
 }
 
 Memory::~Memory() {
-    if (!base_) {
-        return;
+    if (base_) {
+        free_pages(base_, reserved_);
     }
-    munmap(base_, reserved_);
 }
 
 Memory::Memory(Memory&& other) noexcept

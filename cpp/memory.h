@@ -6,6 +6,8 @@
 #include <new>
 #include <vector>
 
+#include "system/system.h"
+
 namespace pystaged {
 
 // What one thread writes and another uses lies this far apart: a cache line has 64 bytes, and many CPUs move them in
@@ -33,8 +35,8 @@ public:
     Memory() = default;
     // `huge` asks for huge pages: right for weights, which are read whole, wrong for sparse caches.
     explicit Memory(size_t bytes, bool huge = false);
-    // The first `bytes` of a file, which must not be written to; empty where it cannot be mapped, with errno set.
-    static Memory map(int descriptor, size_t bytes);
+    // The first `bytes` of a file, which must not be written to. Throws std::system_error where it cannot be mapped.
+    static Memory map(const File& file, size_t bytes);
     ~Memory();
     Memory(Memory&& other) noexcept;
     Memory& operator=(Memory&& other) noexcept;

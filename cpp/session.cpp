@@ -1,7 +1,5 @@
 #include "session.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <functional>
@@ -61,7 +59,7 @@ void Session::enter() {
         throw std::runtime_error(
             "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
     }
-    const int process = getpid();
+    const int process = process_id();
     const auto take = [&] {
         int holder = 0;
         if (!process_.compare_exchange_strong(holder, process) && holder != process) {

@@ -1,12 +1,7 @@
 #include "text_file.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
+#include <system_error>
 
 #include "digest.h"
 #include "error.h"
@@ -15,37 +10,29 @@ namespace pystaged {
 
 namespace {
 
-class File {
+class Stream {
 public:
-    File(const std::string& path, int flags) : path_(path), number_(open(path.c_str(), flags | O_CLOEXEC)) {
-        struct stat info = {};
-        if (number_ < 0 || fstat(number_, &info) != 0) {
-            const int reason = errno;
-            finish();
-            fail(std::strerror(reason));
-        }
-        left_ = static_cast<size_t>(info.st_size);
-        if (!S_ISREG(info.st_mode)) {
-            finish();
+    Stream(const std::string& path, File::Use use) try : path_(path), file_(path, use), left_(file_.size()) {
+        if (!file_.is_regular()) {
             fail("no file");
         }
+    } catch (const std::system_error& error) {
+        throw ModelError(path + ": " + error.what());
     }
-    ~File() { finish(); }
-    File(const File&) = delete;
-    File& operator=(const File&) = delete;
 
     void write(const void* data, size_t bytes) {
-        move(bytes,
-             [&](size_t done) { return ::write(number_, static_cast<const uint8_t*>(data) + done, bytes - done); });
-        digests_.push_back(digest(data, bytes));
+        move([&] { file_.write(data, bytes, at_); }, data, bytes);
     }
     void read(void* data, size_t bytes) {
         if (bytes > left_) {
             fail("damaged");
         }
-        move(bytes, [&](size_t done) { return ::read(number_, static_cast<uint8_t*>(data) + done, bytes - done); });
         left_ -= bytes;
-        digests_.push_back(digest(data, bytes));
+        size_t count = 0;
+        move([&] { count = file_.read(data, bytes, at_); }, data, bytes);
+        if (count < bytes) {
+            fail("damaged");  // somebody cuts it short meanwhile
+        }
     }
     // Of all that was written or read.
     uint64_t sum() const { return digest(digests_.data(), digests_.size() * sizeof(digests_[0])); }
@@ -53,33 +40,24 @@ public:
     [[noreturn]] void fail(const std::string& what) const { throw ModelError(path_ + ": " + what); }
 
 private:
-    void finish() {
-        if (number_ >= 0) {
-            close(number_);
-        }
-        number_ = -1;
-    }
     template <class Call>
-    void move(size_t bytes, const Call& call) {
-        for (size_t done = 0; done < bytes;) {
-            const ssize_t count = call(done);
-            if (count < 0 && errno != EINTR) {
-                fail(std::strerror(errno));
-            }
-            if (count == 0) {
-                fail("damaged");  // somebody cuts it short meanwhile
-            }
-            done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+    void move(const Call& call, const void* data, size_t bytes) {
+        try {
+            call();
+        } catch (const std::system_error& error) {
+            fail(error.what());
         }
+        at_ += bytes;
+        digests_.push_back(digest(data, bytes));
     }
 
     std::string path_;
-    int number_;
-    size_t left_ = 0;
+    File file_;
+    size_t left_, at_ = 0;
     std::vector<uint64_t> digests_;
 };
 
-std::vector<int32_t> read_numbers(File& file) {
+std::vector<int32_t> read_numbers(Stream& file) {
     uint64_t count = 0;
     file.read(&count, sizeof(count));
     if (count > file.left() / sizeof(int32_t)) {
@@ -90,13 +68,13 @@ std::vector<int32_t> read_numbers(File& file) {
     return numbers;
 }
 
-void write_numbers(File& file, const std::vector<int32_t>& numbers) {
+void write_numbers(Stream& file, const std::vector<int32_t>& numbers) {
     const uint64_t count = numbers.size();
     file.write(&count, sizeof(count));
     file.write(numbers.data(), count * sizeof(int32_t));
 }
 
-void read_all(File& file, const std::string& head, const std::vector<Text*>& texts) {
+void read_all(Stream& file, const std::string& head, const std::vector<Text*>& texts) {
     std::string found(std::min(head.size(), file.left()), 0);
     file.read(found.data(), found.size());
     if (found != head) {
@@ -131,7 +109,7 @@ void read_all(File& file, const std::string& head, const std::vector<Text*>& tex
 
 void write_texts(const std::string& path, const std::string& head, const std::vector<Session*>& sessions) {
     const Session::Turn turn(sessions);
-    File file(path, O_WRONLY | O_NOFOLLOW);
+    Stream file(path, File::Use::kWrite);
     file.write(head.data(), head.size());
     for (Text* text : turn.texts()) {
         text->check_open();
@@ -155,8 +133,7 @@ void read_texts(const std::string& path, const std::string& head, const std::vec
             throw std::invalid_argument("texts are read into new sessions");
         }
     }
-    // Without waiting for a pipe's other end.
-    File file(path, O_RDONLY | O_NONBLOCK);
+    Stream file(path, File::Use::kRead);
     try {
         read_all(file, head, turn.texts());
     } catch (...) {

@@ -4,19 +4,12 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
-#include <set>
 #include <sstream>
 #include <thread>
 #include <utility>
 
 #ifdef __x86_64__
 #include <immintrin.h>
-#endif
-#ifdef __linux__
-#include <sched.h>
-#endif
-#ifdef __APPLE__
-#include <sys/sysctl.h>
 #endif
 
 namespace pystaged {
@@ -165,44 +158,6 @@ FloatEnvironment::~FloatEnvironment() = default;
 #endif
 
 namespace {
-
-#ifdef __linux__
-int cores_by_topology() {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
-        return 0;
-    }
-    std::set<std::string> cores;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (!CPU_ISSET(cpu, &allowed)) {
-            continue;
-        }
-        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
-        std::string siblings;
-        if (!std::getline(file, siblings)) {
-            return CPU_COUNT(&allowed);
-        }
-        cores.insert(siblings);
-    }
-    return static_cast<int>(cores.size());
-}
-#elif defined(__APPLE__)
-int cores_by_topology() {
-    // Performance cores where there are two kinds: the slow ones would hold up every join.
-    for (const char* name : {"hw.perflevel0.physicalcpu", "hw.physicalcpu"}) {
-        int value = 0;
-        size_t size = sizeof(value);
-        if (sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value > 0) {
-            return value;
-        }
-    }
-    return 0;
-}
-#else
-int cores_by_topology() {
-    return 0;
-}
-#endif
 
 // Microseconds of CPU time in each period; zeros, or -1, where there is no limit.
 struct Quota {

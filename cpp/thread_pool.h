@@ -4,8 +4,6 @@
 // it has in hand, and a caller without any worker (on a machine with no free core) does all of it alone.
 #pragma once
 
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -30,7 +28,7 @@ public:
 private:
     // Made when the library is loaded: a child of fork() would wait for ever for a thread that was just making it.
     static inline std::atomic<T*> current_{new T};
-    static inline const int registered_ = pthread_atfork(nullptr, nullptr, [] { current_ = new T; });
+    static inline const int registered_ = in_children([] { current_ = new T; });
 };
 
 class ThreadPool {

@@ -1,8 +1,5 @@
 #include "tokenizer.h"
 
-#include <pthread.h>
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
@@ -10,13 +7,13 @@
 #include <exception>
 #include <iterator>
 #include <limits>
-#include <new>
 #include <stdexcept>
 #include <unordered_set>
 
 #include "error.h"
 #include "gguf_file.h"
 #include "llama.h"
+#include "system/system.h"
 
 namespace pystaged {
 
@@ -50,48 +47,21 @@ std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
     return {longest_line, longest_run};
 }
 
-// Calls `work` in a thread with a stack of at least that size, which takes memory only where it is touched.
-void call_with_stack(size_t bytes, const std::function<void()>& work) {
-    constexpr size_t kPages = 64 << 10;  // whole ones, on every system
-#ifdef MAP_NORESERVE
-    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-#else
-    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
-#endif
-    // The lowest ones stay closed, so that a stack that is too small after all is no way into other memory.
-    const size_t size = (bytes + kPages - 1) / kPages * kPages;
-    void* const memory = mmap(nullptr, kPages + size, PROT_NONE, kFlags, -1, 0);
-    if (memory == MAP_FAILED) {
-        throw std::bad_alloc();
-    }
-    uint8_t* const stack = static_cast<uint8_t*>(memory) + kPages;
+// Calls `work` with a stack of at least that size; throws what it throws.
+void call_deep(size_t bytes, const std::function<void()>& work) {
     struct Call {
         const std::function<void()>& work;
         std::exception_ptr error;
     } call{work, nullptr};
-    const auto run = [](void* data) -> void* {
+    const auto run = [](void* data) {
         auto& call = *static_cast<Call*>(data);
         try {
             call.work();
         } catch (...) {
             call.error = std::current_exception();
         }
-        return nullptr;
     };
-    pthread_attr_t attributes;
-    pthread_t thread;
-    pthread_attr_init(&attributes);
-    const bool started = mprotect(stack, size, PROT_READ | PROT_WRITE) == 0 &&
-                         pthread_attr_setstack(&attributes, stack, size) == 0 &&
-                         pthread_create(&thread, &attributes, run, &call) == 0;
-    pthread_attr_destroy(&attributes);
-    if (started) {
-        pthread_join(thread, nullptr);
-    }
-    munmap(memory, kPages + size);
-    if (!started) {
-        throw std::bad_alloc();
-    }
+    call_with_stack(bytes, run, &call);
     if (call.error) {
         std::rethrow_exception(call.error);
     }
@@ -281,7 +251,7 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
     }
     try {
         if (recurses && line > kSafeLine) {
-            call_with_stack(kStackBytes * std::min(line, kLongestRun), fill);
+            call_deep(kStackBytes * std::min(line, kLongestRun), fill);
         } else {
             fill();
         }

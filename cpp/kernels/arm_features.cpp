@@ -7,6 +7,8 @@
 #elif defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(_WIN32)
+#include <windows.h>
 #endif
 
 namespace pystaged {
@@ -39,6 +41,16 @@ bool cpu_has_dotprod() {
 
 bool cpu_has_i8mm() {
     return getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+}
+
+#elif defined(_WIN32)
+
+bool cpu_has_dotprod() {
+    return IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
+}
+
+bool cpu_has_i8mm() {
+    return IsProcessorFeaturePresent(66);  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
 }
 
 #else

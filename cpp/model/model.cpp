@@ -1,7 +1,5 @@
 #include "model/model.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -198,7 +196,7 @@ void Model::load_packed(const GgufFile& file, const Manifest& manifest, const st
     if (!packed.empty()) {
         content_ = PackedContent(file);
         PackedContent content = content_;
-        if (access(packed.c_str(), F_OK) == 0) {
+        if (file_exists(packed)) {
             try {
                 PackedFile mapped(packed, content);
                 PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content, &mapped);

@@ -1,14 +1,9 @@
 #include "model/packed_file.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <system_error>
 #include <vector>
 
 #include "digest.h"
@@ -38,20 +33,6 @@ uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
     return digest(parts.data(), parts.size() * sizeof(parts[0]));
 }
 
-struct Descriptor {
-    int number;
-
-    ~Descriptor() {
-        if (number >= 0) {
-            close(number);
-        }
-    }
-};
-
-[[noreturn]] void fail_to_write(const std::string& path) {
-    throw ModelError(path + ": packed weights cannot be written: " + std::strerror(errno));
-}
-
 }  // namespace
 
 PackedContent::PackedContent(const GgufFile& file) {
@@ -78,18 +59,14 @@ std::string PackedContent::text(size_t bytes, uint64_t digest) const {
 }
 
 PackedFile::PackedFile(const std::string& path, const PackedContent& content) : path_(path) {
-    // Without waiting for a pipe's other end.
-    const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-    struct stat info = {};
-    if (file.number < 0 || fstat(file.number, &info) != 0) {
-        fail(std::string("cannot open: ") + std::strerror(errno));
-    }
-    if (!S_ISREG(info.st_mode) || static_cast<size_t>(info.st_size) < kTextBytes) {
-        fail("no packed weights");
-    }
-    memory_ = Memory::map(file.number, static_cast<size_t>(info.st_size));
-    if (!memory_.data()) {
-        fail(std::string("cannot be mapped: ") + std::strerror(errno));
+    try {
+        const File file(path, File::Use::kRead);
+        if (!file.is_regular() || file.size() < kTextBytes) {
+            fail("no packed weights");
+        }
+        memory_ = Memory::map(file, file.size());
+    } catch (const std::system_error& error) {
+        fail(std::string("cannot open: ") + error.what());
     }
     if (std::memcmp(memory_.data(), content.source().data(), content.source().size()) != 0) {
         fail("packed weights of another file or version");
@@ -126,30 +103,19 @@ void PackedFile::fail(const std::string& what) const {
 }
 
 void write_packed(const std::string& path, const PackedContent& content, const uint8_t* weights, size_t bytes,
-                  int num_threads, const std::function<void()>& check_interrupt) {
-    const Descriptor file{open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW)};
-    if (file.number < 0) {
-        fail_to_write(path);
-    }
-    const auto write = [&](const void* data, size_t size, size_t at) {
-        for (size_t done = 0; done < size;) {
-            const ssize_t count = pwrite(file.number, static_cast<const uint8_t*>(data) + done, size - done,
-                                         static_cast<off_t>(at + done));
-            if (count < 0 && errno != EINTR) {
-                fail_to_write(path);
-            }
-            done += static_cast<size_t>(std::max<ssize_t>(count, 0));
-        }
-    };
+                  int num_threads, const std::function<void()>& check_interrupt) try {
+    const File file(path, File::Use::kWrite);
     // Parts end where huge pages do, so that the system may keep the file in such.
     for (size_t at = kTextBytes, end = kTextBytes + bytes; at < end;) {
         const size_t next = std::min((at / kPartBytes + 1) * kPartBytes, end);
-        write(weights + at - kTextBytes, next - at, at);
+        file.write(weights + at - kTextBytes, next - at, at);
         at = next;
         check_interrupt();
     }
     const std::string text = content.text(bytes, digest_of(weights, bytes, num_threads));
-    write(text.data(), text.size(), 0);
+    file.write(text.data(), text.size(), 0);
+} catch (const std::system_error& error) {
+    throw ModelError(path + ": packed weights cannot be written: " + error.what());
 }
 
 }  // namespace pystaged

@@ -1,6 +1,8 @@
 // Tests of the kernels and of what they work on: kernel_tests [KERNEL...], the names of those this CPU should have.
+#ifndef _WIN32
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #include <array>
 #include <atomic>
@@ -1259,6 +1261,7 @@ void test_floats() {
     std::fesetround(FE_TONEAREST);
 }
 
+#ifndef _WIN32
 // A child has workers of its own, also while other threads keep the parent's busy.
 void test_fork() {
     std::atomic<bool> stop{false};
@@ -1288,6 +1291,7 @@ void test_fork() {
     stop = true;
     busy.join();
 }
+#endif
 
 }  // namespace
 
@@ -1309,7 +1313,7 @@ int main(int argc, char** argv) {
     test_eight_bit_cache();
     test_attentions();
     test_memory_that_ends();
-#ifndef PYSTAGED_EMULATED  // neither the sanitizer nor qemu supports new threads in a fork's child
+#if !defined(PYSTAGED_EMULATED) && !defined(_WIN32)  // neither the sanitizer nor qemu has threads in fork's children
     test_fork();
 #endif
 #endif

@@ -1,6 +1,8 @@
 // Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type.
+#ifndef _WIN32
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cfenv>
@@ -349,6 +351,7 @@ void test_concurrent_sessions(const std::string& path) {
                  (shared.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
 }
 
+#ifndef _WIN32
 // A child of fork() lets go of an executor while the parent's threads are in it, or wait for their turn. Whoever hangs
 // is killed.
 void test_forked_child(const std::string& path) {
@@ -370,6 +373,7 @@ void test_forked_child(const std::string& path) {
     }
     waiting.join();
 }
+#endif
 
 // Works of several texts in passes of their own and of all, from threads whose texts overlap.
 void test_works(const std::string& path, const Kernel& kernel) {
@@ -597,7 +601,8 @@ void test_text_files(const std::string& path) {
     std::vector<int32_t> tokens(100);
     std::iota(tokens.begin(), tokens.end(), 1);
     session.prefill(tokens, {});
-    const std::string file = std::filesystem::temp_directory_path() / ("text" + std::to_string(getpid()));
+    const std::string file =
+        (std::filesystem::temp_directory_path() / ("text" + std::to_string(process_id()))).string();
     std::ofstream(file).close();
     write_texts(file, "head", {&session});
     Session again(model, 150);
@@ -659,7 +664,9 @@ int main(int argc, char** argv) {
     test_shortlist();
     test_own_math();
     test_rope();
+#ifndef _WIN32
     test_forked_child(path);
+#endif
     for (const Kernel* kernel : available_kernels()) {
         test_session(path, *kernel);
         test_prompt(path, *kernel);
