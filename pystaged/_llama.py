@@ -82,7 +82,7 @@ def _load(package: str) -> None:
     Raises:
         ImportError: the file does not exist.
     """
-    files = [os.path.join(package, "lib", name) for name in ("libllama.so", "libllama.dylib")]  # noqa: PTH118
+    files = [os.path.join(package, "lib", name) for name in ("libllama.so", "libllama.dylib", "llama.dll")]  # noqa: PTH118
     found = next((file for file in files if os.path.exists(file)), None)  # noqa: PTH110
     if not found:
         raise ImportError(

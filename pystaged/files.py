@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pystaged import system
+
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 _CHUNK = 1 << 22
+_LONGEST_WRITE = 86400.0  # seconds; where writers hold no lock, older files are leftovers
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,7 +51,7 @@ def part_file(path: Path) -> Iterator[Path]:
         if other.name.startswith(path.name) and _PART.fullmatch(other.name[len(path.name) :]):
             remove_leftover(other)
     part, file = _locked_part(path)
-    with file:
+    with closing(file):
         try:
             yield part
         except OSError as error:
@@ -66,9 +69,9 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         OSError: another process is there.
     """
-    with (folder / ".lock").open("wb") as file:
+    with (folder / ".lock").open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
         except BlockingIOError:
             raise OSError(f"another process works in {folder}; wait for its end, or choose another folder") from None
         except OSError:  # a file system without locks
@@ -146,7 +149,7 @@ def open_regular(path: Path) -> BinaryIO:
         ValueError: it is no regular file.
     """
     # Opening a pipe would wait for its writer, and a device need not end.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, system.READ_ONLY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is no regular file")
@@ -182,8 +185,11 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
         file = part.open("xb")
+        if not system.LOCKS:
+            file.close()
+            return part, file
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
             locked = part.exists()
         except BlockingIOError:
             locked = False
@@ -200,8 +206,14 @@ def _is_leftover(part: Path, *, remove: bool) -> bool:
     try:
         if not stat.S_ISREG(part.lstat().st_mode):
             return False
+        if not system.LOCKS:
+            if time.time() - part.stat().st_mtime < _LONGEST_WRITE:
+                return False
+            if remove:
+                part.unlink()
+            return True
         with part.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
             if remove:
                 part.unlink()
             return True

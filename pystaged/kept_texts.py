@@ -51,7 +51,7 @@ def check(
         content = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file) as part:
-            part.write_text(f"{{\n{content}\n}}\n")
+            part.write_text(f"{{\n{content}\n}}\n", "utf-8", newline="\n")
         return ""
     if kept is None:
         return f"no text is kept in {shown} yet; if this one is right, keep it with pytest --pystaged-update:\n{text}"

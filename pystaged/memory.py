@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
+from pystaged import system
+
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can allocate without swapping; half of the memory on systems without /proc/meminfo.
+    """Bytes that this process can allocate without swapping; half of the memory on macOS.
 
     Args:
         root: folder of proc and sys, for tests.
@@ -16,7 +17,7 @@ def available_memory(root: Path = Path("/")) -> int:
     try:
         free = 1024 * _field(root / "proc/meminfo", "MemAvailable:")
     except (OSError, ValueError):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = system.memory()[1]
     for folder in _groups(root):  # a container may have a lower limit
         with suppress(OSError, ValueError):
             # memory.max is "max", which int() refuses, without a limit. Inactive file pages can be freed at once.
@@ -30,7 +31,7 @@ def loadable_memory(root: Path = Path("/")) -> int:
     try:
         most = 1024 * _field(root / "proc/meminfo", "MemTotal:")
     except (OSError, ValueError):
-        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = system.memory()[0]
     for folder in _groups(root):
         with suppress(OSError, ValueError):
             most = min(most, int((folder / "memory.max").read_text()))

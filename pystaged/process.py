@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import itertools
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -20,6 +19,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
+from pystaged import system
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+_HAS_LIMITS = resource is not None
+
 _SECONDS_TO_END = 10.0
 # glibc's parameters of mallopt, and their values.
 _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # bytes
@@ -29,7 +36,7 @@ _M_ARENA_MAX, _HEAPS = -8, 2
 def bound_heaps() -> None:
     """Let glibc return freed memory to the system: large blocks at once, and two heaps for all threads instead of one
     for each. For long-running programs, before threads start. Does nothing without glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = os.name == "posix" and getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
         mallopt(_M_ARENA_MAX, _HEAPS)
@@ -58,8 +65,8 @@ def end_with_parent() -> None:
             pass
         os._exit(1)
 
-    # If the parent has ended already, exit before anything is written.
-    if select.select([0], [], [], 0)[0] and not os.read(0, 4096):
+    # If the parent has ended already, exit before anything is written. On Windows only sockets can be asked.
+    if os.name == "posix" and select.select([0], [], [], 0)[0] and not os.read(0, 4096):
         os._exit(1)
     threading.Thread(target=wait, daemon=True).start()
 
@@ -114,20 +121,21 @@ class Child:
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the child
         with theirs:
-            # A session of its own, so that Ctrl-C reaches the parent alone and the child's children end with it.
+            number, options = system.inheriting(theirs)
+            # A group of its own, so that Ctrl-C reaches the parent alone and the child's children end with it.
             self._process = start(
                 module,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                number,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 env=os.environ | environment,
-                start_new_session=True,
+                **options,
+                **system.group_of_its_own(),
             )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._is_asked = False
+        self._is_asked = self._is_killed = False
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._log)
 
     @property
@@ -160,7 +168,7 @@ class Child:
             except (EOFError, OSError):
                 how = self._describe_end()
                 self._end()
-                kind = ChildKilledError if (self._process.returncode or 0) < 0 else ChildError
+                kind = ChildKilledError if self._is_killed or (self._process.returncode or 0) < 0 else ChildError
                 raise kind(f"crashed: {how}") from None
             self._is_asked = False
         if isinstance(value, BaseException) and not good:
@@ -177,6 +185,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process; a thread that waits in a call gets ChildKilledError."""
+        self._is_killed = True
         self._process.kill()
 
     def close(self, seconds: float = 0.0) -> None:
@@ -263,7 +272,7 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
     if os.getpid() != owner:  # in a child of fork(), which must not end its parent's child
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a zombie
-        os.killpg(process.pid, signal.SIGKILL)
+        system.end(process)
     process.wait()
     log.close()
 
@@ -271,7 +280,11 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
 @contextmanager
 def limits(seconds: float, room: int) -> Iterator[None]:
     """In a child, limit the work of a block: after `seconds` of processor time the child is killed, and beyond `room`
-    more bytes of address space it gets MemoryError, except on macOS, which has no /proc."""
+    more bytes of address space it gets MemoryError, except on macOS, which has no /proc. Windows has
+    neither limit, only the parent's patience."""
+    if not _HAS_LIMITS:
+        yield
+        return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     had = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:  # noqa: PTH123  imports little
@@ -289,7 +302,7 @@ def limits(seconds: float, room: int) -> Iterator[None]:
 
 def parent() -> Connection:
     """In a child: the connection to its parent."""
-    return Connection(int(sys.argv[1]))
+    return system.inherited(sys.argv[1])
 
 
 def serve(connection: Connection, host: object) -> None:

@@ -52,7 +52,7 @@ class Plan:
     def save(self, folder: Path) -> None:
         """Write it into a folder."""
         with whole_file(_file(folder)) as part:
-            part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Plan | None:
@@ -62,7 +62,7 @@ class Plan:
             ValueError: it is damaged, or of another version.
         """
         try:
-            found = cls(**json.loads(_file(folder).read_text()))
+            found = cls(**json.loads(_file(folder).read_text("utf-8")))
             for each in fields(cls):
                 value = getattr(found, each.name)
                 if each.type != type(value).__name__ or (isinstance(value, int) and not 0 <= value < 1 << 40):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged import system
 from pystaged._core import Session, read_texts, write_texts
 from pystaged.decoding.drafter import common_prefix
 from pystaged.files import cache_folder, check_room, expanded, open_regular, remove_leftover, whole_file
@@ -43,8 +43,7 @@ class KeptPrompts:
     def __init__(self, folder: str | Path, content: str, most_bytes: int, report: Callable[[str], None]) -> None:
         self._folder = cache_folder() / "prompts" if folder == "auto" else expanded(folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = self._folder.stat()
-        if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if not system.is_own(self._folder.stat()):
             raise ValueError(f"others can write into {self._folder}; name a folder that is yours alone (chmod 700)")
         for part in self._folder.iterdir():  # nothing of the user's
             if _NAME.match(part.name) and part.suffix == ".part":

@@ -6,7 +6,6 @@ exclusive lock of that file.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pystaged import process
+from pystaged import process, system
 from pystaged.files import keep
 
 if TYPE_CHECKING:
@@ -63,12 +62,14 @@ class SharedServer:
     """
 
     def __init__(self, folder: Path, user: str, loading: Loading) -> None:
+        if not system.LOCKS:
+            raise SharedServerError("Windows has no shared server; start one by `pystaged serve`, or test in WSL")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / _START).open("ab") as start:
-            fcntl.flock(start, fcntl.LOCK_EX)
+            system.lock(start, wait=True)
             # While a server ends it has this lock exclusively.
             self._lock: IO[bytes] = (folder / _USERS).open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            system.lock(self._lock, shared=True, wait=True)
             self._port = _port(folder)
             if self._port is None:
                 try:
@@ -150,7 +151,7 @@ def main() -> int:
 
 def _end_without_users(folder: Path) -> None:
     with (folder / _USERS).open("ab") as users:
-        fcntl.flock(users, fcntl.LOCK_EX)
+        system.lock(users, wait=True)
         os._exit(0)
 
 
