@@ -15,6 +15,7 @@ from pystaged.backends.devices import open_session
 from pystaged.engine import Engine
 
 _ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
+_END = -1  # in place of A's end token, which results of generate do not have
 _RESAMPLES, _ENOUGH = 2000, 10  # of texts; fewest of them
 
 
@@ -22,11 +23,11 @@ _RESAMPLES, _ENOUGH = 2000, 10  # of texts; fewest of them
 class TextComparison:
     """Two models, A and B, after each of the same tokens.
 
-    number: of the prompt, from 0. tokens: int32[n], the compared ones; where A wrote them, its greedy choices.
-    divergence: float64[n], the Kullback-Leibler divergence of B's distribution from A's before each token, in nats.
-    logprobs_a, logprobs_b: float64[n], natural log-probability of each token. choices_b: int32[n], B's likeliest
-    tokens. best_b: float64[n], their log-probabilities in B. agrees: bool[n], whether both find the same token
-    likeliest.
+    number: of the prompt, from 0. tokens: int32[n], the compared ones; where A wrote them, its greedy choices, with the
+    end token if it ended the text. divergence: float64[n], the Kullback-Leibler divergence of B's distribution from A's
+    before each token, in nats. logprobs_a, logprobs_b: float64[n], natural log-probability of each token. choices_b:
+    int32[n], B's likeliest tokens. best_b: float64[n], their log-probabilities in B. agrees: bool[n], whether both find
+    the same token likeliest; all end tokens count as one.
     """
 
     number: int
@@ -41,7 +42,7 @@ class TextComparison:
     @property
     def first(self) -> int | None:
         """Index of the first token at which they disagree, None for nowhere. Where A wrote the tokens, B's greedy text
-        is the same until there."""
+        is the same until there; with None it also ends there."""
         found = np.flatnonzero(~self.agrees)
         return int(found[0]) if len(found) else None
 
@@ -66,7 +67,8 @@ def compare(
 
     Args:
         prompts: token ids, int32[n] each, not empty.
-        max_tokens: most tokens that A writes to each; with 0 the prompts' own tokens are compared, from the second on.
+        max_tokens: most tokens that A writes to each; an end token is compared, too. With 0 the prompts' own tokens are
+            compared, from the second on.
         progress: called with the number of texts done, and of all.
 
     Returns:
@@ -83,7 +85,10 @@ def compare(
     if max_tokens:
         starts = [len(text) for text in texts]
         written = a.generate([text.tolist() for text in texts], max_tokens=max_tokens, temperature=0.0)
-        texts = [np.append(text, np.asarray(each.tokens, np.int32)) for text, each in zip(texts, written, strict=True)]
+        texts = [
+            np.array([*text, *each.tokens, *[_END] * (each.finish_reason == "stop")], np.int32)
+            for text, each in zip(texts, written, strict=True)
+        ]
     found = []
     for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
         if len(text) > start:
@@ -98,6 +103,7 @@ def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start:
     for engine in (a, b):
         if len(text) - 1 > engine.n_ctx:
             raise ContextFullError(f"a text has {len(text)} tokens, and a context {engine.n_ctx}; pass a larger n_ctx")
+    ends = a.tokenizer.end_tokens
     blocks = []
     with closing(open_session(a.model, a.n_ctx)) as first, closing(open_session(b.model, b.n_ctx)) as second:
         for session in (first, second):
@@ -107,12 +113,14 @@ def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start:
             end = min(begin + _ROWS, len(text))
             rows = np.arange(end - begin)
             p, q = (_logprobs(session, text[begin - 1 : end - 1]) for session in (first, second))
-            tokens, choices = text[begin:end], q.argmax(1)
+            best_a, choices = p.argmax(1), q.argmax(1)
+            tokens = np.where(text[begin:end] == _END, best_a, text[begin:end]).astype(np.int32)
             with np.errstate(invalid="ignore"):  # a token that A excludes adds nothing
                 divergence = np.where(np.isneginf(p), 0, np.exp(p) * (p - q)).sum(1)
-            best = (choices.astype(np.int32), q[rows, choices], p.argmax(1) == choices)
-            blocks.append((divergence, p[rows, tokens], q[rows, tokens], *best))
-    return TextComparison(number, text[start:], *map(np.concatenate, zip(*blocks, strict=True)))
+            agrees = (best_a == choices) | (np.isin(best_a, ends) & np.isin(choices, ends))
+            best = (choices.astype(np.int32), q[rows, choices], agrees)
+            blocks.append((tokens, divergence, p[rows, tokens], q[rows, tokens], *best))
+    return TextComparison(number, *map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def _logprobs(session: Any, tokens: NDArray[np.int32]) -> NDArray[np.float64]:

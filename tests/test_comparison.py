@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from support.commands import run
 from support.logits import engine_logits
 
 import pystaged
+from pystaged.cli.diff import _texts
 from pystaged.comparison import compare, figures
 from pystaged.engine import Engine
 from pystaged.loading.quantize import quantize
@@ -83,6 +86,29 @@ def test_a_model_beside_itself(engines: tuple[Engine, Engine]) -> None:
     assert all(figure.interval is None for figure in figures([text]))
 
 
+def test_where_a_text_ends_counts(files: tuple[Path, Path], engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """The token after which the texts differ ends A's in copies of the files."""
+    for prompt in PROMPTS:
+        mine, theirs = (each.generate(prompt, max_tokens=40).tokens for each in engines)
+        at = next((i for i in range(40) if mine[i] != theirs[i]), 0)
+        if at and mine[at] not in mine[:at] + theirs[: at + 1]:
+            break
+    copies = [Path(shutil.copy(path, tmp_path)) for path in files]
+    for path in copies:
+        GGUFReader(path, "r+").fields["tokenizer.ggml.eos_token_id"].parts[-1][0] = mine[at]
+    first, second = (pystaged.load(path, draft=None, recycle=False, report=print) for path in copies)
+    with first, second:
+        (text,) = compare(first, second, [prompt], 40)
+        assert (text.tokens.tolist(), text.first) == (mine[: at + 1], at)
+        assert text.choices_b[at] == theirs[at]
+        assert _texts([text], first)[1][3] == "ends here"
+        (text,) = compare(second, first, [prompt], 40)
+        assert (text.tokens[: at + 1].tolist(), text.first) == (theirs[: at + 1], at)
+        assert _texts([text], first)[1][6] == "ends here"
+        (text,) = compare(first, first, [np.array([*prompt, *mine[:at]], np.int32)], 40)
+        assert (text.tokens.tolist(), text.first) == ([mine[at]], None)  # it ends at once
+
+
 def test_what_cannot_be_compared(engines: tuple[Engine, Engine], bundled_target: Path) -> None:
     a, b = engines
     with (
@@ -118,7 +144,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert (nowhere.returncode, nowhere.stdout) == (1, b"")
     assert b"there is no folder" in nowhere.stderr
     assert b"A: bundled, kv f16; B: bundled, kv q8_0; texts: 2, tokens: 12" in done.stdout
-    assert "| same likeliest token | " in page.read_text("utf-8")
+    said = page.read_text("utf-8")
+    assert "| same likeliest token | " in said
+    assert said.endswith("## Text 1\n\n    def f(n):\n\n## Text 2\n\n    class A:\n")
+    short = run(*command, "--n-ctx", "2")
+    assert b"the context holds 2; " in short.stderr
     told = json.loads(run(*command, "--json").stdout)
     assert [text["number"] for text in told["texts"]] == [1, 2]
     assert (told["kv_a"], told["kv_b"], told["tokens"]) == ("f16", "q8_0", 12)

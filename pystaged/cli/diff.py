@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rich.table import Table
 import pystaged
 from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
-from pystaged.cli.options import Json, KeysAndValues, Threads, check, check_kv
+from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, check, check_kv
 from pystaged.cli.prompts import read_prompts
 from pystaged.comparison import Figure, TextComparison, compare, figures
 from pystaged.files import destination, whole_file
@@ -42,8 +43,10 @@ def diff(
     kv_b: Annotated[
         str, typer.Option("--kv-b", help="Type of B's KV cache; by default that of A's, --kv.", callback=check_kv)
     ] = "",
+    n_ctx: ContextLength = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Also write a page in Markdown to this file.", show_default=False)
+        Path | None,
+        typer.Option(help="Also write a page in Markdown, with the prompts, to this file.", show_default=False),
     ] = None,
     as_json: Json = False,
     threads: Threads = 0,
@@ -51,7 +54,7 @@ def diff(
     """Compare two models, quantizations or KV types that have one vocabulary.
 
     A continues prompts greedily (it answers messages in its chat format), and both models evaluate what it wrote. Shown
-    are where B's greedy text would differ, how often both find the same token likeliest, the Kullback-Leibler
+    are where B's greedy text would differ or end, how often both find the same token likeliest, the Kullback-Leibler
     divergence in nats, and the perplexities of A's text; from ten texts on with 95 % intervals by the bootstrap.
 
     Example: pystaged diff model.Q8_0.gguf model.Q4_K_M.gguf
@@ -63,12 +66,16 @@ def diff(
         raise FileNotFoundError(f"there is no folder {out.parent} for --out")
 
     def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
-        return pystaged.load(model_name(name), draft=draft, kv=kv, num_threads=threads, recycle=False, report=report)
+        return pystaged.load(
+            model_name(name), draft=draft, n_ctx=n_ctx, kv=kv, num_threads=threads, recycle=False, report=report
+        )
 
     with load(a, kv, "auto") as first, load(b, kv_b or kv, None) as second, progress_bars() as progress:
-        texts = compare(first, second, _prompts(first, prompts, limit), max_tokens, partial(progress, "comparing"))
+        asked = _prompts(first, prompts, limit)
+        texts = compare(first, second, asked, max_tokens, partial(progress, "comparing"))
         found = figures(texts)
         whole, single = _figures(found), _texts(texts, first)
+        shown = [_prompt(text.number, first.tokenizer.decode(asked[text.number], special=True)) for text in texts]
     conditions = {
         "a": a,
         "b": b,
@@ -91,7 +98,7 @@ def diff(
             print_table(table)
     if out:
         with whole_file(out) as part:
-            part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single)]) + "\n", "utf-8")
+            part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single), *shown]) + "\n", "utf-8")
 
 
 def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
@@ -118,6 +125,8 @@ def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Ro
     """A table of single texts, its headings first."""
 
     def spelled(token: int) -> str:
+        if engine.tokenizer.is_end(token):
+            return "ends here"
         return repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
 
     rows: list[_Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
@@ -141,6 +150,11 @@ def _described(text: TextComparison) -> dict[str, Any]:
             for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "best_b", "agrees")
         },
     }
+
+
+def _prompt(number: int, text: str) -> str:
+    """The page's part on a text: its prompt as the model reads it. Indented, Markdown leaves it as it is."""
+    return f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}"
 
 
 def _markdown(rows: Sequence[_Row]) -> str:
