@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Chain:
         """Read an untrusted file's number of receipts and hash; None if it is no chain.
 
         Raises:
-            OSError, ValueError: it cannot be read, a receipt is too large, or the last one is cut off.
+            OSError, ValueError: it cannot be read, has no receipts, or a line is too large for one.
         """
         digest, count = hashlib.sha256(), -1
         for line in _lines(Path(path)):
@@ -67,8 +67,6 @@ class Chain:
                 return None
             if len(line) > MOST_BYTES:
                 raise ValueError(f"{path} has a line larger than {MOST_BYTES / 1e6:.0f} MB, so it is no receipt chain")
-            if not line.endswith(b"\n"):
-                raise ValueError(f"{path} ends within a line, so it is not whole")
             digest.update(line)
             count += 1
         if count == 0:
@@ -85,16 +83,34 @@ class Chain:
 
         return sorted(heapq.nsmallest(most, range(self.count), drawn))
 
-    def receipts(self, positions: Iterable[int]) -> Iterator[tuple[int, Receipt]]:
-        """Read the receipts at positions. Raises ValueError, naming the position, for a line that is no receipt."""
+    def receipts(
+        self, positions: Iterable[int], damaged: Callable[[int, ValueError], object] | None = None
+    ) -> Iterator[tuple[int, Receipt]]:
+        """Read the receipts at positions.
+
+        Args:
+            damaged: called with the position of a line that is no receipt, and the reason; without it that is raised.
+
+        Raises:
+            ValueError: a line is no receipt; the message names the line, counted from 1.
+        """
         wanted = set(positions)
         for position, line in enumerate(_lines(self.path), -1):
             if position in wanted:
                 try:
-                    yield position, Receipt.from_json(line.decode())
+                    yield position, _receipt(line)
                 except (ValueError, RecursionError) as error:
                     reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-                    raise ValueError(f"text {position + 1} of {self.path} is no receipt: {reason}") from None
+                    found = ValueError(f"line {position + 2} of {self.path} is no receipt: {reason}")
+                    if damaged is None:
+                        raise found from None
+                    damaged(position, found)
+
+
+def _receipt(line: bytes) -> Receipt:
+    if not line.endswith(b"\n"):
+        raise ValueError("it is cut off")
+    return Receipt.from_json(line.decode())
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -617,14 +617,16 @@ def test_a_chain_is_not_trusted(several: list[Receipt], tmp_path: Path, monkeypa
     pystaged.Chain.save(file, several[:3])
     data = file.read_bytes()
     lines = data.splitlines(keepends=True)
-    file.write_bytes(data[:-5])
-    with pytest.raises(ValueError, match="it ends within a line, so it is not whole"):
-        pystaged.Chain.load(file)
+    file.write_bytes(data[:-1])
+    chain = pystaged.Chain.load(file)
+    assert chain
+    with pytest.raises(ValueError, match=r"^line 4 of .* is no receipt: it is cut off"):
+        list(chain.receipts(range(3)))
     for wrong in (b"{}\n", b"\xff\n", b"[" * 10**5 + b"\n"):
         file.write_bytes(lines[0] + lines[1] + wrong + lines[3])
         chain = pystaged.Chain.load(file)
         assert chain
-        with pytest.raises(ValueError, match=r"^text 2 of .*it is no receipt: "):
+        with pytest.raises(ValueError, match=r"^line 3 of .* is no receipt: "):
             list(chain.receipts([0, 1]))
         assert [position for position, _ in chain.receipts([0, 2])] == [0, 2]
     for none in (b"", lines[1], b"\n" + data):
@@ -669,6 +671,27 @@ def test_samples_of_a_chain_are_verified(several: list[Receipt], path: Path, tmp
     done = verify("--sample", "3")
     assert done.returncode == 2
     assert b"--sample and --seed are for receipt chains" in done.stderr
+
+
+def test_what_cannot_be_verified_does_not_hide_the_rest(several: list[Receipt], path: Path, tmp_path: Path) -> None:
+    chain, single = tmp_path / "chain", tmp_path / "single"
+    tokens = several[2].tokens
+    other = replace(several[1].model, sha256="0" * 64)
+    false = replace(several[2], tokens=((tokens[0] + 1) % 300, *tokens[1:]))
+    pystaged.Chain.save(chain, [several[0], replace(several[1], model=other), false, several[3]])
+    with chain.open("ab") as file:
+        file.write(b"{}\n")
+    several[0].save(single)
+    done = here("verify", tmp_path / "gone", chain, single, "--model", path)
+    assert done.returncode == 1
+    said, told = done.stdout.decode().splitlines(), done.stderr.decode()
+    assert f"{chain}: not verified: line 6 of {chain} is no receipt: format is missing" in told
+    assert f"{chain}: not verified: line 3: the receipt is of {path.name}" in told
+    assert f"error: {tmp_path / 'gone'}: " in told
+    assert said[1].startswith(f"{chain}: text 3: differs: 0 of 4 tokens")
+    assert said[2:4] == [f"{chain}: not verified: 2 of 5 texts", f"{chain}: differ: 1 of 5 texts"]
+    assert said[4].startswith(f"{single}: same: 4 tokens")
+    assert here("verify", single, single, "--model", path).returncode == 0
 
 
 def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import pystaged
 from pystaged.backends.audit import audit
 from pystaged.backends.devices import open_session
 from pystaged.chain import Chain
-from pystaged.cli.console import draft_name, model_name, report
+from pystaged.cli.console import draft_name, model_name, report, words
 from pystaged.cli.options import Threads, check_device
 from pystaged.config import SamplingConfig
 from pystaged.kept_texts import text_of
@@ -28,11 +28,11 @@ from pystaged.sampling import bind
 
 
 def verify(
-    receipt: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            help="Receipt written by `generate --receipt`, a text that a test keeps, or a chain of receipts.",
-            metavar="FILE",
+            help="Receipts written by `generate --receipt`, texts that tests keep, or chains of receipts.",
+            metavar="FILE...",
             show_default=False,
         ),
     ],
@@ -68,9 +68,9 @@ def verify(
         int | None, typer.Option(min=0, help="Seed that draws the sample; by default a new one.", show_default=False)
     ] = None,
 ) -> None:
-    """Generate the text of a receipt again on this machine, and compare.
+    """Generate the texts of receipts again on this machine, and compare.
 
-    Prints "same"; otherwise where and how much the text differs, and exits with status 1.
+    Prints "same"; otherwise where and how much a text differs, and exits with status 1.
     A model is only downloaded if --model is a hub id.
 
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
@@ -79,77 +79,120 @@ def verify(
 
     Example: pystaged verify evaluation.chain --sample 20
     """
-    with ExitStack() as stack:
-        opened: tuple[object, pystaged.Engine] | None = None
-        told: set[str] = set()
+    seed_used = secrets.randbits(32) if seed is None else seed
+    failed = False
+    with _Verifier(model, draft, device, threads, plain, by_row) as verifier:
+        for file in files:
+            name = f"{file}: " if len(files) > 1 else ""
+            try:
+                chain = Chain.load(file)
+                if chain is not None:
+                    failed |= not verifier.chain(chain, sample, seed_used, name)
+                    continue
+                if sample is not None or seed is not None:
+                    raise typer.BadParameter(f"--sample and --seed are for receipt chains; {file} is none")
+                failed |= not verifier.file(file, name)
+            except (OSError, ValueError) as error:
+                if len(files) == 1:
+                    raise
+                report(f"error: {name}{words(error)}")
+                failed = True
+    raise typer.Exit(1 if failed else 0)
 
-        def engine_for(expected: Receipt) -> pystaged.Engine:
-            """The last engine if it has what the receipt needs, else another."""
-            nonlocal opened
-            needed = expected.model.sha256, expected.n_ctx, expected.kv
-            if opened is None or opened[0] != needed:
-                stack.close()
-                path = _model_of(expected, model)
-                opened = (
-                    needed,
-                    stack.enter_context(
-                        pystaged.load(
-                            "bundled"
-                            if path == names.resolve("bundled")
-                            else path,  # by this name its draft is loaded, too
-                            draft=draft_name(draft),
-                            device=device,
-                            num_threads=threads,
-                            n_ctx=expected.n_ctx,
-                            kv=expected.kv,
-                            recycle=False,
-                            report=report,
-                        )
-                    ),
-                )
-            return opened[1]
 
-        def verified(expected: Receipt) -> tuple[str, bool]:
-            """Whether a text is the same: in words, and as a bool."""
-            if by_row and expected.config.grammar is not None:
-                raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
-            engine = engine_for(expected)
-            said = promise(expected, device)
-            if said and said not in told:
-                told.add(said)
-                report(said)
-            if by_row:
-                return replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
-            difference = pystaged.repeat(engine, expected, speculate=not plain)
-            if difference is not None:
-                return _words(difference, expected, engine), False
-            count, ended = len(expected.tokens), expected.finish_reason
-            return f"same: {count} tokens, ended by {ended}, text with SHA-256 {expected.text_sha256}", True
+class _Verifier:
+    """Repeats texts of receipts, with one engine at a time."""
 
-        chain = Chain.load(receipt)
-        if chain is None:
-            if sample is not None or seed is not None:
-                raise typer.BadParameter(f"--sample and --seed are for receipt chains; {receipt} is none")
-            expected = Receipt.load(receipt)
-            said, is_same = verified(expected)
-            typer.echo(said)
-            kept = text_of(receipt)
-            if kept is not None and text_hash(kept) != expected.text_sha256:
-                typer.echo("the kept text is what an application made of this one, which is not checked")
-            raise typer.Exit(0 if is_same else 1)
-        typer.echo(f"chain of {chain.count} texts, SHA-256 {chain.sha256}")
-        seed = secrets.randbits(32) if seed is None else seed
+    def __init__(self, model: str | None, draft: str, device: str, threads: int, plain: bool, by_row: bool) -> None:
+        self._model, self._draft, self._device, self._threads = model, draft, device, threads
+        self._plain, self._by_row = plain, by_row
+        self._engine: pystaged.Engine | None = None
+        self._loaded: tuple[str, int, str] | None = None  # what the engine was loaded for
+        self._told: set[str] = set()
+
+    def __enter__(self) -> _Verifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._loaded = None
+
+    def file(self, file: Path, name: str) -> bool:
+        """Print whether a receipt's text, or that of a test, is the same; returns it. name: before each line."""
+        expected = Receipt.load(file)
+        said, is_same = self._text(expected)
+        typer.echo(name + said)
+        kept = text_of(file)
+        if kept is not None and text_hash(kept) != expected.text_sha256:
+            typer.echo(f"{name}the kept text is what an application made of this one, which is not checked")
+        return is_same
+
+    def chain(self, chain: Chain, sample: int | None, seed: int, name: str) -> bool:
+        """Print which texts of a chain differ or cannot be verified; returns whether all are the same."""
+        typer.echo(f"{name}chain of {chain.count} texts, SHA-256 {chain.sha256}")
         positions = chain.sample(sample, seed)
         if len(positions) < chain.count:
-            typer.echo(f"sample of {len(positions)}, drawn with seed {seed}")
-        wrong = 0
-        for position, expected in chain.receipts(positions):
-            said, is_same = verified(expected)
+            typer.echo(f"{name}sample of {len(positions)}, drawn with seed {seed}")
+        failed = differ = 0
+
+        def cannot(_: int, error: OSError | ValueError) -> None:
+            nonlocal failed
+            failed += 1
+            report(f"{name}not verified: {words(error)}")
+
+        for position, expected in chain.receipts(positions, cannot):
+            try:
+                said, is_same = self._text(expected)
+            except (OSError, ValueError) as error:
+                cannot(position, ValueError(f"line {position + 2}: {words(error)}"))
+                continue
             if not is_same:
-                wrong += 1
-                typer.echo(f"text {position + 1}: {said}")
-        typer.echo(f"differ: {wrong} of {len(positions)} texts" if wrong else f"same: {len(positions)} texts")
-        raise typer.Exit(1 if wrong else 0)
+                differ += 1
+                typer.echo(f"{name}text {position + 1}: {said}")
+        count = len(positions)
+        for what, number in (("not verified", failed), ("differ", differ)):
+            if number:
+                typer.echo(f"{name}{what}: {number} of {count} texts")
+        if not failed and not differ:
+            typer.echo(f"{name}same: {count} texts")
+        return not failed and not differ
+
+    def _text(self, expected: Receipt) -> tuple[str, bool]:
+        """Whether a text is the same: in words, and as a bool. Raises as pystaged.load and pystaged.repeat."""
+        if self._by_row and expected.config.grammar is not None:
+            raise typer.BadParameter("--by-row cannot check the text of a schema, expression or grammar")
+        engine = self._engine_for(expected)
+        said = promise(expected, self._device)
+        if said and said not in self._told:
+            self._told.add(said)
+            report(said)
+        if self._by_row:
+            return replayed(engine, expected.prompt, expected.tokens, expected.config.sampling)
+        difference = pystaged.repeat(engine, expected, speculate=not self._plain)
+        if difference is not None:
+            return _words(difference, expected, engine), False
+        count, ended = len(expected.tokens), expected.finish_reason
+        return f"same: {count} tokens, ended by {ended}, text with SHA-256 {expected.text_sha256}", True
+
+    def _engine_for(self, expected: Receipt) -> pystaged.Engine:
+        """The last engine if it has what the receipt needs, else another."""
+        needed = expected.model.sha256, expected.n_ctx, expected.kv
+        if self._engine is None or self._loaded != needed:
+            path = _model_of(expected, self._model)
+            self.__exit__()
+            self._engine = pystaged.load(
+                "bundled" if path == names.resolve("bundled") else path,  # by this name its draft is loaded, too
+                draft=draft_name(self._draft),
+                device=self._device,
+                num_threads=self._threads,
+                n_ctx=expected.n_ctx,
+                kv=expected.kv,
+                recycle=False,
+                report=report,
+            )
+            self._loaded = needed
+        return self._engine
 
 
 def _model_of(expected: Receipt, model: str | None) -> Path:
