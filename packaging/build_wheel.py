@@ -110,6 +110,7 @@ def finish(wheel: Path, out: Path) -> None:
         )
         if count != 1:
             raise SystemExit(f"{wheel} requires llama-cpp-python {count} times, not once")
+        text = text.replace("\nLicense-File: ", "\nLicense-File: LICENSE-llama.cpp\nLicense-File: ", 1)
         (info / "METADATA").write_text(text, "utf-8")
         with (package / "pystaged" / "llama_cpp_version.txt").open("a") as file:
             file.write("inside\n")

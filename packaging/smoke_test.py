@@ -9,7 +9,7 @@ import time
 from importlib import util
 from pathlib import Path
 from urllib.error import URLError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 COMMAND = [sys.executable, "-m", "pystaged"]
 PROMPT = "def fibonacci(n):"
@@ -46,10 +46,11 @@ def serve(folder: str) -> str:
     server = subprocess.Popen([*COMMAND, "serve", "bundled", "--port", port], cwd=folder)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 40, "temperature": 0}).encode()
     request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+    opener = build_opener(ProxyHandler({}))
     try:
         while server.poll() is None:
             try:
-                with urlopen(request, timeout=60) as answer:
+                with opener.open(request, timeout=60) as answer:
                     return str(json.load(answer)["choices"][0]["text"])
             except URLError:  # not yet there, or it still loads the model
                 time.sleep(0.5)
