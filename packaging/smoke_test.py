@@ -48,7 +48,8 @@ def serve(folder: str) -> str:
     request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
     opener = build_opener(ProxyHandler({}))
     try:
-        while server.poll() is None:
+        end = time.monotonic() + 600
+        while server.poll() is None and time.monotonic() < end:
             try:
                 with opener.open(request, timeout=60) as answer:
                     return str(json.load(answer)["choices"][0]["text"])

@@ -55,11 +55,13 @@ def _open_streams() -> None:
     elif isinstance(sys.stdin, io.TextIOWrapper):
         # Invalid UTF-8 is refused where the text is used, with a better message than where it is read.
         sys.stdin.reconfigure(errors="surrogateescape")
-    if os.name == "nt" and isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):
-        # Python writes to consoles there by another way than to files, whose code page lacks most letters.
-        sys.stdout.reconfigure(encoding="utf-8")
-        sys.stderr.reconfigure(encoding="utf-8")
-        return
+    if os.name == "nt":
+        # The code page of files and pipes lacks most letters. Python writes to consoles there by another way.
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8", errors=stream.errors)
+        if sys.stdout is not None and sys.stdout.isatty():
+            return
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     like = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else sys.stderr

@@ -168,7 +168,8 @@ class Child:
             except (EOFError, OSError):
                 how = self._describe_end()
                 self._end()
-                kind = ChildKilledError if self._is_killed or (self._process.returncode or 0) < 0 else ChildError
+                crashes = not 0 <= (self._process.returncode or 0) < 1 << 31  # by a signal; on Windows by an exception
+                kind = ChildKilledError if self._is_killed or crashes else ChildError
                 raise kind(f"crashed: {how}") from None
             self._is_asked = False
         if isinstance(value, BaseException) and not good:

@@ -59,7 +59,8 @@ def memory() -> tuple[int, int]:
     found = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
     if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):  # type: ignore[attr-defined]
         raise OSError("Windows does not say how much memory there is")
-    return found.total, found.free
+    # All memory that is asked for counts against the page file at once.
+    return found.total, min(found.free, found.free_with_page_file)
 
 
 class _MemoryStatus(ctypes.Structure):
@@ -70,7 +71,9 @@ class _MemoryStatus(ctypes.Structure):
         ("load", ctypes.c_uint32),
         ("total", ctypes.c_uint64),
         ("free", ctypes.c_uint64),
-        ("others", ctypes.c_uint64 * 5),
+        ("total_with_page_file", ctypes.c_uint64),
+        ("free_with_page_file", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 3),
     )
 
 

@@ -161,7 +161,10 @@ def save_link(repository: str, name: str, file: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with part_file(path) as part:
         part.unlink()
-        part.symlink_to(file)
+        try:
+            part.symlink_to(file)
+        except OSError:  # Windows lets only some users make links to names
+            os.link(file, part)
         part.replace(path)
     return path
 

@@ -94,6 +94,9 @@ def quantize(
                         last.append(line.strip())
             finally:
                 child.kill()
+        # llama.cpp opens files on Windows by their names in the system's code page, so it may have written another.
+        if not child.returncode and not part.stat().st_size:
+            raise ValueError(f"{out} cannot be written by llama.cpp; choose a name and folder of ASCII letters")
         if child.returncode:
             if shutil.disk_usage(part.parent).free < needed - part.stat().st_size:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")

@@ -100,6 +100,8 @@ class Server(uvicorn.Server):
             server_header=False,
             h11_max_incomplete_event_size=_MOST_HEADER,
             ws="none",
+            # Two servers have one socket after another, which Windows' own kind of loop does not allow.
+            loop="asyncio:SelectorEventLoop" if os.name == "nt" else "auto",
         )
         super().__init__(config)
         self._ready = ready
