@@ -70,7 +70,7 @@ def from_repository(folder: Path, limit: int) -> list[Edit]:
         shown = _git(folder, "show", "--format=", "-U0", "--no-renames", "--diff-filter=M", commit, "--", "*.py")
         for part in re.split(r"^diff --git .*\n", shown, flags=re.M)[1:]:
             named = re.search(r"^--- a/(.*?)\t?$", part, re.M)  # git ends names that have spaces by a tab
-            if named:
+            if named and "\ufffd" not in named[1]:  # a name that is not UTF-8
                 text = _git(folder, "show", f"{commit}^:{named[1]}")
                 edits += _edits(named[1], text.splitlines(keepends=True), part)[:1]
         if len(edits) >= limit:
