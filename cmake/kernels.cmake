@@ -22,10 +22,6 @@ set(kernel_options -O3 -fno-math-errno)
 set(vnni -mavxvnni)
 if(PYSTAGED_SANITIZE)
   set(kernel_options -O1 -fno-math-errno)
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Calls instead of checks in place: these take GCC five minutes a file.
-    list(APPEND kernel_options --param=asan-instrumentation-with-call-threshold=0)
-  endif()
   # The same instruction as AVX-512 encodes it, so that more machines can test it.
   set(vnni -mavx512vl -mavx512vnni)
 endif()
