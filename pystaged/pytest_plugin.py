@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 MARKER = "local_llm"
 _FIXTURES = {"local_llm", "local_llm_url", "assert_same_text"}
 _LONGEST_NAME = 180  # characters
-_SERVER: pytest.StashKey[SharedServer] = pytest.StashKey()  # while there is one
 _UNUSABLE = {"n", "progress", "logprobs", "prompt_logprobs"}
 
 
@@ -113,24 +112,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(MARKER)
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures are set up
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """No test's texts have to do with those of another."""
-    if _SERVER in item.config.stash and item.get_closest_marker(MARKER):
-        item.config.stash[_SERVER].ask("forget")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    """What a fixture of several tests has asked the model is known in all of them."""
-    value = yield
-    if fixturedef.scope != "function" and _SERVER in request.config.stash:
-        request.config.stash[_SERVER].ask("keep")
-    return value
-
-
 @pytest.fixture(scope="session")
 def local_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalLLM]:
     """The local model: `generate(prompt or messages, **options)`, and `base_url` for OpenAI's clients."""
@@ -154,9 +135,7 @@ def local_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             "It is what pytest's settings pystaged_model (or --pystaged-model), pystaged_n_ctx and pystaged_kv say.",
             pytrace=False,
         )
-    config.stash[_SERVER] = server
     yield LocalLLM(server, model)
-    del config.stash[_SERVER]
     server.close()
 
 

@@ -162,31 +162,6 @@ def test_what_the_application_makes_of_a_text(project: pytest.Pytester) -> None:
     assert json.loads(kept(project)["test_it/test_one.json"])["receipt"] is None
 
 
-def test_receipts_are_of_texts_of_the_same_test(project: pytest.Pytester) -> None:
-    """Or of a fixture that outlives it."""
-    project.makepyfile(
-        test_it="import pytest\n"
-        "@pytest.fixture(scope='module')\n"
-        "def answer(local_llm): return local_llm.generate('class A:', max_tokens=8).text\n"
-        "def test_first(answer, local_llm): assert local_llm.generate('def f(x):', max_tokens=8).text == WRITTEN\n"
-        "def test_other(assert_same_text): assert_same_text(WRITTEN)\n"
-        "def test_fixture(answer, assert_same_text): assert_same_text(answer)\n"
-        "def test_own(local_llm, assert_same_text):\n"
-        "    local_llm.generate('def f(x):', max_tokens=8)\n"
-        "    assert_same_text(WRITTEN)\n".replace("WRITTEN", repr(_written()))
-    )
-    project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=4)
-    receipts = {name: json.loads(text)["receipt"] for name, text in kept(project).items()}
-    assert receipts.pop("test_it/test_other.json") is None
-    assert receipts.keys() == {"test_it/test_fixture.json", "test_it/test_own.json"}
-    assert all(receipts.values())
-
-
-def _written() -> str:
-    with pystaged.load("bundled", n_ctx=512, recycle=False, report=lambda _: None) as engine:
-        return engine.generate("def f(x):", max_tokens=8).text
-
-
 def test_another_model_is_named(project: pytest.Pytester, random_gguf: object) -> None:
     one(project)
     project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from contextlib import closing, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pystaged.result import GenerationResult
 
 _START, _USERS, _PORT, _LOG = "start.lock", "users.lock", "port", "log"
-_MOST_TEXTS = 1024  # remembered of each user, of a test and as long as the server runs
+_MOST_TEXTS = 1024  # remembered of each user
 _user: ContextVar[str] = ContextVar("user", default="")
 
 
@@ -171,7 +171,7 @@ def _serve(folder: Path, loading: Loading, writer: int) -> None:
     name = Path(loading.model).name.removesuffix(".gguf")
     # A seed that is not drawn, so that clients need not give one.
     app = application(engine, Settings(name, defaults={"seed": 0}, queue=1 << 16, written=texts.add))
-    for question in (texts.generate, texts.receipt, texts.score, texts.keep, texts.forget):
+    for question in (texts.generate, texts.receipt, texts.score):
         app.routes.append(Route(f"/pystaged/{question.__name__}", _answering(question), methods=["POST"]))
     listener = run.bound("127.0.0.1", 0)
 
@@ -212,27 +212,15 @@ def _answering(question: Any) -> Any:
 
 
 class _Texts:
-    """The texts that the server has written, and answers about them.
-
-    A user has texts of its running test, and those that it keeps for all tests.
-    """
+    """The texts that the server has written, and answers about them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._running: dict[str, deque[GenerationResult]] = defaultdict(lambda: deque(maxlen=_MOST_TEXTS))
-        self._kept: dict[str, deque[GenerationResult]] = defaultdict(lambda: deque(maxlen=_MOST_TEXTS))
+        self._texts: dict[str, deque[GenerationResult]] = {}
 
     def add(self, results: Sequence[GenerationResult]) -> None:
-        """Remember texts of the current user until `forget`."""
-        self._running[_user.get()].extend(results)
-
-    def keep(self) -> None:
-        """Keep the user's texts so far for all tests."""
-        self._kept[_user.get()].extend(self._running.pop(_user.get(), ()))
-
-    def forget(self) -> None:
-        """Forget the user's texts that are not kept."""
-        self._running.pop(_user.get(), None)
+        """Remember texts of the current user."""
+        self._texts.setdefault(_user.get(), deque(maxlen=_MOST_TEXTS)).extend(results)
 
     def generate(self, prompt: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Continue a text, or answer messages."""
@@ -251,8 +239,7 @@ class _Texts:
 
     def receipt(self, text: str) -> dict[str, Any]:
         """The receipt of the user's newest text that is this one up to white space around it; None without one."""
-        known = [*self._kept.get(_user.get(), ()), *self._running.get(_user.get(), ())]
-        found = [each for each in known if each.text.strip() == text.strip()]
+        found = [each for each in self._texts.get(_user.get(), ()) if each.text.strip() == text.strip()]
         if not found or found[-1].origin is None:
             return {"receipt": None}
         return {"receipt": json.loads(found[-1].receipt.to_json())}
