@@ -274,6 +274,7 @@ class GenerationConfig:
     progress: Callable[[int, int], object] | None
     logprobs: int | None
     prompt_logprobs: int | None
+    prompt_logprobs_start: int
     reuse: bool
     prediction: str | tuple[int, ...]
 

@@ -16,9 +16,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import pystaged
-from pystaged.batch import MOST_AT_ONCE
+from pystaged.batch import MOST_AT_ONCE, results
+from pystaged.config import GenerationConfig
 
 _USUAL_TOKENS = 256  # of an answer, as lm_eval's other models have it
+_SCORING: dict[str, Any] = {"max_tokens": 1, "speculate": False, "temperature": 0.0, "prompt_logprobs": 1}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -105,14 +107,16 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
                 f"a continuation of {too_long[0]} tokens does not fit in a context of {self._engine.n_ctx}; pass a "
                 "larger max_length"
             )
+        runtime = self._engine.runtime
         found: list[tuple[float, bool]] = []
         for first in range(0, len(texts), self._most):
-            scored = self._engine.generate(
-                texts[first : first + self._most], max_tokens=1, speculate=False, prompt_logprobs=1, temperature=0.0
-            )
-            for result, text, request in zip(scored, texts[first:], requests[first:], strict=False):
-                more = request[2]
-                tokens = (result.prompt_logprobs or [])[-len(more) :] if more else []
+            # The answers to a question follow each other, so its tokens are read once.
+            sequences = [
+                runtime.sequence(text, GenerationConfig(**_SCORING, prompt_logprobs_start=len(text) - len(more)))
+                for text, (_, _, more) in zip(texts[first : first + self._most], requests[first:], strict=False)
+            ]
+            for result, text in zip(results(runtime.scheduler, iter(sequences)), texts[first:], strict=False):
+                tokens = result.prompt_logprobs or []
                 total = sum(each.logprob for each in tokens)
                 found.append((total, all(each.token == each.top[0].token for each in tokens)))
                 self._note(text, total)

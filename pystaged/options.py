@@ -146,6 +146,8 @@ class TextFields(SamplingOptions, total=False):
         "of the likeliest tokens at its position.")]
     prompt_logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, flags=(), help=
         "Report the same log-probabilities for each token of the prompt, which is then prefilled in full.")]
+    prompt_logprobs_start: Annotated[int, Option(0, ge=0, le=_MOST, flags=(), help=
+        "Index of the first prompt token with a log-probability; KV caches of the tokens before may be reused.")]
     reuse: Annotated[bool, Option(True, flags=(), help=
         "Reuse the KV cache of other texts that begin like the prompt; the text is the same.")]
     prediction: Annotated[str | Sequence[int], Option((), flags=(), help=

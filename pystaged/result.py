@@ -118,7 +118,8 @@ class GenerationResult:
     finish_reason: "stop" for an end token or a stop string, "length" for max_tokens or a full context, "loop" for a
     text that repeats itself (see stop_loops), "cancelled" for a stream that was closed early.
     seed: given or drawn.
-    logprobs: one per token, None if not asked for; prompt_logprobs: one per prompt token but the first, or None.
+    logprobs: one per token, None if not asked for; prompt_logprobs: one per prompt token from prompt_logprobs_start on,
+    but none for the first of the prompt, or None.
     origin: inputs of the text, for `receipt`; None for a result that no Engine made.
     """
 

@@ -173,7 +173,8 @@ class Scheduler:
             return
         contexts = self._contexts
         try:
-            context = contexts.take(sequence.prompt_tokens, sequence.config.max_tokens, must=must, reuse=sequence.reuse)
+            tokens, config = sequence.prompt_tokens, sequence.config
+            context = contexts.take(tokens, config.max_tokens, must=must, most_reused=sequence.most_reused)
             if isinstance(context, Wait):
                 sequence.wait = context
                 return

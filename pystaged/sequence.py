@@ -99,7 +99,8 @@ class Sequence(BatchMember):
         self.tokens: list[int] = []
         self._tokenizer, self._constraint, self._origin = tokenizer, constraint, origin
         self._sampling = bind(config.sampling, tokenizer, len(prompt_tokens), config.logprobs, constraint)
-        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs)
+        self._first_scored = max(1, config.prompt_logprobs_start)
+        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs, self._first_scored)
         self._buffer = TextBuffer(config.stop)
         self._loops = LoopFinder() if config.stop_loops else None
         self._text: list[str] = []
@@ -123,9 +124,9 @@ class Sequence(BatchMember):
         return self.config.sampling.seed
 
     @property
-    def reuse(self) -> bool:
-        """Whether it may reuse the KV cache of a context."""
-        return self._prefill.reuse
+    def most_reused(self) -> int:
+        """Most tokens of the prompt that it may take from another sequence's KV cache."""
+        return self._prefill.most_reused(len(self.prompt_tokens))
 
     @property
     def met_stop_string(self) -> str | None:
@@ -241,7 +242,7 @@ class Sequence(BatchMember):
         if self._prefill.num_top is None:
             return None
         found = list(self._prefill.logprobs)  # a copy, because the thread may be appending
-        tokens = self.prompt_tokens[1 : 1 + len(found)].tolist()
+        tokens = self.prompt_tokens[self._first_scored : self._first_scored + len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:

@@ -179,7 +179,7 @@ class Simulation:
 
     def take(self, prompt: Sequence[int], max_tokens: int, *, must: bool = False) -> Decoder | None:
         """A context, None where the text has to wait for one."""
-        taken = self.pool.take(np.array(prompt, np.int32), max_tokens, must=must)
+        taken = self.pool.take(np.array(prompt, np.int32), max_tokens, most_reused=len(prompt) - 1, must=must)
         return None if isinstance(taken, Wait) else taken
 
     def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Decoder | None:
@@ -599,13 +599,13 @@ def test_a_cut_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> None:
     with pystaged.load(random_gguf(), draft=None) as engine:
         pool, prompt = engine.runtime.contexts, np.arange(5, dtype=np.int32)
-        empty, closed = pool.take(prompt, 5), pool.take(prompt, 5)
+        empty, closed = (pool.take(prompt, 5, most_reused=4) for _ in range(2))
         assert isinstance(empty, Decoder)
         assert isinstance(closed, Decoder)
         closed.close()
         pool.give_back(empty)
         pool.give_back(closed)
-        assert pool.take(prompt, 5) is empty
+        assert pool.take(prompt, 5, most_reused=4) is empty
 
 
 # ---- Real ----

@@ -79,6 +79,16 @@ def test_log_probabilities_are_the_engines(
     assert found == sum(sum(engine.score([a[0], *b]).logprobs[1:].tolist()) for a, b in parts)
 
 
+def test_a_question_is_read_once(make: Callable[..., Any]) -> None:
+    model = make(batch_size=16)
+    question = [5, *range(100, 175)]
+    engine, answers = model._engine, [[200, 201, i] for i in range(8)]
+    model._loglikelihood_tokens([("", question, answer) for answer in answers])
+    # Rows: the question and the rest of each answer, whose last token begins the next step.
+    assert engine.passes.rows <= len(question) + 8 * 4
+    assert engine.passes.rows >= len(question) + 8 * 2
+
+
 def test_texts_and_the_hash_of_all_results(make: Callable[..., Any], engine: pystaged.Engine) -> None:
     stop = engine.generate(TEXTS[1], max_tokens=20).text[6:8]
     kwargs: list[dict[str, Any]] = [

@@ -51,6 +51,19 @@ def test_the_likeliest_tokens_of_a_prompts_places_are_the_models_own(engine: Eng
         assert each.top[0].logprob == each.logprob  # greedy: equal floats, not close ones
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 69, 70, 71, 79, 80, 90])
+def test_tokens_before_the_first_score_are_reused(engine: Engine, start: int) -> None:
+    prompt = [*range(100, 170), *range(200, 210)]
+    whole = engine.generate(prompt, max_tokens=2, prompt_logprobs=2)
+    again = engine.generate(prompt, max_tokens=2, prompt_logprobs=2, prompt_logprobs_start=start)
+    assert whole.prompt_logprobs is not None
+    assert again.prompt_logprobs == whole.prompt_logprobs[max(0, start - 1) :]
+    assert (whole.stats.reused_tokens, again.stats.reused_tokens) == (0, max(0, min(start, 80) - 1))
+    cold = engine.generate(prompt, max_tokens=2, prompt_logprobs=2, prompt_logprobs_start=start, reuse=False)
+    assert (cold.prompt_logprobs, cold.stats.reused_tokens) == (again.prompt_logprobs, 0)
+    assert again.tokens == cold.tokens == whole.tokens
+
+
 def test_scores_are_the_same_in_a_crowd(engine: Engine) -> None:
     alone = [engine.generate(prompt, max_tokens=4, prompt_logprobs=2) for prompt in PROMPTS]
     together = engine.generate(PROMPTS, max_tokens=4, prompt_logprobs=2)

@@ -171,7 +171,7 @@ class ContextPool:
         return sum(loan.num_bytes for loan in self._lent) + sum(held.num_bytes for held in self._at_rest.values())
 
     def take(
-        self, prompt: NDArray[np.int32], max_tokens: int, *, must: bool = False, reuse: bool = True
+        self, prompt: NDArray[np.int32], max_tokens: int, *, most_reused: int, must: bool = False
     ) -> Decoder | Wait:
         """Lend a context for a prompt, int32[n], and max_tokens more; or return a reason to wait and ask again later.
 
@@ -180,8 +180,8 @@ class ContextPool:
         a copy is lent.
 
         Args:
+            most_reused: most tokens of the prompt that the context may hold.
             must: do not wait, and exceed the bound if needed.
-            reuse: False lends an empty context.
 
         Raises:
             ValueError: the pool is closed.
@@ -193,11 +193,12 @@ class ContextPool:
             need = self._needed(len(prompt) + max_tokens)
             if self._lent and not must and sum(loan.num_bytes for loan in self._lent) + need > self.memory:
                 return Wait.MEMORY
-            source, length, common = self._most_like(prompt[: -1 if reuse else 0])
-            if reuse and not must and self._is_being_read(prompt, length):
+            wanted = prompt[:most_reused]
+            source, length, common = self._most_like(wanted)
+            if not must and self._is_being_read(wanted, length):
                 return Wait.PROMPT
-            if reuse and self._restore(prompt[:-1], length):
-                source, length, common = self._most_like(prompt[:-1])
+            if self._restore(wanted, length):
+                source, length, common = self._most_like(wanted)
             held = self._at_rest.get(source) if source else None
             if source and held and _survives(len(held.tokens), length):
                 self._wake(source, length)
@@ -366,7 +367,7 @@ class ContextPool:
         """Whether another sequence is prefilling so much more of a prompt that waiting for a copy is faster."""
         for loan in self._lent:
             context = loan.context()
-            common = common_prefix(loan.prompt[:-1], prompt[:-1])
+            common = common_prefix(loan.prompt[:-1], prompt)
             if context is not None and common >= length + _WORTH_WAITING:
                 with suppress(*_OUT_OF_REACH):
                     # It has read them already; if `length` is less, it cannot rewind to them.

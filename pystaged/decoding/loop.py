@@ -163,7 +163,7 @@ class Decoder:
         self._check(prompt)
         prefill = prefill or Prefill()
         self._drafting = self.drafters if speculate else ()
-        reused = min(common_prefix(self.target.tokens, prompt), len(prompt) - 1) if prefill.reuse else 0
+        reused = min(common_prefix(self.target.tokens, prompt), prefill.most_reused(len(prompt)))
         reused = min([reused, *(drafter.reusable(prompt) for drafter in self._drafting)])
         reused = self.target.rewind(reused)
         missing = prompt[reused:-1]

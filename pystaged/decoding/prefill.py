@@ -22,17 +22,22 @@ class Prefill:
 
     reuse: keep the prefix of the prompt that the context holds. prediction: tokens that drafters may expect after the
     prompt. num_top: number of the likeliest alternatives to each prompt token whose log-probabilities are wanted; None
-    for no log-probabilities. logprobs: the results, for each prompt token but the first.
+    for no log-probabilities. first_scored: index of the first token with log-probabilities, at least 1. logprobs: the
+    results, for each prompt token from that one on.
     """
 
     reuse: bool = True
     prediction: Sequence[int] = ()
     num_top: int | None = None
+    first_scored: int = 1
     logprobs: list[Logprobs] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.num_top is not None:
-            self.reuse = False  # a token is scored when the one before it is evaluated
+    def most_reused(self, length: int) -> int:
+        """Most tokens that a prompt of `length` tokens may take from a context."""
+        if not self.reuse:
+            return 0
+        # A token is scored when the one before it is evaluated.
+        return length - 1 if self.num_top is None else min(length, self.first_scored) - 1
 
     def read(self, session: Session, tokens: NDArray[np.int32], following: NDArray[np.int32], at: int) -> Requests[int]:
         """Prefill one piece of a prompt; returns its number of tokens.
@@ -41,8 +46,9 @@ class Prefill:
             tokens, following: int32[n], the tokens to read, and the token after each.
             at: number of the tokens that the session holds.
         """
-        if self.num_top is None:
-            done = yield Read(session, at, tokens[at:])
+        num_unscored = len(tokens) if self.num_top is None else self.first_scored - 1
+        if at < num_unscored:
+            done = yield Read(session, at, tokens[at:num_unscored])
         else:
             piece = slice(at, at + _SCORED_ROWS)
             sampling = SamplingConfig().native_sampling(None, self.num_top)
