@@ -27,7 +27,8 @@ ARITHMETIC = 1
 MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"
 # Options without effect on the text; a receipt has all others.
-_WITHOUT_EFFECT = {"speculate", "progress", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "reuse", "prediction"}
+_SCORES = {"logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+_WITHOUT_EFFECT = {"speculate", "progress", "reuse", "prediction"} | _SCORES
 # Options that a receipt omits if they have these values.
 _UNLESS: dict[str, Any] = {"stop_loops": False}
 _LONGEST_WORD = 256  # characters of a name or version

@@ -72,10 +72,10 @@ class ScriptedDrafter(TreeDrafter):
     def most_levels(self) -> float:
         return min(super().most_levels(), self.length, len(self.script) - (self._length - self._prompt_length))
 
-    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> None:
+    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> float:
         del candidates
         rest, path = self.script[self._length - self._prompt_length :], tree.path(node)
         token = rest[len(path)]
         if path != list(rest[: len(path)]) or self._random.random() >= self._accept[len(path)]:
             token = (token + self._random.randrange(1, self._vocab_size)) % self._vocab_size
-        super()._add(tree, node, Candidates({token: 0.0}, DRAFT))
+        return super()._add(tree, node, Candidates({token: 0.0}, DRAFT))

@@ -166,8 +166,8 @@ def _separated(
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Whether an object may have members that its schema does not name."""
-    return schema is not _NO_ARGUMENTS and schema.get("additionalProperties") is not False
+    """Whether an object may have any members, because its schema names none."""
+    return not schema.get("properties") and schema.get("additionalProperties") is not False
 
 
 def _members(schema: Mapping[str, Any], readable: str) -> Sequence[tuple[str, Any, bool]]:

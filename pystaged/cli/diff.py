@@ -125,9 +125,8 @@ def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Ro
     """A table of single texts, its headings first."""
 
     def spelled(token: int) -> str:
-        if engine.tokenizer.is_end(token):
-            return "ends here"
-        return repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
+        text = repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
+        return f"{text} (end)" if engine.tokenizer.is_end(token) else text
 
     rows: list[_Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
     for each in texts:

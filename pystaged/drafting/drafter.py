@@ -231,8 +231,11 @@ class TreeDrafter:
         said = []
         for proposer in self._proposers:
             said.append((yield from proposer.propose(tree, nodes)))
-        for node, *proposals in zip(nodes, *said, strict=True):
+        shares = [
             self._add(tree, node, self._candidates(tree, node, proposals))
+            for node, *proposals in zip(nodes, *said, strict=True)
+        ]
+        self._child = shares[0]
 
     def _candidates(self, tree: GrowingTree, node: int, said: Sequence[Proposal | Candidates]) -> Candidates:
         """The candidates after a node: those of the only proposer, or the best of the mixed proposals."""
@@ -243,15 +246,13 @@ class TreeDrafter:
         scores = rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
         return Candidates(scores, mixed.source)
 
-    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> None:
-        """Add a node's candidates as its children."""
-        self._child = 0.0
+    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> float:
+        """Add a node's candidates as its children; returns the share of its score that the best one has."""
         if not candidates.scores:
-            return
+            return 0.0
         depth, believed = tree.nodes[node].depth, tree.nodes[node].score
         cells = self._calibration.cells(candidates.source, list(candidates.scores.values()))
         rates = self._calibration.rates
-        self._child = rates[cells[0]]
         for token, cell in islice(zip(candidates.scores, cells, strict=True), self._children):
             score = believed * rates[cell]
             child = tree.add(node, token, score, self._stage, cell)
@@ -261,6 +262,7 @@ class TreeDrafter:
                 self._add(tree, child, candidates.following[token])
             elif depth + 1 < tree.max_depth:
                 insort(self._leaves, (-score, child))
+        return rates[cells[0]]
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Update the calibration with the target's choice at each node of its path."""

@@ -221,7 +221,7 @@ def tags(state: State) -> OllamaModels:
 def running(state: State) -> RunningModels:
     """List the server's model, which stays loaded."""
     named, engine = _named(state), state.engine
-    video = named["size"] if engine.model.devices else 0
+    video = 0 if set(engine.model.devices) <= {"CPU"} else named["size"]
     return {"models": [{**named, "expires_at": _NEVER, "size_vram": video, "context_length": engine.n_ctx}]}
 
 
