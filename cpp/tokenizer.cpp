@@ -360,16 +360,6 @@ bool Tokenizer::same(const Tokenizer& other, int32_t token) const {
            token_bytes(token) == other.token_bytes(token);
 }
 
-int32_t Tokenizer::first_difference(const Tokenizer& other) const {
-    const int32_t shared = std::min(num_tokens(), other.num_tokens());
-    for (int32_t token = 0; token < shared; ++token) {
-        if (!same(other, token)) {
-            return token;
-        }
-    }
-    return -1;
-}
-
 std::vector<bool> Tokenizer::shared_with(const Tokenizer& other) const {
     std::vector<bool> result(num_tokens());
     for (int32_t token = 0; token < std::min(num_tokens(), other.num_tokens()); ++token) {

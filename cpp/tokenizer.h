@@ -51,9 +51,8 @@ public:
     int32_t mask_token() const { return mask_token_; }
     // The vocabulary's tokens for filling in the middle, of "prefix", "suffix", "middle", "repository" and "file".
     std::map<std::string, int32_t> infill_tokens() const;
-    // The first token that both vocabularies have and that differs in bytes, spelling or role, or -1.
-    int32_t first_difference(const Tokenizer& other) const;
-    // For each token of this vocabulary whether the other one has it under the same id.
+    // For each token of this vocabulary whether the other one has it under the same id, with the same bytes, spelling
+    // and role.
     std::vector<bool> shared_with(const Tokenizer& other) const;
     // Names the vocabulary: equal for equal tokens.
     std::string fingerprint() const;

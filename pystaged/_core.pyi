@@ -211,10 +211,9 @@ class Tokenizer:
     @property
     def infill_tokens(self) -> dict[str, int]:
         """The tokens for filling in the middle that it has, of "prefix", "suffix", "middle", "repository", "file"."""
-    def first_difference(self, other: Tokenizer) -> int:
-        """The first token that both have and that differs in bytes, spelling or role, or -1."""
     def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:
-        """For each token of this vocabulary whether the other one has it under the same id, bool[num_tokens]."""
+        """For each token of this vocabulary whether the other one has it under the same id, with equal bytes, spelling
+        and role, bool[num_tokens]."""
     @property
     def fingerprint(self) -> str:
         """Names the vocabulary: equal for equal tokens."""

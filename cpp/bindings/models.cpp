@@ -130,7 +130,6 @@ void add_models(py::module_& m) {
             },
             py::arg("other"))
         .def("is_end", &Tokenizer::is_end, py::arg("token"))
-        .def("first_difference", &Tokenizer::first_difference, py::arg("other"))
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,26 +76,11 @@ class Decoder:
         prompt: NDArray[np.int32],
         sampling: SamplingConfig,
         max_tokens: int,
-        *,
-        is_end: Callable[[int], bool] = lambda _: False,
-        speculate: bool = True,
-        stats: GenerationStats | None = None,
-        progress: Progress | None = None,
-        constraint: Constraint | None = None,
+        **options: Any,
     ) -> Generator[Step, None, None]:
         """Continue a prompt step by step, with a pass of its own for each request. Arguments and errors as in `text`;
         yields steps, no requests; uses the context only during `next`."""
-        text = self.text(
-            prompt,
-            sampling,
-            max_tokens,
-            is_end=is_end,
-            speculate=speculate,
-            stats=stats,
-            progress=progress,
-            constraint=constraint,
-        )
-        return alone(text, self._clocks)
+        return alone(self.text(prompt, sampling, max_tokens, **options), self._clocks)
 
     def text(
         self,

@@ -17,8 +17,8 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_LLAMA = _NORMS | _ATTENTION | _FEED_FORWARD
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+LLAMA = _NORMS | _ATTENTION | _FEED_FORWARD
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _QWEN35 = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", **_FEED_FORWARD}
 _LFM2 = {
     "attn_norm": "operator_norm",
@@ -109,7 +109,7 @@ class Family:
     """
 
     architecture: str
-    layers: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    layers: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     recurrent: Mapping[str, str] = field(default_factory=dict)
     ahead: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(
@@ -151,8 +151,8 @@ _GRANITE_SCALES = {
 }
 GEMMA3 = Family(
     "gemma3",
-    layers=_LLAMA
-    | _HEAD_NORMS
+    layers=LLAMA
+    | HEAD_NORMS
     | {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
@@ -215,12 +215,12 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_UNTIED,
         only=_SILU | _PLAIN,
     ),
-    "qwen3": Family("qwen3", layers=_LLAMA | _HEAD_NORMS, defaults=_UNTIED, only=_SILU | _PLAIN),
+    "qwen3": Family("qwen3", layers=LLAMA | HEAD_NORMS, defaults=_UNTIED, only=_SILU | _PLAIN),
     "qwen3_moe": Family(
         "qwen3moe",
         layers=_NORMS
         | _ATTENTION
-        | _HEAD_NORMS
+        | HEAD_NORMS
         | {
             "ffn_gate_inp": "mlp.gate",
             "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -323,7 +323,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_5_text": Family(
         "qwen35",
-        layers=_QWEN35 | _ATTENTION | _HEAD_NORMS,
+        layers=_QWEN35 | _ATTENTION | HEAD_NORMS,
         recurrent=_QWEN35 | _DELTA_NET,
         ahead={
             "nextn.eh_proj": "fc",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.families import DRAFT_ARCHITECTURES
+from pystaged.loading.families import DRAFT_ARCHITECTURES, HEAD_NORMS, LLAMA
 from pystaged.loading.shapes import Shape, Wanted
 
 EAGLE3, DFLASH = DRAFT_ARCHITECTURES  # DSpark is DFlash with more tensors
@@ -68,19 +68,7 @@ _UNUSED = re.compile(
     r"t2d|verifier_(norm|lm_head)\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|"
     r"confidence_(head\.)?proj\.(weight|bias)"
 )
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_LAYER = LLAMA | HEAD_NORMS
 _OTHER_NAMES = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -10,8 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import anyio
 from anyio.to_thread import run_sync
 
+from pystaged.async_stream import AsyncStream
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
 from pystaged.sequence import Sequence as Text
@@ -21,7 +24,6 @@ from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.reply import Sender, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
 from pystaged.server.state import State
-from pystaged.server.writing import write
 from pystaged.stages import STAGE_NAMES, StageSpans
 from pystaged.stats import GenerationStats
 
@@ -71,9 +73,10 @@ class Answer(ABC):
         del i
         return None
 
-    @abstractmethod
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         """The parts before the first piece of sequence i."""
+        del i
+        return []
 
     @abstractmethod
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
@@ -108,9 +111,7 @@ class Answer(ABC):
             for i, sequence in enumerate(self.sequences):
                 sequence.config = replace(sequence.config, progress=partial(self._reading, i))
         try:
-            await write(
-                self.state.engine.runtime.scheduler, self.state.gate, self.sequences, self, settings.queue_timeout
-            )
+            await self._generate()
         finally:
             for i, stats in enumerate(self.stats()):
                 self.state.metrics.text_over(stats, self._first.get(i))
@@ -123,6 +124,33 @@ class Answer(ABC):
         if self._options.include_usage:
             await sender.event(self._envelope(self.part_kind, []) | self._figures())
         await sender.end(self.mark)
+
+    async def _generate(self) -> None:
+        """Generate the sequences together, as far as the gate admits them; an error in one ends all.
+
+        Raises:
+            ApiError: the first waited too long for admission; the others wait without limit.
+            Exception: the error that ended a sequence.
+        """
+        failed: list[Exception] = []
+        scheduler, gate = self.state.engine.runtime.scheduler, self.state.gate
+
+        async def one(i: int) -> None:
+            try:
+                wait = math.inf if i else self.state.settings.queue_timeout
+                async with gate.inside(wait), AsyncStream(scheduler, self.sequences[i]) as pieces:
+                    async for piece in pieces:
+                        await self._piece(i, piece)
+                await self._ended(i)
+            except Exception as error:
+                failed.append(error)
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for i in range(len(self.sequences)):
+                group.start_soon(one, i)
+        if failed:
+            raise failed[0]
 
     def _whole(self) -> bytes:
         choices = [self.choice(i, sequence.result()) for i, sequence in enumerate(self.sequences)]
@@ -141,7 +169,7 @@ class Answer(ABC):
         }
         await self._sender.event(self.framed(part, self._nothing_yet() | {"prompt_progress": progress}))
 
-    async def piece(self, i: int, piece: Piece) -> None:
+    async def _piece(self, i: int, piece: Piece) -> None:
         if i not in self._first:
             self._first[i] = time.monotonic() - self._begun
             await self._begin(i)
@@ -150,7 +178,7 @@ class Answer(ABC):
         for part in self.parts(i, piece):
             await self._sender.event(self.framed(part, self._so_far()))
 
-    async def ended(self, i: int) -> None:
+    async def _ended(self, i: int) -> None:
         if i not in self._first:
             await self._begin(i)
         if not self.request.stream:

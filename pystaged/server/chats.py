@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from pystaged.chat.turn import Block, Dialect
 from pystaged.config import GenerationConfig
 from pystaged.definitions import GrammarError
 from pystaged.result import GenerationResult, Piece
-from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import ended
 from pystaged.server.answer_types import Call, CalledFunction, ChatCompletion
 from pystaged.server.errors import ApiError, too_long, unsupported
@@ -36,16 +35,7 @@ from pystaged.server.tools import (
     told,
     with_calls,
 )
-from pystaged.server.turn_answer import TurnAnswer
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The answers to a request: their sequences, the first seed, and how they are read."""
-
-    sequences: list[Text]
-    seed: int
-    manner: Manner
+from pystaged.server.turn_answer import TurnAnswer, Turns
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
@@ -170,7 +160,7 @@ class ChatAnswer(TurnAnswer):
     prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, state: State, request: ChatRequest, turns: Turns) -> None:
-        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
+        super().__init__(state, request, turns)
         self._with_logprobs = bool(request.logprobs)
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:

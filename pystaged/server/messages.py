@@ -262,17 +262,6 @@ class MessageAnswer(EventAnswer):
     request: MessageRequest
     prefix = "msg"
 
-    def __init__(self, state: State, request: MessageRequest, turns: chats.Turns) -> None:
-        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
-
-    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
-        del figures
-        return choices[0]
-
-    def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-        del figures
-        return part
-
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         content = [self._block(block) for block in self.read(i, result).blocks]
         content = content or [self._block(turn.Block("text", 0))]

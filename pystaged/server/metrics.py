@@ -62,7 +62,13 @@ class Metrics:
         read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
         write_rate = counts["tokens_predicted_total"] / writing if writing else 0.0
         known = {**counts, **seconds}
-        lines = _Lines(self._prefix)
+        lines: list[str] = []
+
+        def add(kind: str, name: str, what: str, values: Mapping[str, float]) -> None:
+            """Add a metric; `values` are by the suffix of its name."""
+            lines.extend((f"# HELP {self._prefix}{name} {what}", f"# TYPE {self._prefix}{name} {kind}"))
+            lines.extend(f"{self._prefix}{name}{labels} {value:.10g}" for labels, value in values.items())
+
         for kind, name, what, value in (
             ("counter", "prompt_tokens_total", "Prompt tokens evaluated.", None),
             ("counter", "prompt_tokens_cached_total", "Prompt tokens reused from other sequences.", None),
@@ -85,32 +91,16 @@ class Metrics:
             ("gauge", "rows_per_pass", "Mean rows per pass.", passes.rows_per_pass),
             ("gauge", "kv_memory_bytes", "Memory for keys and values.", engine.kv_memory),
         ):
-            lines.add(kind, name, what, {"": known.get(name, 0) if value is None else value})
+            add(kind, name, what, {"": known.get(name, 0) if value is None else value})
         accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}
         stages = {f'{{stage="{name}"}}': count for name, count in sorted(self._stages.items())}
         requests = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
         what = "Drafted tokens accepted, by position in the draft."
-        lines.add("counter", "spec_decode_num_accepted_tokens_per_pos_total", what, accepted)
-        lines.add("counter", "tokens_by_stage_total", "Tokens by the stage that proposed them.", stages)
-        lines.add("counter", "requests_total", "Requests by path and status.", requests)
+        add("counter", "spec_decode_num_accepted_tokens_per_pos_total", what, accepted)
+        add("counter", "tokens_by_stage_total", "Tokens by the stage that proposed them.", stages)
+        add("counter", "requests_total", "Requests by path and status.", requests)
         buckets = {f'_bucket{{le="{bound:g}"}}': self._first[bound] for bound in _FIRST_TOKEN}
         total = {'_bucket{le="+Inf"}': counts["first"], "_sum": seconds["first"], "_count": counts["first"]}
         what = "Seconds from a request to its sequence's first token."
-        lines.add("histogram", "time_to_first_token_seconds", what, buckets | total)
-        return str(lines)
-
-
-class _Lines:
-    """Metrics as text, version 0.0.4."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._lines: list[str] = []
-
-    def __str__(self) -> str:
-        return "\n".join([*self._lines, ""])
-
-    def add(self, kind: str, name: str, what: str, values: Mapping[str, float]) -> None:
-        """Add a metric; `values` are by the suffix of its name."""
-        self._lines += [f"# HELP {self._prefix}{name} {what}", f"# TYPE {self._prefix}{name} {kind}"]
-        self._lines += [f"{self._prefix}{name}{labels} {value:.10g}" for labels, value in values.items()]
+        add("histogram", "time_to_first_token_seconds", what, buckets | total)
+        return "\n".join([*lines, ""])

@@ -66,10 +66,6 @@ class NativeAnswer(Answer):
     def empty_part(self, i: int) -> dict[str, Any]:
         return {"index": i, "content": "", "tokens": [], "stop": False}
 
-    def first_parts(self, i: int) -> list[dict[str, Any]]:
-        del i
-        return []
-
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
         return [found | self._probabilities(piece.logprobs)] if piece.tokens and not self._is_silent else []

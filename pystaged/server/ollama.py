@@ -36,7 +36,7 @@ from pystaged.server.request_types import (
 )
 from pystaged.server.state import State
 from pystaged.server.tools import Manner, knows_tools
-from pystaged.server.turn_answer import EventAnswer, read_arguments
+from pystaged.server.turn_answer import EventAnswer, Turns, read_arguments
 
 VERSION = "0.12.6"  # of Ollama, whose interface this is; clients refuse older ones
 # Unsupported members that would change the answer, with the values that have no effect.
@@ -285,10 +285,10 @@ def generate(state: State, request: GenerateRequest) -> TextAnswer:
     return TextAnswer(state, raw, _turns(state, sequences, seed))
 
 
-def _turns(state: State, sequences: list[Text], seed: int) -> chats.Turns:
+def _turns(state: State, sequences: list[Text], seed: int) -> Turns:
     """Answers that are read as they are; none where the request only loads the model."""
     manner = Manner(Dialect.of("", state.engine.tokenizer), splits=False, is_open=False, schemas=None)
-    return chats.Turns(sequences, seed, manner)
+    return Turns(sequences, seed, manner)
 
 
 def _shared(request: _Request) -> dict[str, Any]:
@@ -343,9 +343,6 @@ class _Answer(EventAnswer):
     names_events = False
     prefix = "ollama"
 
-    def __init__(self, state: State, request: TextRequest, turns: chats.Turns) -> None:
-        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
-
     @abstractmethod
     def said(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The members for new text, reasoning or calls."""
@@ -359,10 +356,6 @@ class _Answer(EventAnswer):
         else:  # the model is loaded
             await sender.whole(encoded(self.framed(self.said("") | _LAST | {"done_reason": "load"}, {})))
 
-    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
-        del figures
-        return choices[0]
-
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
         del figures
         return {"model": self.state.settings.name, "created_at": _moment(time.time()), **part}
@@ -372,10 +365,6 @@ class _Answer(EventAnswer):
         text, thinking = ("".join(block.text for block in reader.of_kind(kind)) for kind in ("text", "reasoning"))
         said = self.said(text, thinking, [_call(block) for block in reader.of_kind("call") if block.is_whole])
         return self.framed(said | self._end(result) | self._logprobs(result.logprobs), {})
-
-    def first_parts(self, i: int) -> list[dict[str, Any]]:
-        del i
-        return []
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = super().parts(i, piece)

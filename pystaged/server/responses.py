@@ -30,7 +30,7 @@ from pystaged.server.request_types import (
     only,
 )
 from pystaged.server.state import State
-from pystaged.server.turn_answer import EventAnswer, read_arguments
+from pystaged.server.turn_answer import EventAnswer, Turns, read_arguments
 
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -283,8 +283,8 @@ class ResponseAnswer(EventAnswer):
     _num_sent = 0
     _input = ""  # what has been sent of a custom tool's input
 
-    def __init__(self, state: State, request: ResponseRequest, turns: chats.Turns) -> None:
-        super().__init__(state, request, turns.sequences, turns.seed, turns.manner)
+    def __init__(self, state: State, request: ResponseRequest, turns: Turns) -> None:
+        super().__init__(state, request, turns)
         self._custom = {tool.name for tool in request.tools or [] if tool.type == "custom"}
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:

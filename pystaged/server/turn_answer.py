@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -19,21 +20,25 @@ from pystaged.server.state import State
 from pystaged.server.tools import Manner
 
 
+@dataclass(frozen=True)
+class Turns:
+    """The answers to a request: their sequences, the first seed, and how they are read."""
+
+    sequences: list[Text]
+    seed: int
+    manner: Manner
+
+
 class TurnAnswer(Answer):
     """An answer that is split into blocks. An interface says how a block begins, goes on and ends.
 
     readers: by sequence.
-
-    Args:
-        manner: how the answer is read.
     """
 
-    def __init__(
-        self, state: State, request: TextRequest, sequences: Sequence[Text], seed: int, manner: Manner
-    ) -> None:
-        super().__init__(state, request, sequences, seed)
-        self.readers = [manner.reader() for _ in sequences]
-        self._open: list[Block | None] = [None for _ in sequences]
+    def __init__(self, state: State, request: TextRequest, turns: Turns) -> None:
+        super().__init__(state, request, turns.sequences, turns.seed)
+        self.readers = [turns.manner.reader() for _ in turns.sequences]
+        self._open: list[Block | None] = [None for _ in turns.sequences]
         self._counted: dict[int, tuple[int, int]] = {}  # characters and tokens of blocks of reasoning, by their id
 
     def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
@@ -137,3 +142,11 @@ class EventAnswer(TurnAnswer):
     @property
     def _options(self) -> StreamOptions:
         return StreamOptions()
+
+    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
+        del figures
+        return choices[0]
+
+    def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+        del figures
+        return part

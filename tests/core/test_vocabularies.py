@@ -122,13 +122,10 @@ def test_almost_the_same(model_file: Callable[..., Path]) -> None:
     shared = target.shared_with(padded)
     assert shared.dtype == np.bool_
     assert shared.all()
-    assert target.first_difference(padded) == -1
     assert padded.shared_with(target).tolist() == [True] * 300 + [False] * 20
     assert target.fingerprint != padded.fingerprint
     pairs = Tokenizer(model_file("byte-pairs"))
-    different = target.shared_with(pairs)
-    assert not different.all()
-    assert target.first_difference(pairs) == int(np.flatnonzero(~different)[0])
+    assert not target.shared_with(pairs).all()
 
 
 def test_control_tokens_count(tmp_path: Path) -> None:
@@ -147,6 +144,5 @@ def test_control_tokens_count(tmp_path: Path) -> None:
         paths.append(path)
     first, second = (Tokenizer(path) for path in paths)
     assert first.token_bytes(3) == second.token_bytes(3) == b""
-    assert first.first_difference(second) == 3
     assert first.shared_with(second).tolist() == [True, True, True, False]
     assert first.fingerprint != second.fingerprint
