@@ -58,6 +58,21 @@ def test_a_wheel_of_models(build_wheel: Any, tmp_path: Path, monkeypatch: pytest
         assert int(size) == len(files[name])
 
 
+def test_conda_package_requires_what_the_wheel_requires() -> None:
+    recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text("utf-8")
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    (run,) = re.findall(r"^  run:\n    - python\n((?:    - .*\n)+)", recipe, re.MULTILINE)
+    (needed,) = re.findall(r"^dependencies = \[\n((?:  .*\n)+)\]", project, re.MULTILINE)
+    named = re.findall(r"- (\S+) (\S+)", run)
+    assert named == [
+        (name.replace("-", "_"), version)
+        for name, version in re.findall(r'"([a-z0-9-]+)([^"]+)"', needed)
+        if name != "llama-cpp-python"
+    ]
+    (version,) = re.findall(r'^version = "(.*)"', project, re.MULTILINE)
+    assert f'version: "{version}"' in recipe
+
+
 def test_models_of_a_package_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "data" / "pystaged_models"
     package.mkdir(parents=True)
