@@ -78,7 +78,7 @@ class SamplingConfig:
         values = {name: option.default for name, option in SAMPLING.items()} | fields
         if values["seed"] is None:
             values["seed"] = secrets.randbits(32)
-        values = {name: _checked(name, SAMPLING[name], value) for name, value in values.items()}
+        values = {name: checked(name, SAMPLING[name], value) for name, value in values.items()}
         values["dry_sequence_breakers"] = _texts("dry_sequence_breakers", values["dry_sequence_breakers"])
         values["logit_bias"] = _Biases(_biases(values["logit_bias"]))
         for name in self.__dataclass_fields__:
@@ -288,7 +288,7 @@ class GenerationConfig:
             raise TypeError(f"give either sampling or {min(given)}, not both")
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be a function of two numbers, not {type(progress).__name__}")
-        text = {name: _checked(name, TEXT[name], value) for name, value in text.items()}
+        text = {name: checked(name, TEXT[name], value) for name, value in text.items()}
         text["stop"], text["prediction"] = _texts("stop", text["stop"]), _prediction(text["prediction"])
         text["grammar"] = _grammar(text.pop("json_schema"), text.pop("regex"), text["grammar"])
         sampling = sampling or SamplingConfig(**given)
@@ -298,7 +298,7 @@ class GenerationConfig:
             object.__setattr__(self, name, value)
 
 
-def _checked(name: str, option: Option, value: Any) -> Any:
+def checked(name: str, option: Option, value: Any) -> Any:
     """Check the type and range of a value whose option is a number or a bool."""
     if option.kind is None or (value is None and option.default is None):
         return value

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from pystaged._core import Model, Tokenizer
 from pystaged.batch import results
 from pystaged.chat.messages import Message
-from pystaged.config import GenerationConfig, TextOptions, check_options, integer, truth
+from pystaged.config import GenerationConfig, TextOptions, check_options, checked, truth
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import PREFILL_BUDGET
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
-from pystaged.options import PROMPT_CACHE_SIZE, LoadFields
+from pystaged.options import LOADING, PROMPT_CACHE_SIZE, LoadFields
 from pystaged.process import ProcessLock
 from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.result import GenerationResult, Results, Score
@@ -142,17 +142,12 @@ class Engine:
         for name, device_name in (("device", device), ("draft_device", draft_device)):
             if not isinstance(device_name, str):
                 raise TypeError(f"{name} must be a name, not {type(device_name).__name__}")
-        n_ctx, num_threads = integer("n_ctx", n_ctx), integer("num_threads", num_threads)
-        for name, number in (("n_ctx", n_ctx), ("num_threads", num_threads)):
-            if abs(number) >= 2**31:
-                raise ValueError(f"{name} is out of range: {number}")
-        if kv_memory is not None:
-            kv_memory = integer("kv_memory", kv_memory)
-            if kv_memory < 1:
-                raise ValueError(f"kv_memory must be a positive number of bytes, not {kv_memory}")
-        prompt_cache_size = integer("prompt_cache_size", prompt_cache_size)
-        if prompt_cache_size < 1:
-            raise ValueError(f"prompt_cache_size must be a positive number of bytes, not {prompt_cache_size}")
+        given: dict[str, object] = {"n_ctx": n_ctx, "num_threads": num_threads}
+        given |= {"weight_cache": weight_cache, "recycle": recycle}
+        given |= {"kv_memory": kv_memory, "prompt_cache_size": prompt_cache_size}
+        n_ctx, num_threads, weight_cache, recycle, kv_memory, prompt_cache_size = (
+            checked(name, LOADING[name], value) for name, value in given.items()
+        )
         if not prefill_budget >= 0:
             raise ValueError(f"prefill_budget must be at least 0 seconds, not {prefill_budget}")
         self._warn = report or _warn
@@ -165,8 +160,8 @@ class Engine:
             device=device,
             draft_device=draft_device,
             kv=kv,
-            weight_cache=truth("weight_cache", weight_cache),
-            recycle=truth("recycle", recycle),
+            weight_cache=weight_cache,
+            recycle=recycle,
         )
         if truth("long_context", long_context) and n_ctx == 0:
             n_ctx = long_context_of(bundle, kv_memory)

@@ -134,10 +134,6 @@ class ModelOptions(_Offered):
         """Options of the chat template."""
         return {} if self.think is None else {"enable_thinking": self.think}
 
-    def of_loading(self) -> dict[str, Any]:
-        """Options of pystaged.load."""
-        return self.model_dump(exclude_none=True, include=set(_LOADING))
-
 
 class _Common:
     """Base of both kinds of model.
@@ -202,7 +198,7 @@ def _engine(name: str, options: Any) -> Engine:
     """The engine of a model; for other loading options, a new one. The old one is freed after its last text."""
     import pystaged  # noqa: PLC0415
 
-    wanted = options.of_loading()
+    wanted = options.model_dump(exclude_none=True, include=set(_LOADING))
     with _loading:
         if name not in _engines or _engines[name][0] != wanted:
             _engines.pop(name, None)  # before the new one is loaded

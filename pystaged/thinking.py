@@ -72,7 +72,8 @@ class ReasoningConstraint:
         if place.phase != "after":
             return self._unended
         mask = self._after.mask(rest)
-        return None if mask is None else _resized(mask, len(self._all))
+        words = len(self._all)  # of a mask with fewer, those that are missing forbid their tokens
+        return None if mask is None else np.pad(mask[:words], (0, max(0, words - len(mask))))
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._place, rest = self._follow(tokens)
@@ -122,8 +123,3 @@ def _only(token: int, like: Mask) -> Mask:
     mask = np.zeros_like(like)
     mask[token >> 5] = 1 << (token & 31)
     return mask
-
-
-def _resized(mask: Mask, words: int) -> Mask:
-    """A mask with another number of words; those that are missing forbid their tokens."""
-    return np.pad(mask[:words], (0, max(0, words - len(mask))))

@@ -465,12 +465,10 @@ def test_models(tmp_path: Path, path: Path) -> None:
             pystaged.load(model)
     with pytest.raises(IsADirectoryError, match=r"is a folder; .* pystaged quantize"):
         pystaged.load(tmp_path)
-    for n_ctx in (-1, CONTEXT + 1):
-        with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's {CONTEXT}, not {n_ctx}"):
-            pystaged.load(path, n_ctx=n_ctx)
-    for num_threads in (-1, 257):
-        with pytest.raises(ValueError, match=f"number of threads must be between .* not {num_threads}"):
-            pystaged.load(path, num_threads=num_threads)
+    with pytest.raises(ValueError, match=f"n_ctx must be between 1 and the model's {CONTEXT}, not {CONTEXT + 1}"):
+        pystaged.load(path, n_ctx=CONTEXT + 1)
+    with pytest.raises(ValueError, match=r"number of threads must be between .* not 257"):
+        pystaged.load(path, num_threads=257)
 
 
 def test_closed_engine(path: Path) -> None:
@@ -826,15 +824,16 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     [
         ({"n_ctx": "8"}, TypeError, "n_ctx must be an integer, not str"),
         ({"n_ctx": 2.5}, TypeError, "n_ctx must be an integer, not float"),
-        ({"n_ctx": 10**12}, ValueError, "n_ctx is out of range: 1000000000000"),
-        ({"num_threads": 2**31}, ValueError, "num_threads is out of range"),
+        ({"n_ctx": 10**12}, ValueError, "n_ctx must be at most 2\\*\\*31 - 1, not 1000000000000"),
+        ({"n_ctx": -1}, ValueError, "n_ctx must be at least 0, not -1"),
+        ({"num_threads": 2**31}, ValueError, "num_threads must be at most"),
         ({"device": 5}, TypeError, "device must be a name, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
         ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
-        ({"prompt_cache_size": 0}, ValueError, "prompt_cache_size must be a positive number of bytes"),
+        ({"prompt_cache_size": 0}, ValueError, "prompt_cache_size must be at least 1"),
         ({"prompt_cache": 5}, TypeError, "prompt_cache must be a name or a path, not int"),
-        ({"kv_memory": 0}, ValueError, "kv_memory must be a positive number of bytes"),
-        ({"kv_memory": -5}, ValueError, "kv_memory must be a positive number of bytes"),
+        ({"kv_memory": 0}, ValueError, "kv_memory must be at least 1"),
+        ({"kv_memory": -5}, ValueError, "kv_memory must be at least 1"),
         ({"kv_memory": "2G"}, TypeError, "kv_memory must be an integer, not str"),
         ({"recycle": "no"}, TypeError, "recycle must be True or False, not 'no'"),
     ],

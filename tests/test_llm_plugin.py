@@ -231,7 +231,8 @@ def test_asynchronously(model: llm_plugin.Pystaged) -> None:
 
 def test_every_option_of_a_text_is_offered() -> None:
     # llm has schemas of its own; the others are no values, or have no place.
-    left_out = {"json_schema", "logprobs", "prediction", "progress", "prompt_logprobs", "reuse", "sampling"}
+    left_out = {"json_schema", "logprobs", "prediction", "progress", "reuse", "sampling"}
+    left_out |= {"prompt_logprobs", "prompt_logprobs_start"}
     assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
 
 

@@ -58,7 +58,7 @@ class ChatFormat:
         self.stop: tuple[str, ...] = ()  # strings that end an answer besides the vocabulary's tokens
         if not self._sources:
             self._sources["default"] = _CHATML
-            if not _is_one_token(tokenizer, "<|im_end|>"):
+            if len(tokenizer.encode("<|im_end|>", add_special=False)) != 1:
                 self.stop = ("<|im_end|>",)
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
         begin()
@@ -227,10 +227,6 @@ class ChatFormat:
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.token_text(token) if token >= 0 else ""
-
-
-def _is_one_token(tokenizer: Tokenizer, text: str) -> bool:
-    return len(tokenizer.encode(text, add_special=False)) == 1
 
 
 def _characters(value: Any) -> int:

@@ -206,13 +206,10 @@ class Trainer:
 
     def _compared(self, batch: Batch) -> tuple[Any, Any, Any]:
         batch = batch.to(self._device)
-        with self._autocast():
+        with torch.autocast(torch.device(self._device).type, self._kind, enabled=self._kind != torch.float32):
             y = self.draft(batch)
             logits = self.draft.logits(y, batch.before)
         return compared(self.draft, logits, batch.likeliest, batch.logprobs)
-
-    def _autocast(self) -> Any:
-        return torch.autocast(torch.device(self._device).type, self._kind, enabled=self._kind != torch.float32)
 
 
 def steps_of(texts: int, epochs: int) -> int:

@@ -57,12 +57,8 @@ class ContextNgrams:
         for position in reversed(positions):
             token = self._tokens[position]
             counts[token] = counts.get(token, 0) + 1
-        best = sorted(counts.items(), key=_by_count)[:k] if len(counts) > 1 else counts.items()
+        best = sorted(counts.items(), key=lambda item: -item[1])[:k] if len(counts) > 1 else counts.items()
         return {token: count / (len(positions) + 1) for token, count in best}, order
-
-
-def _by_count(item: tuple[int, int]) -> int:
-    return -item[1]
 
 
 def _suffixes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -422,7 +422,7 @@ def _tensor(
     if wanted.first is not None:
         parts = [part.rows(wanted.first, wanted.shape[0]) for part in parts]
     together: int = 1
-    change: Change = _as_it_is
+    change: Change = lambda values: values  # noqa: E731
     if whole := shape.change(wanted):
         together, change = parts[0].shape[0], whole
     elif shape.family.transposed and wanted.layer is not None:
@@ -468,10 +468,6 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
     if len(np.unique(ids)) < count:
         raise ValueError(f"{folder}: tensor {name!r} names a token twice")
     return ids
-
-
-def _as_it_is(values: Floats) -> Floats:
-    return values
 
 
 def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
