@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import assert_refused, run
+from support.commands import assert_refused, here, run
 
 import pystaged
 from pystaged.chat.messages import Message
@@ -193,7 +193,7 @@ def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFix
 @pytest.mark.parametrize("limit", [[], ["-n", "-1"]], ids=str)
 def test_a_full_context_is_said(random_gguf: Callable[..., Path], limit: list[str]) -> None:
     model = random_gguf(context=96)
-    done = run("chat", model, "--draft", "none", *limit, stdin=b"x")
+    done = here("chat", model, "--draft", "none", *limit, stdin=b"x")
     assert done.returncode == 0, done.stderr
     assert "the context of 96 tokens is full: /clear begins again, --n-ctx allows more" in done.stderr.decode()
 
@@ -328,18 +328,15 @@ def test_a_burst_of_ctrl_c_keeps_what_was_written(
 # ---- Saved conversations ----
 
 
-def test_a_saved_conversation_is_resumed(tmp_path: Path) -> None:
+def test_a_saved_conversation_is_resumed(engine: pystaged.Engine, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     messages: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     file.write_text(json.dumps({"system": "", "messages": messages}))
-    done = run("chat", "bundled", "--resume", file, "--temperature", "0", "-n", "6", stdin=b"Go on")
-    with pystaged.load("bundled", report=lambda _: None) as engine:
-        assert (
-            done.stdout.decode()
-            == engine.chat([*messages, {"role": "user", "content": "Go on"}], max_tokens=6).text + "\n"
-        )
+    done = here("chat", "bundled", "--resume", file, "--temperature", "0", "-n", "6", stdin=b"Go on")
+    expected = engine.chat([*messages, {"role": "user", "content": "Go on"}], max_tokens=6).text
+    assert done.stdout.decode() == expected + "\n"
     assert b"loaded" in done.stderr
-    assert_refused(run("chat", "bundled", "--resume", tmp_path / "none.json", stdin=b"x"), "none.json")
+    assert_refused(here("chat", "bundled", "--resume", tmp_path / "none.json", stdin=b"x"), "none.json")
 
 
 def test_save_and_load(
@@ -418,22 +415,22 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
 def test_answers_of_a_form(tmp_path: Path) -> None:
     grammar = tmp_path / "grammar.lark"
     grammar.write_text('start: "yes" | "no"')
-    done = run("chat", "bundled", "--grammar", grammar, stdin=b"Is it?")
+    done = here("chat", "bundled", "--grammar", grammar, stdin=b"Is it?")
     assert done.returncode == 0, done.stderr
     assert done.stdout in (b"yes\n", b"no\n")
-    done = run("chat", "bundled", "--regex", "7{3}", stdin=b"Which?")
+    done = here("chat", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    assert_refused(run("chat", "bundled", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
+    assert_refused(here("chat", "bundled", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
 
 
 @pytest.mark.slow
 def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
-    assert_refused(run("chat", "bundled", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
-    done = run("chat", "bundled", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
+    assert_refused(here("chat", "bundled", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
+    done = here("chat", "bundled", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
+    done = here("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    done = run("generate", "--chat", "Which?", "--min-tokens", "200", "--regex", "7{3}")
+    done = here("generate", "--chat", "Which?", "--min-tokens", "200", "--regex", "7{3}")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
 
 
@@ -445,12 +442,12 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
     assert "no chat template; conversations are written as ChatML" in done.stderr.decode()
     assert "per second" in done.stderr.decode()
-    done = run("chat", "--max-tokens", "2", "--model", "bundled", "--temperature", "0", stdin=question.encode())
+    done = here("chat", "--max-tokens", "2", "--model", "bundled", "--temperature", "0", stdin=question.encode())
     assert "cut at 2 tokens; --max-tokens allows more" in done.stderr.decode()
     assert done.stdout == b"<|\n"  # the beginning of a stop string that is not whole
-    done = run("chat", "bundled", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
+    done = here("chat", "bundled", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
     assert (done.returncode, done.stdout) == (0, b"<\n")
-    done = run("generate", question, "--chat", "--model", "bundled", "--temperature", "0", "--max-tokens", "8")
+    done = here("generate", question, "--chat", "--model", "bundled", "--temperature", "0", "--max-tokens", "8")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
@@ -466,7 +463,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     ]
     given = ("--system", "Go on.", "--max-tokens", "8", "--temperature", "1", "--seed", "3", "--stop", "z", "--json")
     given += ("--model", "bundled", *UNFILTERED)
-    done = run("generate", "--chat", "--prompts", file, "--n", "2", *given)
+    done = here("generate", "--chat", "--prompts", file, "--n", "2", *given)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [question for question in questions for _ in range(2)]
@@ -474,17 +471,17 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     conversations = tmp_path / "questions.jsonl"
     messages = [asks("a = 1"), {"role": "assistant", "content": "b"}, asks("c")]
     conversations.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "def f(x):"}\n')
-    done = run("generate", "--chat", "--prompts", conversations, *given)
+    done = here("generate", "--chat", "--prompts", conversations, *given)
     first, second = (json.loads(line) for line in done.stdout.splitlines())
     answer = engine.chat([system, *messages], seed=3, **options)
     assert (first["messages"], first["message"]) == (messages, answer.message)
     assert second["tokens"] == expected[2]
     conversations.write_text(json.dumps({"messages": [system, *messages]}))
-    done = run("generate", "--chat", "--prompts", conversations, *given)
+    done = here("generate", "--chat", "--prompts", conversations, *given)
     assert (done.returncode, done.stdout) == (1, b"")
     assert "line 1: the messages have a system message, too; leave --system out" in done.stderr.decode()
     # As many tokens as there is room for, and the stop string of models without a template.
-    done = run("generate", "--chat", "a = 1", "--model", "bundled", "--n-ctx", "192", "--temperature", "0", "--json")
+    done = here("generate", "--chat", "a = 1", "--model", "bundled", "--n-ctx", "192", "--temperature", "0", "--json")
     whole = json.loads(done.stdout)
     with pystaged.load("bundled", n_ctx=192, report=lambda _: None) as short:
         assert whole["tokens"] == short.chat([asks("a = 1")]).tokens
@@ -493,16 +490,16 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--system", "y"], ["--think"], ["--no-think"], ["--n", "2", "--system", "y"]])
 def test_options_of_a_chat_without_one(options: list[str]) -> None:
-    done = run("generate", "x", *options)
+    done = here("generate", "x", *options)
     assert (done.returncode, done.stdout) == (2, b"")
     assert "for --chat" in done.stderr.decode()
 
 
 @pytest.mark.slow
 def test_wrong_usage() -> None:
-    assert_refused(run("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
-    assert_refused(run("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
-    assert_refused(run("chat", "bundled", stdin=b" \n\n"), "nothing is asked: the question is empty")
+    assert_refused(here("chat", "nothing.gguf", stdin=b"x"), "there is no model file nothing.gguf")
+    assert_refused(here("chat", "--model", "", stdin=b"x"), "the name of the model is empty; give the path")
+    assert_refused(here("chat", "bundled", stdin=b" \n\n"), "nothing is asked: the question is empty")
     assert_refused(run("chat", "bundled", stdin=b"\xff"), "standard input is not UTF-8")
 
 

@@ -167,7 +167,7 @@ def test_several_texts(tmp_path: Path, path: Path) -> None:
         for seed in (4, 5)
     ]
     options = ("--model", path, "--max-tokens", "12", "--temperature", "1", "--seed", "4", "--n", "2")
-    done = run("generate", "--prompts", prompts, *options, "--verbose")
+    done = here("generate", "--prompts", prompts, *options, "--verbose")
     assert done.returncode == 0, done.stderr
     named = [
         f"==> {i}: {texts[(i - 1) // 2]!r}, seed {each.seed} <==\n{each.text}\n\n" for i, each in enumerate(expected, 1)
@@ -177,11 +177,11 @@ def test_several_texts(tmp_path: Path, path: Path) -> None:
     assert b"passes of the target in " in done.stderr
     lines = tmp_path / "prompts.jsonl"
     lines.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    done = run("generate", "--prompts", lines, *options, "--json")
+    done = here("generate", "--prompts", lines, *options, "--json")
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [text for text in texts for _ in range(2)]
     assert [(each["tokens"], each["seed"]) for each in found] == [(each.tokens, each.seed) for each in expected]
-    done = run("generate", texts[0], *options, "--json")
+    done = here("generate", texts[0], *options, "--json")
     assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == [each.tokens for each in expected[:2]]
 
 
@@ -196,12 +196,12 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         texts[::2] = [json.dumps({"prompt": text, "id": 1}, ensure_ascii=False) for text in texts[::2]]
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*texts, ""]).encode())
     options = ("--model", path, "--max-tokens", "4", "--json")
-    done = run("generate", "--prompts", file, *options)
+    done = here("generate", "--prompts", file, *options)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [PROMPT, "her hat\u2028é"]
     assert (f"{file}: only 'prompt' or 'messages' of a line is used, not 'id'" in done.stderr.decode()) == in_json
-    again = run("generate", "--prompts", "-", *options, stdin=file.read_bytes())
+    again = here("generate", "--prompts", "-", *options, stdin=file.read_bytes())
     command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
     piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=600)
     for other in (again, piped):
@@ -288,7 +288,7 @@ def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
     model = tmp_path / "[bold]m[/red] :smile:.gguf"
     model.parent.mkdir()
     shutil.copy(path, model)
-    shown = run("info", model)
+    shown = here("info", model)
     assert shown.returncode == 0
     assert str(model) in shown.stdout.decode()
     assert_refused(run("info", tmp_path / "[bold]none[/red] :smile:.gguf"), "[bold]none[/red] :smile:.gguf")
@@ -299,9 +299,9 @@ def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_refusals(path: Path, tmp_path: Path) -> None:
-    assert_refused(run("generate", "", "--model", path), "the prompt is empty")
+    assert_refused(here("generate", "", "--model", path), "the prompt is empty")
     assert_refused(run("generate", ".", "--model", tmp_path / "none.gguf"), "none.gguf", "no model file")
-    assert_refused(run("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
+    assert_refused(here("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
 
 
 @pytest.mark.slow
@@ -562,7 +562,7 @@ def test_verify_by_row(path: Path, result: pystaged.GenerationResult, tmp_path: 
 
 @pytest.mark.slow
 def test_info(path: Path) -> None:
-    done = run("info", path)
+    done = here("info", path)
     shown = done.stdout.decode()
     assert (done.returncode, done.stderr) == (0, b"")
     for words in (
@@ -576,7 +576,7 @@ def test_info(path: Path) -> None:
         assert words in shown
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
     assert "none of its own: n-grams draft" in shown
-    bundled = run("info", "bundled").stdout.decode()
+    bundled = here("info", "bundled").stdout.decode()
     assert "house target" in bundled
     assert any(line.startswith("draft ") and line.endswith(".gguf") for line in bundled.splitlines())
 
@@ -675,7 +675,7 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--grammar", grammar], ("yes\n", "no\n")),
         (["--grammar", 'root ::= "yes" | "no"'], ("yes\n", "no\n")),
     ):
-        done = run("generate", "The answer is ", *options)
+        done = here("generate", "The answer is ", *options)
         assert done.returncode == 0, done.stderr
         assert done.stdout.decode() in texts
     for arguments, words in (
@@ -685,12 +685,12 @@ def test_a_text_of_a_form(tmp_path: Path) -> None:
         (["--grammar", latin], "latin.lark is not UTF-8"),
         (["--grammar", "/dev/zero"], "/dev/zero is larger than 17 MB"),
     ):
-        assert_refused(run("generate", "The answer is ", *arguments), words)
+        assert_refused(here("generate", "The answer is ", *arguments), words)
     for arguments, words in (
         (["--regex", "a", "--grammar", grammar], b"give one of"),
         (["--json-schema", ""], b"is empty"),
     ):
-        done = run("generate", "The answer is ", *arguments)
+        done = here("generate", "The answer is ", *arguments)
         assert done.returncode == 2
         assert words in done.stderr
 

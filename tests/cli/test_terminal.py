@@ -22,7 +22,9 @@ from pystaged import Stage
 from pystaged._core import Tokenizer
 from pystaged.cli import console
 from pystaged.cli.painting import Wrap
+from pystaged.decoding.cost import PassCost
 from pystaged.loading import names
+from pystaged.loading.costs import CostStore
 from pystaged.stages import StageSpans
 
 if sys.platform == "win32":
@@ -34,7 +36,7 @@ from support.terminal import Terminal
 PROMPT = "def fibonacci(n):"
 PROGRAM = [sys.executable, "-m", "pystaged"]
 SLOWLY = ("--threads", "1")  # beside the slowest kernel, so that there is text left to stop
-SECONDS = {"target.Q8_0.gguf": {"1": 0.5, "32": 0.51}, "draft.Q8_0.gguf": {"1": 1e-4, "32": 2e-4}}
+SECONDS = {"target.Q8_0.gguf": {1: 0.5, 32: 0.51}, "draft.Q8_0.gguf": {1: 1e-4, 32: 2e-4}}
 COLORS = {"target": "default", "draft": "green", "ngram": "brown"}  # pyte's names; brown is ANSI yellow
 
 
@@ -72,27 +74,26 @@ def long_text() -> str:
 
 
 @pytest.fixture(scope="module")
-def costs() -> dict[Path, str]:
-    """Files of what the pair's passes cost, and what to write there for drafting to pay however busy the machine is."""
+def costs() -> dict[str, PassCost]:
+    """What the pair's passes cost for drafting to pay however busy the machine is, by keys of the user's cache."""
     with pystaged.load("bundled") as engine:
         engine.generate(PROMPT, max_tokens=8)
-        files = {}
-        for file in (Path(platformdirs.user_cache_dir("pystaged")) / "costs").iterdir():
-            stored = json.loads(file.read_text())
-            name = Path(stored["key"].split("|")[-3]).name
-            if name in SECONDS:
-                stored["seconds"] = SECONDS[name]
-                stored["slopes"] = dict.fromkeys(SECONDS[name], 0.0)
-                files[file] = json.dumps(stored)
-    assert len(files) >= len(SECONDS)
-    return files
+    found = {}
+    for file in (Path(platformdirs.user_cache_dir("pystaged")) / "costs").iterdir():
+        *machine, kernel, threads, kv, path, size, modified = json.loads(file.read_text())["key"].split("|")
+        if seconds := SECONDS.get(Path(path).name):
+            for runs in ((kernel, threads), ("scalar", "1")):  # and of tests that run SLOWLY
+                key = "|".join([*machine, *runs, kv, path, size, modified])
+                found[key] = PassCost(seconds, dict.fromkeys(seconds, 0.0))
+    assert len(found) >= len(SECONDS)
+    return found
 
 
 @pytest.fixture(autouse=True)
-def _drafting_pays(costs: dict[Path, str]) -> None:
+def _drafting_pays(costs: dict[str, PassCost]) -> None:
     """Whatever the test before has learnt; so no line about measuring them is on the screen."""
-    for file, text in costs.items():
-        file.write_text(text)
+    for key, cost in costs.items():
+        CostStore().save(key, cost)
 
 
 # ---- Colours ----
