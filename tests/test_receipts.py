@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support import paths
-from support.commands import assert_refused, here, run
+from support.commands import assert_refused, here
 from support.conversations import says
 from support.families import CASES
 from support.random_models import split, write
@@ -529,12 +529,12 @@ def test_one_too_large_to_be_read_is_not_written(
 def test_commands(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.receipt"
     options = ("--max-tokens", "20", "--temperature", "1", "--seed", "4", "--logit-bias", "5-inf")
-    done = run("generate", PROMPT, "--model", path, *options, "--receipt", file)
+    done = here("generate", PROMPT, "--model", path, *options, "--receipt", file)
     assert done.returncode == 0, done.stderr
     expected = pystaged.generate(PROMPT, model=path, max_tokens=20, temperature=1, seed=4, logit_bias={5: -math.inf})
     assert file.read_text() == expected.receipt.to_json()
     for more in ((), ("--plain",), ("--threads", "2", "--draft", path)):
-        done = run("verify", file, "--model", path, *more)
+        done = here("verify", file, "--model", path, *more)
         assert done.returncode == 0, done.stderr
         assert done.stdout.decode() == (
             f"same: 20 tokens, ended by length, text with SHA-256 {text_hash(expected.text)}\n"
@@ -542,7 +542,7 @@ def test_commands(path: Path, tmp_path: Path) -> None:
     other = (expected.tokens[3] + 1) % 300
     tokens = [*expected.tokens[:3], other, *expected.tokens[4:]]
     file.write_text(changed(file.read_text(), "text.tokens", tokens))
-    done = run("verify", file, "--model", path)
+    done = here("verify", file, "--model", path)
     assert done.returncode == 1
     said = done.stdout.decode()
     assert said.startswith("differs: 3 of 20 tokens are the same, then comes ")
@@ -553,25 +553,25 @@ def test_commands(path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commands_that_are_refused(path: Path, bundled_draft: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.receipt"
-    done = run("generate", PROMPT, "--model", path, "--max-tokens", "4", "--json", "--receipt", file)
+    done = here("generate", PROMPT, "--model", path, "--max-tokens", "4", "--json", "--receipt", file)
     assert json.loads(done.stdout)["tokens"] == list(Receipt.load(file).tokens)
     record = Receipt.load(file).model
-    assert_refused(run("verify", file), f"no model here has the receipt's SHA-256 {record.sha256}", "--model")
-    assert_refused(run("verify", file, "--model", bundled_draft), record.file, record.sha256, str(bundled_draft))
-    assert_refused(run("verify", bundled_draft), "is no receipt")
-    done = run("generate", PROMPT, "--model", path, "--n", "2", "--receipt", file)
+    assert_refused(here("verify", file), f"no model here has the receipt's SHA-256 {record.sha256}", "--model")
+    assert_refused(here("verify", file, "--model", bundled_draft), record.file, record.sha256, str(bundled_draft))
+    assert_refused(here("verify", bundled_draft), "is no receipt")
+    done = here("generate", PROMPT, "--model", path, "--n", "2", "--receipt", file)
     assert done.returncode == 2
     assert b"--receipt is of one text" in done.stderr
-    done = run("generate", PROMPT, "--model", path, "--receipt", "-")
+    done = here("generate", PROMPT, "--model", path, "--receipt", "-")
     assert done.returncode == 2
     assert b"--receipt names a file" in done.stderr
-    assert_refused(run("generate", PROMPT, "--model", path, "--receipt", tmp_path), "is a folder")
-    assert_refused(run("generate", PROMPT, "--model", path, "--receipt", tmp_path / "no" / "it"), "there is no folder")
+    assert_refused(here("generate", PROMPT, "--model", path, "--receipt", tmp_path), "is a folder")
+    assert_refused(here("generate", PROMPT, "--model", path, "--receipt", tmp_path / "no" / "it"), "there is no folder")
 
 
 @pytest.mark.slow
 def test_the_bundled_model_is_found() -> None:
-    done = run("verify", paths.DATA / "greedy.receipt")
+    done = here("verify", paths.DATA / "greedy.receipt")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"same: ")
 

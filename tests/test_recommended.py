@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
-from support.commands import here, run
+from support.commands import here
 from support.convert import convert
 from support.server import live
 
@@ -200,9 +200,9 @@ def test_servers_say_what_a_loop_is(engine: pystaged.Engine) -> None:
 def test_commands_say_that_an_answer_is_a_loop(random_gguf: Callable[..., Path]) -> None:
     options = ("--model", random_gguf(context=512), "--logit-bias", "65+100", "--ignore-eos", "--max-tokens", "200")
     for command in (("generate", "--chat", "a"), ("chat",)):
-        done = run(*command, *options, stdin=b"a")
+        done = here(*command, *options, stdin=b"a")
         assert "ended where it repeats itself; --no-stop-loops lets it go on" in done.stderr.decode()
-        assert b"repeats itself" not in run(*command, *options, "--no-stop-loops", stdin=b"a").stderr
+        assert b"repeats itself" not in here(*command, *options, "--no-stop-loops", stdin=b"a").stderr
 
 
 # ---- The default model ----

@@ -511,7 +511,7 @@ def test_the_bundled_table_is_for_its_vocabulary(bundled_draft: Path, draft: Pat
 
 @pytest.mark.slow
 def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
-    done = run("ngram", "build", draft, "--tokens", "500")
+    done = here("ngram", "build", draft, "--tokens", "500")
     assert (done.returncode, done.stdout) == (0, b""), done.stderr
     said = done.stderr.replace(b"\n", b" ")
     assert b"for targets with exactly this vocabulary: when small.Q8_0.gguf drafts, or n-grams" in said
@@ -520,7 +520,7 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     assert found.num_tokens == 500
     assert b"500 of 500 tokens" in done.stderr
     elsewhere = tmp_path / os.fsdecode(b"els\xffwhere.npz")
-    done = run("ngram", "build", "--model", draft, "--tokens", "500", "--out", elsewhere)
+    done = here("ngram", "build", "--model", draft, "--tokens", "500", "--out", elsewhere)
     assert done.returncode == 0, done.stderr
     assert b"to be found without being named it must lie at" in done.stderr
     assert elsewhere.read_bytes() == table_path(draft).read_bytes()
@@ -530,14 +530,14 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
 def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
     table = table_path(draft)
     for _ in range(2):
-        assert run("ngram", "build", "--model", draft, "--tokens", "500").returncode == 0
+        assert here("ngram", "build", "--model", draft, "--tokens", "500").returncode == 0
     counted = table.read_bytes()
     assert_refused(
-        run("ngram", "build", "--model", draft, "--tokens", "100"), "name another file with --out, or remove"
+        here("ngram", "build", "--model", draft, "--tokens", "100"), "name another file with --out, or remove"
     )
     other = tmp_path / "other.npz"
     table_for(SEVEN, other, 50)
-    assert_refused(run("ngram", "build", "--model", draft, "--tokens", "100", "--out", other), "is for vocabulary")
+    assert_refused(here("ngram", "build", "--model", draft, "--tokens", "100", "--out", other), "is for vocabulary")
     done = interrupted(draft, is_early=False, tokens=300)
     assert done.returncode == 130
     assert (table.read_bytes() == counted) == (b"left " in done.stderr)
@@ -593,7 +593,7 @@ def test_a_question_is_answered_once_and_a_model_with_no_other_is_refused(chatti
 
 @pytest.mark.slow
 def test_build_of_a_model_that_chats(chatting: Path) -> None:
-    done = run("ngram", "build", "--model", chatting, "--tokens", "500")
+    done = here("ngram", "build", "--model", chatting, "--tokens", "500")
     assert done.returncode == 0, done.stderr
     found = find_table(chatting, None, Tokenizer(os.fsencode(chatting)))
     assert found is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import assert_refused, run
+from support.commands import assert_refused, here
 
 import pystaged
 from pystaged._core import RecycledCandidates
@@ -240,22 +240,22 @@ def test_engines_remember_unless_they_are_told_not_to(
 def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = random_gguf("Q8_0")
-    done = run("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-recycle")
+    done = here("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-recycle")
     assert done.returncode == 0, done.stderr
     assert RECYCLED.all() == []
     for each in (path, names.resolve("bundled")):
         memory = KeptCandidates(each, "v", 100)
         teach(memory.candidates)
         memory.save()
-    listed = [line.split() for line in run("models").stdout.decode().splitlines()]
+    listed = [line.split() for line in here("models").stdout.decode().splitlines()]
     listed = listed[listed.index(["recycled", "candidates", "of", "MB"]) + 1 :]
     assert sorted(listed) == [[str(path), "0.0"], ["bundled", "0.0"]]  # by name, where it is in the list
-    done = run("models", "remove", "--recycled", "bundled")
+    done = here("models", "remove", "--recycled", "bundled")
     assert done.stderr == b"removed recycled candidates of 1 model, 0.0 MB freed\n"
-    assert_refused(run("models", "remove", "--recycled", tmp_path / "no"), "no recycled candidates of")
-    done = run("models", "remove", "--packed", "--recycled", path)
+    assert_refused(here("models", "remove", "--recycled", tmp_path / "no"), "no recycled candidates of")
+    done = here("models", "remove", "--packed", "--recycled", path)
     assert (done.returncode, done.stderr) == (0, b"removed recycled candidates of 1 model, 0.0 MB freed\n")
     assert_refused(
-        run("models", "remove", "--packed", "--recycled", path), "no packed weights and no recycled candidates of"
+        here("models", "remove", "--packed", "--recycled", path), "no packed weights and no recycled candidates of"
     )
     assert RECYCLED.all() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import assert_refused, run, run_python
+from support.commands import assert_refused, here, run_python
 from support.families import CASES
 from support.random_models import RandomModel, quantize, split, write
 
@@ -319,7 +319,7 @@ def test_loading_takes_no_more_than_it_says(tmp_path: Path) -> None:
 
 def test_what_info_says(llama: Path) -> None:
     model = _core.Model(str(llama))
-    said = run("info", llama).stdout.decode()
+    said = here("info", llama).stdout.decode()
     assert f"{model.matrix_bytes / 1e6:.1f} MB of weights, {model.buffer_bytes / 1e6:.1f} MB more while loading" in said
 
 
@@ -330,21 +330,21 @@ def test_what_info_says(llama: Path) -> None:
 def test_commands(tmp_path: Path, llama: Path) -> None:
     (tmp_path / ("long" * 30)).mkdir()
     other = write(tmp_path / ("long" * 30) / "other.gguf", RandomModel("llama", seed=1))
-    done = run("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--weight-cache")
+    done = here("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--weight-cache")
     assert done.returncode == 0, done.stderr
     assert loaded(llama).is_mapped
     loaded(other)
-    listed = [line.split() for line in run("models").stdout.decode().splitlines()]
+    listed = [line.split() for line in here("models").stdout.decode().splitlines()]
     listed = listed[listed.index(["packed", "weights", "of", "MB"]) + 1 :]
     size = f"{PACKED.path(llama).stat().st_size / 1e6:.1f}"
     assert listed == [[str(llama), size], [str(other), size]]
-    done = run("models", "remove", "--packed", other)
+    done = here("models", "remove", "--packed", other)
     assert done.stderr.decode() == f"removed packed weights of 1 model, {size} MB freed\n"
     assert [each.model for each in PACKED.all()] == [str(llama)]
-    assert_refused(run("models", "remove", "--packed", other), "no packed weights of")
-    assert run("models", "remove", "--packed", "--leftovers").returncode == 2
-    assert b"1 model," in run("models", "remove", "--packed").stderr
-    assert b"0 models," in run("models", "remove", "--packed").stderr
+    assert_refused(here("models", "remove", "--packed", other), "no packed weights of")
+    assert here("models", "remove", "--packed", "--leftovers").returncode == 2
+    assert b"1 model," in here("models", "remove", "--packed").stderr
+    assert b"0 models," in here("models", "remove", "--packed").stderr
     assert llama.exists()
 
 
@@ -364,7 +364,7 @@ def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> N
         (spoilt, "?[31m?"),
         (PACKED.path(llama), str(llama)),
     ]
-    assert run("models", "remove", "--packed").returncode == 0
+    assert here("models", "remove", "--packed").returncode == 0
     assert sorted(PACKED.folder().iterdir()) == sorted(kept)
     assert PACKED.remove(kept[0]) == PACKED.remove(PACKED.folder() / "none") == 0
     assert llama.exists()

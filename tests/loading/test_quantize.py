@@ -18,7 +18,7 @@ import psutil
 import pytest
 from gguf import GGUFReader, LlamaFileType
 from support.checkpoints import config, weights, write_checkpoint, write_weights
-from support.commands import assert_refused, run
+from support.commands import assert_refused, here
 from support.convert import convert
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
@@ -143,18 +143,18 @@ def test_missing_files(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_command(checkpoint: Path, source: Path, tmp_path: Path) -> None:
     for given, how in ((source, ["--type", "q4_0"]), (checkpoint, ["Q4_0"])):
-        done = run("quantize", given, tmp_path / "out.gguf", *how, "--force")
+        done = here("quantize", given, tmp_path / "out.gguf", *how, "--force")
         assert (done.returncode, done.stdout) == (0, b""), done.stderr
         assert b"quantizing" in done.stderr
         assert b"MB" in done.stderr
         assert GGUFReader(tmp_path / "out.gguf").fields["general.file_type"].contents() == FILE_TYPES["q4_0"]
-    assert_refused(run("quantize", tmp_path / "none.gguf", tmp_path / "new.gguf"), "none.gguf")
+    assert_refused(here("quantize", tmp_path / "none.gguf", tmp_path / "new.gguf"), "none.gguf")
 
 
 def test_a_file_is_replaced_with_force_alone(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     out.write_text("old")
-    assert_refused(run("quantize", source, out), "out.gguf is there already; --force replaces it")
+    assert_refused(here("quantize", source, out), "out.gguf is there already; --force replaces it")
     assert out.read_text() == "old"
 
 
@@ -176,12 +176,12 @@ def test_a_quantized_source(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_default_type_never_makes_a_larger_file(source: Path, tmp_path: Path) -> None:
     quantized, out = tmp_path / "quantized.gguf", tmp_path / "out.gguf"
     quantize(source, quantized, "q4_1")
-    assert_refused(run("quantize", quantized, out), "quantized already", "--allow-requantize")
-    done = run("quantize", quantized, out, "--allow-requantize")
+    assert_refused(here("quantize", quantized, out), "quantized already", "--allow-requantize")
+    done = here("quantize", quantized, out, "--allow-requantize")
     assert (done.returncode, b"needs a --type" in done.stderr, out.exists()) == (2, True, False)
-    done = run("quantize", quantized, out, "--allow-requantize", "--type", "q4_0")
+    done = here("quantize", quantized, out, "--allow-requantize", "--type", "q4_0")
     assert (done.returncode, b"less accurate than from the original" in done.stderr) == (0, True)
-    assert run("quantize", source, out, "--force").returncode == 0
+    assert here("quantize", source, out, "--force").returncode == 0
     assert GGUFReader(out).fields["general.file_type"].contents() == FILE_TYPES["q8_0"]
     assert out.stat().st_size < source.stat().st_size
 

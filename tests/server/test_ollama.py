@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 from support.random_models import RandomModel, add_vocabulary, write
-from support.server import NAME, Server, live
+from support.server import NAME, Server
 
 import pystaged
 from pystaged.engine import Engine
@@ -38,12 +38,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
     with pystaged.load(path, recycle=False, report=print) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Server]:
-    with live(engine) as server:
-        yield server
 
 
 def ask(server: Server, path: str, **body: Any) -> Any:

@@ -38,12 +38,6 @@ def engine(bundled_target: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Server]:
-    with live(engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
