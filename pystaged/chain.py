@@ -74,7 +74,7 @@ class Chain:
         return None if count < 0 else cls(Path(path), count, digest.hexdigest())
 
     def sample(self, most: int | None, seed: int) -> list[int]:
-        """Positions of `most` receipts, drawn from the file's hash and a seed; of all with None. In their order."""
+        """Sorted positions of a random sample of `most` receipts, None for all; it depends on hash and seed alone."""
         if most is None or most >= self.count:
             return list(range(self.count))
 

@@ -34,8 +34,8 @@ def _described(options: Mapping[str, Option]) -> str:
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingConfig:
     """Checked options of sampling. Logits are changed first, by logit bias, min_tokens and ignore_eos, penalties, DRY;
-    then filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. They work as in llama.cpp, even
-    where transformers differs; by default all are off.
+    then filters apply in the order temperature, top-k, typical, top-p, min-p, XTC. Each works as in
+    llama.cpp, their order is that of transformers; by default all are off.
 
     Raises:
         ValueError: a field is out of range.

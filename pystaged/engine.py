@@ -94,8 +94,8 @@ class Engine:
             earlier texts. The cache folder keeps at most 10.2 MB of them between runs. They change speed, never text;
             use False if users must not learn about each other's texts from the speed.
         kv_memory: bytes for the KV cache of all texts, ended ones included, which are kept for texts with the same
-            prefix. None for a quarter of the memory that the weights leave free, but enough for one full context; on
-            devices, for 8. A text waits while it has no room beside others; a single text always fits.
+            prefix. None for a quarter of the memory that the weights leave free, but at least one full context; on
+            devices 8 full contexts. A text waits while it has no room beside others; a single text always fits.
         prompt_cache: folder in which ended texts of 128 tokens or more are kept with their keys, values and recurrent
             states, for prompts that begin like them, also after a restart; "auto" for one in the cache folder, None
             for none. The text is the same. The files hold what was said, readable for this user only. On the CPU only.

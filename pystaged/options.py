@@ -86,14 +86,14 @@ class SamplingOptions(TypedDict, total=False):
         "Divide logits by this before sampling; 0 always takes the likeliest token.")]
     top_k: Annotated[int, Option(0, "Keep this many of the likeliest tokens; 0 keeps all.", ge=0, le=_MOST)]
     top_p: Annotated[float, Option(1.0, gt=0, le=1, help=
-        "Keep the likeliest tokens, as few as have this total probability; 1 keeps all.")]
+        "Keep the smallest set of likeliest tokens whose total probability reaches this; 1 keeps all.")]
     min_p: Annotated[float, Option(0.0, ge=0, lt=1, help=
         "Keep tokens at least this likely relative to the likeliest; 0 keeps all.")]
     seed: Annotated[int | None, Option(0, ge=0, le=2**64 - 1, help=
         "The same prompt, options and seed give the same text. -1 (in Python None) draws a random seed.")]
     typical_p: Annotated[float, Option(1.0, gt=0, le=1, help=
-        "Keep the tokens whose surprise, -log p, is nearest to its mean, as few as have more than this total "
-        "probability; 1 keeps all.")]
+        "Keep the smallest set of tokens whose surprise, -log p, is nearest to its mean and whose total probability "
+        "exceeds this; 1 keeps all.")]
     xtc_probability: Annotated[float, Option(0.0, ge=0, le=1, help=
         "Probability that XTC, at a position, excludes all top choices but the least likely one; 0 is never.")]
     xtc_threshold: Annotated[float, Option(0.1, ge=0, le=1, help=
@@ -122,14 +122,14 @@ class SamplingOptions(TypedDict, total=False):
         "Numbers to add to the logits of tokens, each given by its id or by a string that is one token; -inf "
         "excludes a token.")]
     min_tokens: Annotated[int, Option(0, ge=0, le=_MOST, help=
-        "Fewest new tokens before the model may end the text; a stop string may end it earlier.")]
+        "Minimum number of new tokens before the model may end the text; a stop string may end it earlier.")]
     ignore_eos: Annotated[bool, Option(False, "Never let the model end the text.")]
 
 
 class TextFields(SamplingOptions, total=False):
     """Options of a generation that are plain data."""
 
-    max_tokens: Annotated[int, Option(128, "Most new tokens.", ge=1, flags=("--max-tokens", "-n"))]
+    max_tokens: Annotated[int, Option(128, "Maximum number of new tokens.", ge=1, flags=("--max-tokens", "-n"))]
     stop: Annotated[str | Sequence[str], Option((), help=
         "String, or several, that ends the text and is no part of it; at most 65,536 characters in all.")]
     stop_loops: Annotated[bool, Option(False, flags=("--stop-loops/--no-stop-loops",), help=
@@ -145,7 +145,7 @@ class TextFields(SamplingOptions, total=False):
         "Report the log-probability of each token, from unfiltered logits at temperature 1, and those of this many "
         "of the likeliest tokens at its position.")]
     prompt_logprobs: Annotated[int | None, Option(None, ge=0, le=MOST_LOGPROBS, flags=(), help=
-        "Report the same log-probabilities for each token of the prompt, which is then prefilled in full.")]
+        "Report log-probabilities, as `logprobs` does, for each token of the prompt, which is then prefilled in full.")]
     prompt_logprobs_start: Annotated[int, Option(0, ge=0, le=_MOST, flags=(), help=
         "Index of the first prompt token with a log-probability; KV caches of the tokens before may be reused.")]
     reuse: Annotated[bool, Option(True, flags=(), help=
@@ -158,8 +158,8 @@ class LoadFields(TypedDict, total=False):
     """Options of loading: the drafter, and where and how model and draft run."""
 
     draft: Annotated[str | Path | None, Option("auto", help=
-        "Draft model with the same vocabulary, or draft head: a path or name. none: draft by n-grams alone; auto: "
-        "the model's own draft, or one that info names and the cache holds.")]
+        "Draft model with nearly the same vocabulary, or draft head: a path or name. none: draft by n-grams alone; "
+        "auto: the model's own draft, or a downloaded one that `info` recommends.")]
     ngrams: Annotated[str | Path | None, Option(None, help=
         "File of an n-gram table to draft from; by default the one beside the draft's file.")]
     device: Annotated[str, Option("cpu", help=
@@ -183,7 +183,8 @@ class LoadFields(TypedDict, total=False):
         "Folder in which ended texts are kept with their KV caches, for prompts that begin like them, also after a "
         "restart; auto: one in the cache folder.")]
     prompt_cache_size: Annotated[int, Option(PROMPT_CACHE_SIZE, ge=1, help=
-        "Bytes of these files, on the command line also as 2G; texts used longest ago are removed first.")]
+        "Maximum size of this folder in bytes, on the command line also as 2G; texts used longest ago are removed "
+        "first.")]
 
 # fmt: on
 

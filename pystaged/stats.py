@@ -116,8 +116,8 @@ class GenerationStats:
     prefill_seconds: wall time of prefill; decode_seconds: wall time after it, without the consumer's between steps;
     target_seconds: its part in verify passes. A shared pass counts fully for each sequence.
     plain_seconds: estimated time of plain decoding of the same tokens in the same batch; 0 without measured costs.
-    lengths: number of steps by accepted nodes. offered: by depth, steps whose path reached the depth before and whose
-    tree had nodes below it; taken: those of them that accepted one.
+    lengths: number of steps by accepted nodes. offered: by depth d, steps that accepted a node at depth d - 1 with
+    children; taken: those of them that accepted one of these.
     stages: by name. drafters: work by stage name. relative_weight_bytes: bytes of weights that target and drafts read
     per token, relative to plain decoding (the measure of Spector & Ré's Table 1).
     """

@@ -74,7 +74,7 @@ Prompts = Annotated[
     typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or a file like them; else the packaged ones."),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Most prompts, taken evenly from all categories.", callback=check)
+    int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.", callback=check)
 ]
 Warm = Annotated[
     int,
@@ -112,7 +112,9 @@ def bench(
     ] = None,
     accept: Annotated[
         str | None,
-        typer.Option(help="Instead: what drafts with this acceptance at depth 1, 2, ... would gain; as 0.8,0.6,0.5."),
+        typer.Option(
+            help="Estimate instead the speedup of a draft with these acceptance rates by depth, as 0.8,0.6,0.5."
+        ),
     ] = None,
     warm: Warm = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
@@ -195,8 +197,8 @@ def passes(
     baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Time one pass over n = 1 to 32 rows, the curve on which speculation lives; behind 256 tokens of context unless
-    said otherwise.
+    """Time one pass over n = 1 to 32 rows after a context of 256 tokens (--context sets others): what verifying n - 1
+    guesses costs.
 
     Example: pystaged bench passes --model random --type Q4_0
 
@@ -272,7 +274,7 @@ def edits(
         Path | None,
         typer.Option(help="Clone whose latest small edits of Python are the cases; else 200 packaged ones."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most edits.", callback=check)] = 200,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of edits.", callback=check)] = 200,
     pass_ms: Annotated[
         str | None,
         typer.Option(

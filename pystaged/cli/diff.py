@@ -32,11 +32,13 @@ def diff(
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts.", callback=check)] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.", callback=check)] = 20,
     max_tokens: Annotated[
         int,
         typer.Option(
-            min=0, help="Most tokens that A writes to each prompt; 0 compares the prompts themselves.", callback=check
+            min=0,
+            help="Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.",
+            callback=check,
         ),
     ] = 64,
     kv: KeysAndValues = "f16",
@@ -53,8 +55,8 @@ def diff(
 ) -> None:
     """Compare two models, quantizations or KV types that have one vocabulary.
 
-    A continues prompts greedily (it answers messages in its chat format), and both models evaluate what it wrote. Shown
-    are where B's greedy text would differ or end, how often both find the same token likeliest, the Kullback-Leibler
+    A continues prompts greedily (it answers messages in its chat format), and both models evaluate what it wrote. It
+    prints where B's greedy text would differ or end, how often both find the same token likeliest, the Kullback-Leibler
     divergence in nats, and the perplexities of A's text; from ten texts on with 95 % intervals by the bootstrap.
 
     Example: pystaged diff model.Q8_0.gguf model.Q4_K_M.gguf

@@ -31,7 +31,7 @@ def distill(
         ),
     ] = None,
     hours: Annotated[
-        float, typer.Option(min=0.01, help="Hours for everything; they determine --tokens and --epochs.")
+        float, typer.Option(min=0.01, help="Total time in hours; sets the defaults of --tokens and --epochs.")
     ] = 8.0,
     tokens: Annotated[
         int | None, typer.Option(min=1000, help="Tokens of answers to write.", show_default=False)

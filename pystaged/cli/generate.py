@@ -66,7 +66,7 @@ def generate(
     ] = None,
     n: Annotated[
         int | None,
-        typer.Option("--n", min=1, help="Texts of each prompt, with one seed after the other; -n is --max-tokens."),
+        typer.Option("--n", min=1, help="Number of texts per prompt, with consecutive seeds (-n is --max-tokens)."),
     ] = None,
     model: ModelName = None,
     max_tokens: Annotated[

@@ -46,15 +46,16 @@ def build(
         ),
     ] = 1_000_000,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the sampling.", show_default="1.5, or 1 where the model chats")
+        float | None, typer.Option(help="Sampling temperature.", show_default="1.5, or 1 where the model chats")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
     threads: Threads = 0,
 ) -> None:
     """Sample text from a model and count its n-grams, to draft for a model with the same vocabulary. Ctrl-C ends the
-    sampling early, and the text until then is counted. A table of twice as many tokens is not replaced.
+    sampling early, and the text until then is counted. An existing table that counts at least
+    twice --tokens is not replaced.
 
-    A model with a chat template asks itself questions and answers them; every other answer is greedy.
+    A model with a chat template asks itself questions and answers them; every second answer is greedy.
 
     Example: pystaged ngram build draft.gguf
     """

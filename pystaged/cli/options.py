@@ -187,7 +187,7 @@ System = Annotated[
         "--system",
         metavar="TEXT|@FILE",
         callback=read_system,
-        help="How the model should answer: a message before all others.",
+        help="System message: how the model should answer.",
     ),
 ]
 Think = Annotated[

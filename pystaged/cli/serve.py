@@ -90,8 +90,12 @@ class AddressOptions:
 class QueueOptions:
     """Limits on the requests in progress."""
 
-    parallel: Annotated[int, typer.Option(min=1, help="Most sequences decoded at once.", callback=check)] = 16
-    queue: Annotated[int, typer.Option(min=0, help="Most sequences waiting; more are refused.", callback=check)] = 64
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Maximum number of sequences decoded at once.", callback=check)
+    ] = 16
+    queue: Annotated[
+        int, typer.Option(min=0, help="Maximum number of sequences waiting; more are refused.", callback=check)
+    ] = 64
     timeout: Annotated[float, typer.Option(min=1, help="Longest time of a request, in seconds.")] = 3600.0
     queue_timeout: Annotated[float, typer.Option(min=1, help="Longest wait in the queue, in seconds.")] = 600.0
     grace: Annotated[int, typer.Option(min=0, help="Seconds for sequences in progress when the server stops.")] = 30
@@ -139,7 +143,7 @@ def serve(
     reasoning_budget: Annotated[
         int | None,
         typer.Option(
-            min=-1, callback=check, help="Most tokens of an answer's reasoning, -1 for no limit.", show_default=False
+            min=-1, callback=check, help="Maximum tokens of an answer's reasoning, -1 for no limit.", show_default=False
         ),
     ] = None,
     billing_header: Annotated[
@@ -156,7 +160,7 @@ def serve(
         "pystaged:"
     ),
 ) -> None:
-    """Run a server for clients of OpenAI, Anthropic and Ollama, with a chat page.
+    """Run a server compatible with OpenAI's, Anthropic's and Ollama's interfaces, with a chat page.
 
     The model is smollm2 unless you name another. Texts share passes, and each is the same as alone. Sampling options
     are defaults of requests; those not given are as the model's makers recommend. Ctrl-C ends the server after the

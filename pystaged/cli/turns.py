@@ -43,8 +43,8 @@ Asked = tuple[list[Any], str]
 
 _SWITCH = {"on": True, "off": False}
 
-_HELP = '''Lines between """ and """ are one; a line that ends with \\ continues on the next one. Only the former may
-begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
+_HELP = '''Lines between """ and """ form one message; a line that ends with \\ continues on the next one. Only the
+former may begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
 /clear         begin again              /undo   take the last turn back
 /retry         the last turn again, with the next seed          /seed N  same seed, same turn; -1 draws one
 /set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens; stop_loops on, off

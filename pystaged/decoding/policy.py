@@ -27,7 +27,7 @@ class Growth:
     cells: past length: tokens of the sequence before the root, which every pass attends to.
     experts: of a mixture, when nodes are kept: the distinct experts that the first n of them with the root are
     predicted to use, n from 0 on; then the scores are in the order of the nodes' gain by seconds.
-    child: of the best node expanded last, the best child's score divided by its own; 0 without children.
+    child: score of the best child divided by its parent's, for the best of the nodes expanded last; 0 if it has none.
     """
 
     scores: Sequence[float]

@@ -65,8 +65,8 @@ def follow(target: Session, tree: TokenTree, sampling: SamplingConfig) -> tuple[
     """The accepted path of a tree whose nodes are pending rows of the target, and the target's own token after each.
 
     Does the same as Session.follow. The acceptance rule: take the target's own token; if a child holds it, go on from
-    there; otherwise it is the bonus token. The own token has the largest log p + noise, where the noise depends on seed
-    and position alone (the Gumbel-max trick), so it is the token that plain decoding would have sampled.
+    there; otherwise it is the bonus token. The own token has the largest log p + noise; as the noise depends on seed,
+    position and token alone (the Gumbel-max trick), it is the token that plain decoding would have sampled.
     """
     children = {
         (parent, token): node
