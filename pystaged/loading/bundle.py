@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pystaged._core import DeviceError, DraftHead, Model, ModelError, Tokenizer
@@ -16,7 +16,7 @@ from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.distilled import find_distilled
-from pystaged.loading.drafts import cached_draft, own_layer, substitutes
+from pystaged.loading.drafts import cached_drafts, own_layer, substitutes
 from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
 from pystaged.loading.metadata import is_head, reads_target
@@ -64,32 +64,17 @@ class Bundle:
         check(draft_device)
         self.costs = Costs(report)
         progress = announced(report)
-        self.path, found = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
+        self.path, given = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
         self.file = SeenModel.now(self.path)
         self.tokenizer = _tokenizer(self.path)
-        is_chosen = found is not None or draft != "auto"
-        if not is_chosen:
-            if device == "cpu":
-                found = find_distilled(self.path, self.tokenizer, report) or own_layer(self.path, self.tokenizer)
-            found = found or cached_draft(self.tokenizer, report, on_cpu=device == "cpu")
-        head_path = found if is_chosen and found and is_head(found) else None
-        self.draft_path = None if head_path else found
         self.vocabulary = self.tokenizer.fingerprint
-        features_path = None
-        try:
-            if self.draft_path and reads_target(self.draft_path, self.tokenizer.metadata):
-                features_path = self.draft_path
-        except ModelError as error:
-            if is_chosen:
-                raise
-            report(f"passed over: {error}")
-            self.draft_path = None
-        by_kernels = head_path or features_path
-        if by_kernels and device == "auto":
-            report(f"the model runs on the cpu, because drafts such as {by_kernels.name} read its hidden states")
-            device = "cpu"
-        if by_kernels and draft_device not in ("cpu", "auto"):
-            raise ValueError(f"{by_kernels} reads hidden states on the cpu; leave out the draft's device")
+        is_chosen = given is not None or draft != "auto"
+        if given and (is_head(given) or reads_target(given, self.tokenizer.metadata)):
+            if draft_device not in ("cpu", "auto"):
+                raise ValueError(f"{given} reads hidden states on the cpu; leave out the draft's device")
+            if device == "auto":
+                report(f"the model runs on the cpu, because drafts such as {given.name} read its hidden states")
+                device = "cpu"
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
@@ -105,43 +90,54 @@ class Bundle:
 
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}
+        self.draft_path: Path | None = None
+        self.features: Model | None = None
+        self.head: DraftHead | None = None
         self.substitutes: dict[int, int] = {}
         self.draft_mask = -1
-        if self.draft_path and not features_path:
+        only = next(iter(targets.values()))  # of several devices none is for a draft that reads hidden states
+        for path in [given] if is_chosen else self._usual_drafts(device, draft_device, report):
+            if path is None:
+                continue
             try:
-                tokenizer = Tokenizer(os.fsencode(self.draft_path))
-                self.substitutes = substitutes(self.tokenizer, tokenizer)
-                self.draft_mask = tokenizer.mask_token
-                drafts = load(self.draft_path, tokenizer, draft_device)
+                if is_head(path):
+                    self.head = load_head(path, only, self.tokenizer)
+                    break
+                if reads_target(path, self.tokenizer.metadata):
+                    self.features = load_features(path, only, self.path, self.tokenizer, report)
+                else:
+                    tokenizer = Tokenizer(os.fsencode(path))
+                    replaced = substitutes(self.tokenizer, tokenizer)
+                    drafts = load(path, tokenizer, draft_device)
+                    self.substitutes, self.draft_mask = replaced, tokenizer.mask_token
+                self.draft_path = path
+                break
             except (OSError, ValueError, MemoryError) as error:
                 if is_chosen:
                     raise
-                report(f"passed over: {self.draft_path}: {error}")
-                self.draft_path, self.draft_mask, self.substitutes = None, -1, {}
-        of_draft = self.draft_path if is_chosen and not features_path else None
+                report(f"passed over: {path}: {error}")
+                if not only.devices:
+                    only.tap([])
+        of_draft = self.draft_path if is_chosen and drafts else None
         self.table = find_table(of_draft or self.path, ngrams, self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
-        self.features: Model | None = None
-        if features_path:
-            try:
-                self.features = load_features(features_path, self.target, self.path, self.tokenizer, report)
-            except (OSError, ValueError, MemoryError) as error:
-                if is_chosen:
-                    raise
-                report(f"passed over: {features_path}: {error}")
-                self.draft_path = None
-                self.target.tap([])
-        if draft == "auto" and self.device == "cpu" and not self.draft_path:
-            head_path = find_head(self.tokenizer, report)
-        self.head: DraftHead | None = None
-        if head_path:
-            self.head = load_head(head_path, self.target, self.tokenizer)
+        if draft == "auto" and self.device == "cpu" and not self.draft_path and not self.head:
+            path = find_head(self.tokenizer, report)
+            self.head = load_head(path, self.target, self.tokenizer) if path else None
         self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
         self.recycled = self._kept.candidates if self._kept else None
         if self._kept:
             weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
+
+    def _usual_drafts(self, device: str, draft_device: str, report: Callable[[str], None]) -> Iterator[Path | None]:
+        """The drafts to try where none is named, the best first."""
+        on_cpu = device == "cpu" and draft_device in ("cpu", "auto")
+        if on_cpu:
+            yield find_distilled(self.path, self.tokenizer, report)
+            yield own_layer(self.path, self.tokenizer)
+        yield from cached_drafts(self.tokenizer, report, on_cpu=on_cpu)
 
     @property
     def models(self) -> list[Model]:

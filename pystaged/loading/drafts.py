@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,10 +147,10 @@ def own_layer(model: Path, tokenizer: Tokenizer) -> Path | None:
     return model if predicts_ahead(tokenizer.metadata, tokenizer.metadata) else None
 
 
-def cached_draft(
+def cached_drafts(
     tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None, *, on_cpu: bool = True
-) -> Path | None:
-    """The file of the first of them that is in the cache, which is not opened; None where there is none.
+) -> Iterator[Path]:
+    """The files of those that are in the cache, the best first; they are not opened.
 
     Args:
         tokenizer: the target's, with its file's metadata.
@@ -164,20 +164,20 @@ def cached_draft(
             report(f"passed over: the draft {draft.name}: {error}")
             continue
         if found:
-            return found
-    return None
+            yield found
 
 
 def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The same, opened to check that it fits the target; None where it does not."""
-    found = cached_draft(tokenizer, report)
-    try:
-        if found and not reads_target(found):
-            substitutes(tokenizer, Tokenizer(os.fsencode(found)))
-    except (OSError, ValueError) as error:
-        report(f"passed over: {found}: {error}")
-        return None
-    return found
+    """The first of them that fits the target, for which it is opened; None where there is none."""
+    for found in cached_drafts(tokenizer, report):
+        try:
+            if not reads_target(found):
+                substitutes(tokenizer, Tokenizer(os.fsencode(found)))
+        except (OSError, ValueError) as error:
+            report(f"passed over: {found}: {error}")
+            continue
+        return found
+    return None
 
 
 def substitutes(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
