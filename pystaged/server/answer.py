@@ -252,9 +252,10 @@ class Answer(ABC):
 
     def _figures(self) -> dict[str, Any]:
         """Members that the end of an answer has."""
-        return {"usage": self._usage(), "timings": timings(self.stats()), "seed": self._seed}
+        return {"usage": self.usage(), "timings": timings(self.stats()), "seed": self._seed}
 
-    def _usage(self) -> answer_types.Usage:
+    def usage(self) -> answer_types.Usage:
+        """Token counts of the sequences so far."""
         found, prediction = usage(self.stats(), self._num_prompts), self.sequences[0].prediction
         if prediction:
             found["completion_tokens_details"] = predicted(prediction, [sequence.tokens for sequence in self.sequences])
@@ -267,7 +268,7 @@ class Answer(ABC):
         """The requested members of a part, with the counts so far."""
         found = self._nothing_yet()
         if self._options.continuous_usage_stats:
-            found["usage"] = self._usage()
+            found["usage"] = self.usage()
         if self.request.timings_per_token:
             found["timings"] = timings(self.stats())
         return found

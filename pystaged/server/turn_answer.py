@@ -103,8 +103,8 @@ class TurnAnswer(Answer):
                 total += tokens
         return total
 
-    def _usage(self) -> answer_types.Usage:
-        found, tokens = super()._usage(), self.reasoning_tokens()
+    def usage(self) -> answer_types.Usage:
+        found, tokens = super().usage(), self.reasoning_tokens()
         if tokens:
             details: Any = found.get("completion_tokens_details", {})
             found["completion_tokens_details"] = details | {"reasoning_tokens": tokens}
