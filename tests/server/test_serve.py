@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import assert_refused, here, run
 from support.server import SECONDS, Server
 
 import pystaged
@@ -116,25 +117,17 @@ def test_keys_of_options_files_and_the_environment(path: str, tmp_path: Path) ->
         assert server.ask("/v1/models")[0] == 401
 
 
-def refused(*options: str) -> str:
-    command = [sys.executable, "-m", "pystaged", "serve", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode in (1, 2)
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
 @pytest.mark.slow
 def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
-        said = refused(path, "--port", str(taken.getsockname()[1]))
-        assert "cannot listen on 127.0.0.1" in said
-        assert "--port names another one" in said
+        done = run("serve", path, "--port", str(taken.getsockname()[1]))
+        assert_refused(done, "cannot listen on 127.0.0.1", "--port names another one")
     (tmp_path / "keys").write_text("\n")
-    assert "has no keys" in refused(path, "--api-key-file", str(tmp_path / "keys"))
-    assert "--metrics-prefix" in refused(path, "--metrics-prefix", "no such!")
-    assert "temperature" in refused(path, "--temperature", "-1")
+    assert_refused(here("serve", path, "--api-key-file", tmp_path / "keys"), "has no keys")
+    for option, value in (("--metrics-prefix", "no such!"), ("--temperature", "-1")):
+        done = here("serve", path, option, value)
+        assert (done.returncode, option[2:].encode() in done.stderr) == (2, True)
 
 
 def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +140,6 @@ def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.Monkey
         raise ValueError(json.dumps(name))
 
     monkeypatch.setattr(serve, "open_engine", stop)
-    from typer.testing import CliRunner  # noqa: PLC0415
-
-    from pystaged.cli import app  # noqa: PLC0415
-
     for options in ([], ["--recycle"]):
-        CliRunner().invoke(app, ["serve", path, "--port", "0", *options])
+        here("serve", path, "--port", "0", *options)
     assert seen == [False, True]
