@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -426,10 +427,17 @@ def split(pattern: str, behavior: str = "Isolated") -> list[dict[str, Any]]:
     ]
 
 
-def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool = False, **more: Any) -> None:
-    """GPT-2's tokens, with two that are added, for texts split in another way."""
+@cache
+def gpt2_vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens and merges."""
     fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    return tokens, merges
+
+
+def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool = False, **more: Any) -> None:
+    """GPT-2's tokens, with two that are added, for texts split in another way."""
+    tokens, merges = gpt2_vocabulary()
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = {"<|endoftext|>": True, "<|user|>": False}
     found = {
@@ -485,13 +493,12 @@ def test_texts_are_split_as_the_tokenizer_says(
     write_weights(tmp_path, rows)
     out = tmp_path / "model.gguf"
     convert(tmp_path, out)
-    fields = GGUFReader(out).fields
-    assert fields["tokenizer.ggml.pre"].contents() == pre
     expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(TEXT).ids
     assert llama_tokens(out, TEXT) == expected
-    assert _core.Tokenizer(str(out)).encode(TEXT).tolist() == expected
-    kinds = fields["tokenizer.ggml.token_type"].contents()
-    assert kinds[50256:50259] == [3, 3, 5]
+    found = _core.Tokenizer(str(out))
+    assert found.metadata["tokenizer.ggml.pre"] == pre
+    assert found.encode(TEXT).tolist() == expected
+    assert [found.is_control(token) for token in range(50255, 50259)] == [False, True, True, False]
 
 
 def test_bos_and_the_template_of_chats(tmp_path: Path) -> None:
