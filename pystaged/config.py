@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 import numpy as np
 
 from pystaged._core import LogitRules, Sampling
-from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.aliases import KEYWORDS, meant
 from pystaged.options import LOADING, SAMPLING, TEXT, Option, SamplingOptions, TextFields
 
 if TYPE_CHECKING:

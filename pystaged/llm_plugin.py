@@ -18,7 +18,7 @@ import llm
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pystaged.elsewhere import KEYWORDS, meant
+from pystaged.aliases import KEYWORDS, meant
 from pystaged.options import ALL, SAMPLING
 from pystaged.validation import plainly
 

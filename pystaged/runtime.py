@@ -21,7 +21,7 @@ from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.stepper import Stepper
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
-from pystaged.loading.prompts import KeptPrompts
+from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.process import ProcessLock
 from pystaged.receipt import ARITHMETIC, Origin
 from pystaged.scheduler import Scheduler

@@ -12,7 +12,7 @@ from typing import Any
 
 from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.stepper import Stepper, own_copy
 from pystaged.sequence import Sequence
 

@@ -14,13 +14,13 @@ from pystaged._core import DeviceError, Tokenizer
 from pystaged.config import GenerationConfig
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.contexts import Wait
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.prefill import Prefill
 from pystaged.decoding.step import Logprobs, Step
 from pystaged.decoding.stepper import BatchMember
 from pystaged.decoding.tree import Stage
-from pystaged.loops import LoopFinder
 from pystaged.receipt import Origin
+from pystaged.repetition import LoopFinder
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling import bind
 from pystaged.stats import GenerationStats

@@ -25,7 +25,7 @@ import pystaged
 import pystaged.drafting.context
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.decoding.contexts import SPARE_CELLS, ContextPool, Wait
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.requests import finish
 
 TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the test of memory

@@ -32,7 +32,7 @@ from pystaged import (
     _core,
 )
 from pystaged.config import GenerationConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.process import ProcessLock
 from pystaged.runtime import Runtime
 from pystaged.streams import Stream

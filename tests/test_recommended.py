@@ -20,9 +20,9 @@ import pystaged
 from pystaged import FixedPolicy, SamplingConfig
 from pystaged._core import metadata
 from pystaged.loading import names
-from pystaged.loops import LoopFinder
 from pystaged.receipt import Receipt
 from pystaged.recommended import described, recommended_sampling, sampling_keys
+from pystaged.repetition import LoopFinder
 
 USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 ASKED: Any = [{"role": "user", "content": "a"}]

@@ -24,7 +24,7 @@ from pystaged._core import Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks, Done, Read, Request, Verify

@@ -13,7 +13,7 @@ from pystaged.bench.suite import SAMPLINGS
 from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement
 from pystaged.config import SamplingConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Requests, finish
 from pystaged.drafting.drafter import TreeDrafter

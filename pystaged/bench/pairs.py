@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.config import SamplingConfig
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import FixedPolicy, TreePolicy
 from pystaged.decoding.requests import Requests
 from pystaged.decoding.tree import TokenTree

@@ -30,7 +30,7 @@ from pystaged.cli.console import draft_name, errors, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle

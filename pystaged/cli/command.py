@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pystaged.elsewhere import COMMANDS, OPTIONS, PROMPT, meant
+from pystaged.aliases import COMMANDS, OPTIONS, PROMPT, meant
 from pystaged.validation import plainly
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from pystaged.aliases import hub_id
 from pystaged.cli.console import errors, open_engine, report
 from pystaged.cli.options import (
     LoadOptions,
@@ -27,7 +28,6 @@ from pystaged.cli.options import (
     usage,
 )
 from pystaged.config import SamplingConfig
-from pystaged.elsewhere import hub_id
 from pystaged.engine import Engine
 from pystaged.files import expanded, read_small
 from pystaged.loading.names import SMOLLM2

@@ -13,13 +13,13 @@ import typer
 from rich.text import Text
 
 import pystaged
+from pystaged.aliases import KEYWORDS, SETTINGS, meant
 from pystaged.cli.console import errors, reading_bar, report, words
 from pystaged.cli.generate import stats_table
 from pystaged.cli.interrupts import Interrupts
 from pystaged.cli.options import Color, SamplingOptions
 from pystaged.cli.painting import show, summary, write_wrapped
 from pystaged.config import SamplingConfig, TextOptions
-from pystaged.elsewhere import KEYWORDS, SETTINGS, meant
 from pystaged.files import expanded, whole_file
 from pystaged.options import ALL, LOADING, SAMPLING, flags
 from pystaged.recommended import LOOP_WORDS, described

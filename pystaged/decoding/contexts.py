@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import common_prefix
-from pystaged.decoding.loop import Decoder
 from pystaged.process import ProcessLock
 
 _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context

@@ -17,7 +17,7 @@ from typing import Any
 
 from pystaged._core import run
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Propose, Read, Request, Verify, fulfil, resume
 from pystaged.stats import PassStats
 

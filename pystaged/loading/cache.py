@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pystaged.elsewhere import hub_id
+from pystaged.aliases import hub_id
 from pystaged.files import cache_folder, part_file, read_small
 from pystaged.loading.file_types import file_type_name
 from pystaged.loading.kept import PACKED, RECYCLED

@@ -8,9 +8,9 @@ from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter

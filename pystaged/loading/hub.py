@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pystaged.elsewhere import hub_id
+from pystaged.aliases import hub_id
 from pystaged.files import check_room, update
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, DRAFT_ARCHITECTURES, DRAFT_MODEL_TYPES, MODEL_TYPES

@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
-from pystaged.elsewhere import hub_id, meant
+from pystaged.aliases import hub_id, meant
 from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull

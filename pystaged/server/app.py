@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import pystaged
-from pystaged.elsewhere import ADDRESSES
+from pystaged.aliases import ADDRESSES
 from pystaged.engine import Engine
 from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer

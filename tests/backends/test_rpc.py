@@ -28,7 +28,7 @@ from pystaged.backends.rpc import RemoteSession
 from pystaged.backends.rpc_host import Host
 from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.sampling import bind
 
 PROMPT = "def fibonacci(n):"

@@ -38,7 +38,7 @@ from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
 from pystaged.config import SamplingConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.drafting.model import ModelProposer
 from pystaged.loading import names

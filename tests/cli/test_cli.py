@@ -527,7 +527,7 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
         "pystaged._program",
         "pystaged.cli",
         "pystaged.cli.command",
-        "pystaged.elsewhere",
+        "pystaged.aliases",
         "pystaged.validation",
     }
 

@@ -12,8 +12,8 @@ from support.random_models import RandomModel, write
 
 from pystaged._core import Model, ModelError, RecycledCandidates, Session, Work, run
 from pystaged.config import SamplingConfig
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks
 from pystaged.decoding.step import Step

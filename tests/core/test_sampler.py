@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pystaged import SamplingConfig, _core
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer

@@ -18,7 +18,7 @@ from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.loading import names
 
 Doubles = npt.NDArray[np.float64]

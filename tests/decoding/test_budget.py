@@ -21,8 +21,8 @@ from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.budget import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, Budget, chain_speedup
 from pystaged.decoding.constraint import Constraint
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.requests import Clocks, Done, Requests, finish
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder

@@ -17,7 +17,7 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.config import SamplingConfig
 from pystaged.decoding.constraint import Constraint, allows, constrained
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.requests import finish
 from pystaged.decoding.tree import TokenTree, TreeBuilder
 from pystaged.stats import GenerationStats

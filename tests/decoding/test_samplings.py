@@ -20,7 +20,7 @@ import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.table import NgramTable

@@ -19,7 +19,7 @@ from pystaged.bench.pairs import LyingDrafter, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.requests import Clocks, Requests, Verify, finish, fulfil

@@ -23,8 +23,8 @@ from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.batch_load import BatchLoad
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.loop import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import Clocks, Done, Read, Request, Requests, Verify

@@ -22,7 +22,7 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.requests import Read, finish
 from pystaged.decoding.stepper import BatchMember, Stepper

@@ -20,7 +20,7 @@ from pystaged import Engine, ModelError, Stage
 from pystaged._core import DraftHead, Model, Sampling, Session, Tokenizer, Work, run
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.meter import Meter
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import MOST_ROWS, finish

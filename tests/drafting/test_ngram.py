@@ -28,7 +28,7 @@ import pystaged
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import finish
 from pystaged.drafting.context import ContextNgrams

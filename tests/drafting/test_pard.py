@@ -16,7 +16,7 @@ from pystaged._core import Model, ModelError, Session, Tokenizer
 from pystaged.bench.pairs import continuation
 from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import finish
 from pystaged.decoding.tree import Stage

@@ -31,7 +31,7 @@ from pystaged.loading import cache, hub
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
 from pystaged.loading.packed import load_packed
-from pystaged.loading.prompts import KeptPrompts
+from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.loading.quantize import quantize
 from pystaged.loading.recycled import KeptCandidates
 

@@ -22,7 +22,7 @@ from pystaged.loading import cache
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.packed import load_packed
-from pystaged.loading.prompts import KeptPrompts
+from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.loading.recycled import KeptCandidates, _digest
 
 KEPT = RecycledCandidates.num_candidates

@@ -20,7 +20,7 @@ from support.draft_checkpoints import FORMS, write_form
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
-from pystaged.elsewhere import hub_id
+from pystaged.aliases import hub_id
 from pystaged.loading import cache, hub, names
 
 TINY = "someone/tiny"

@@ -23,7 +23,7 @@ from support.random_models import RandomModel, write
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.config import SamplingConfig
-from pystaged.decoding.loop import Decoder
+from pystaged.decoding.decoder import Decoder
 from pystaged.loading.quantize import quantize
 
 TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]

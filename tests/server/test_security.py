@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 from support.server import NAME
 
-from pystaged.elsewhere import ADDRESSES
+from pystaged.aliases import ADDRESSES
 from pystaged.engine import Engine
 from pystaged.server.app import application
 from pystaged.server.request_types import ChatRequest, CompletionRequest, DetokenizeRequest

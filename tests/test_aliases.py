@@ -11,7 +11,7 @@ from support.commands import here
 from typer.testing import CliRunner
 
 import pystaged
-from pystaged import cli, elsewhere
+from pystaged import aliases, cli
 from pystaged.config import TextOptions, check_options
 from pystaged.engine import LoadOptions, Options
 from pystaged.loading import names
@@ -28,16 +28,16 @@ def test_what_stands_for_another_is_here() -> None:
         name: {word for command in found for param in command.params for word in [*param.opts, *param.secondary_opts]}
         for name, found in here.items()
     }
-    for ours in elsewhere.COMMANDS.values():
+    for ours in aliases.COMMANDS.values():
         if isinstance(ours, tuple):
             name, *more = ours
             assert set(more) <= options[name] | {command.name for command in here[name]}
-    assert {ours for ours in elsewhere.OPTIONS.values() if ours.startswith("--")} <= set().union(*options.values())
+    assert {ours for ours in aliases.OPTIONS.values() if ours.startswith("--")} <= set().union(*options.values())
     keywords = {**Options.__annotations__, **LoadOptions.__annotations__, "model": str, "n": int}
-    assert not {ours for ours in elsewhere.KEYWORDS.values() if ours.isidentifier()} - keywords.keys()
+    assert not {ours for ours in aliases.KEYWORDS.values() if ours.isidentifier()} - keywords.keys()
     # None of them has a meaning of its own here.
-    assert not elsewhere.COMMANDS.keys() & cli._COMMANDS.keys()
-    assert not elsewhere.KEYWORDS.keys() & keywords.keys()
+    assert not aliases.COMMANDS.keys() & cli._COMMANDS.keys()
+    assert not aliases.KEYWORDS.keys() & keywords.keys()
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_what_looks_like_an_option_may_be_a_value(expected: str) -> None:
 
 
 @pytest.mark.slow
-def test_commands_called_as_elsewhere() -> None:
+def test_commands_called_as_in_other_programs() -> None:
     listed = here("models")
     for words in (["ls"], ["list"], ["models", "list"], ["models", "ls"]):
         done = here(*words)

@@ -22,7 +22,7 @@ from support.scheduling import wait_until
 import pystaged
 from pystaged import FixedPolicy, GenerationResult, ModelError, _core
 from pystaged._core import Session, read_texts, write_texts
-from pystaged.loading import prompts
+from pystaged.loading import prompt_cache
 
 POLICY = FixedPolicy(width=1, depth=0, budget=0)
 PROMPT = np.random.default_rng(7).integers(1, 200, 300).tolist()
@@ -206,7 +206,7 @@ def test_a_full_disk_costs_one_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(prompts, "write_texts", full)
+    monkeypatch.setattr(prompt_cache, "write_texts", full)
     lines: list[str] = []
     options: dict[str, Any] = {"draft": None, "recycle": False, "policy": POLICY, "report": lines.append}
     with pystaged.load(path_of("llama"), prompt_cache=folder, **options) as engine:
