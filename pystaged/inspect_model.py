@@ -48,7 +48,7 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
 
     Args:
         model_name: a name or path, as for pystaged.load.
-        receipts: a file; the receipts of all texts of a run are written to it at its end, as a chain.
+        receipts: a file; the receipts of all texts so far are written to it at the end of a run, as a chain.
         **options: of pystaged.load, such as draft, n_ctx, kv and num_threads.
         base_url, api_key, config: of inspect_ai.
 
