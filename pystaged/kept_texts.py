@@ -35,11 +35,16 @@ def check(
 
     Returns:
         What differs, "" if the texts are the same.
-
-    Raises:
-        ValueError: the file does not hold a kept text.
     """
-    kept = _read(file, shown)
+    try:
+        kept = _read(file)
+    except ValueError:
+        if not update:
+            return (
+                f"{shown} is not a kept text (damaged, or a merge conflict?); overwrite it with pytest "
+                f"--pystaged-update:\n{text}"
+            )
+        kept = None
     if kept is not None and kept["text"] == text:
         return ""
     now = receipt()
@@ -66,16 +71,16 @@ def check(
     return "\n".join([*lines, "  If the new text is right, keep it with pytest --pystaged-update."])
 
 
-def text_of(path: Path) -> str | None:
-    """The text of a file that `check` kept; None for any other file."""
-    with suppress(OSError, ValueError, RecursionError):
-        kept = json.loads(read_small(path, _MOST_BYTES))
-        if isinstance(kept, dict) and kept.get("format") == FORMAT and isinstance(kept.get("text"), str):
-            return str(kept["text"])
+def text_of(path: Path) -> tuple[str, bool] | None:
+    """The text of a file that `check` kept, and whether it has a receipt; None for any other file."""
+    with suppress(OSError, ValueError):
+        if kept := _read(path):
+            return kept["text"], kept["receipt"] is not None
     return None
 
 
-def _read(file: Path, shown: str) -> dict[str, Any] | None:
+def _read(file: Path) -> dict[str, Any] | None:
+    """The kept text in a file; None where there is no file. Raises ValueError for another file."""
     try:
         kept = json.loads(read_small(file, _MOST_BYTES))
         if kept["format"] == FORMAT and isinstance(kept["text"], str):
@@ -83,9 +88,9 @@ def _read(file: Path, shown: str) -> dict[str, Any] | None:
             return dict(kept)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):
+    except (TypeError, KeyError, RecursionError):
         pass
-    raise ValueError(f"{shown} does not hold a kept text; write it anew: remove it and run pytest --pystaged-update")
+    raise ValueError("no kept text")
 
 
 def _around(text: str, at: int) -> str:
@@ -121,9 +126,10 @@ def _probability(logprob: float) -> str:
 def _reason(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
     """A sentence on what differs of what a text depends on."""
     if not then or not now:
-        which = "neither text has" if not then and not now else f"the {'new' if then else 'kept'} text has not"
+        which = "neither text has a" if not then and not now else f"the {'new' if then else 'kept'} text has no"
         return (
-            f"Model, prompt and options cannot be compared: {which} a receipt, as no text of the model is that string."
+            f"Model, prompt and options cannot be compared: {which} receipt, because the model did not write exactly "
+            "that string."
         )
     found = []
     if then["model"]["sha256"] != now["model"]["sha256"]:
@@ -148,8 +154,11 @@ def _reason(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
     if found:
         return f"What differs: {'; '.join(found)}."
     if then["text"] == now["text"]:
-        return "The model wrote the same text; what was made of it differs."
-    return "Model, prompt, options and versions are the same, so this is an error of pystaged: please report it."
+        return "The model wrote the same text. What the application makes of it has changed, or the file was edited."
+    return (
+        "Model, prompt, options and versions are the same, so the file was edited, or this is an error of pystaged; "
+        "`pystaged verify` of the file tells which."
+    )
 
 
 def _flat(options: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MARKER = "local_llm"
 _FIXTURES = {"local_llm", "local_llm_url", "assert_same_text"}
 _LONGEST_NAME = 180  # characters
+_KEPT = "pystaged kept"  # property of a test's report
 _UNUSABLE = {"n", "progress", "logprobs", "prompt_logprobs"}
 
 
@@ -89,10 +90,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="keep the texts given to assert_same_text, instead of comparing them with those kept",
     )
     group.addoption(
-        "--pystaged-update-in-ci", action="store_true", help="the same also where the environment variable CI is set"
+        "--pystaged-update-in-ci",
+        action="store_true",
+        help="as --pystaged-update, also where the environment variable CI is set",
     )
     parser.addini("pystaged_model", "model of the fixture local_llm, as for --pystaged-model", default="smollm2")
-    parser.addini("pystaged_n_ctx", "context length of the local model in tokens; 0 for its own", default="0")
+    parser.addini(
+        "pystaged_n_ctx", "context length of the local model in tokens; 0 for its own, at most 8192", default="0"
+    )
     parser.addini("pystaged_kv", "type of the local model's KV cache: f16 or q8_0", default="f16")
 
 
@@ -112,6 +117,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(MARKER)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the files that --pystaged-update has written."""
+    reports = [report for each in terminalreporter.stats.values() for report in each]
+    written = {
+        value
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, value in report.user_properties
+        if name == _KEPT
+    }
+    if written:
+        terminalreporter.section(f"pystaged: {len(written)} texts were kept; look at them before you commit them")
+        for file in sorted(written):
+            terminalreporter.line(file)
+
+
 @pytest.fixture(scope="session")
 def local_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalLLM]:
     """The local model: `generate(prompt or messages, **options)`, and `base_url` for OpenAI's clients."""
@@ -126,13 +147,18 @@ def local_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder, worker = tmp_path_factory.getbasetemp(), os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker:
         folder = folder.parent  # the run's own; each worker has one in it
+    n_ctx, kv = config.getini("pystaged_n_ctx"), config.getini("pystaged_kv")
+    problem = ""
     try:
-        loading = Loading(model, int(config.getini("pystaged_n_ctx")), config.getini("pystaged_kv"))
-        server = SharedServer(folder / "pystaged", worker or "main", loading)
+        if not n_ctx.strip().isdecimal():
+            raise ValueError(f"pystaged_n_ctx must be a number of tokens, not {n_ctx!r}")
+        server = SharedServer(folder / "pystaged", worker or "main", Loading(model, int(n_ctx), kv))
     except (SharedServerError, ValueError) as error:
+        problem = str(error)
+    if problem:
         pytest.fail(
-            f"the local model {model!r} cannot be used: {error}\n"
-            "It is what pytest's settings pystaged_model (or --pystaged-model), pystaged_n_ctx and pystaged_kv say.",
+            f"the local model cannot be used: {problem}\n"
+            f"Settings: pystaged_model = {model}, pystaged_n_ctx = {n_ctx}, pystaged_kv = {kv}",
             pytrace=False,
         )
     yield LocalLLM(server, model)
@@ -166,16 +192,19 @@ def assert_same_text(request: pytest.FixtureRequest, local_llm: LocalLLM) -> Cal
             number += 1
         used.add(numbered)
         file = path.parent / "receipts" / path.stem / f"{_file_name(numbered)}.json"
+        shown, before = os.path.relpath(file, config.rootpath), file.read_bytes() if file.exists() else None
         problem = check(
             str(text),
             file,
             update=update,
             receipt=lambda: text.fields if isinstance(text, LocalText) else ask("receipt", text=text)["receipt"],
             ask=ask,
-            shown=os.path.relpath(file, config.rootpath),
+            shown=shown,
         )
         if problem:
             pytest.fail(problem)
+        if update and file.read_bytes() != before:
+            request.node.user_properties.append((_KEPT, shown))
 
     return assert_same_text
 

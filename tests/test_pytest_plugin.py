@@ -193,7 +193,7 @@ def test_what_the_application_makes_of_a_text(project: pytest.Pytester) -> None:
     project.runpytest_subprocess("--pystaged-update").assert_outcomes(passed=1)
     project.makepyfile(test_it=body.format("+"))
     failed = project.runpytest_subprocess()
-    reason = "neither text has a receipt, as no text of the model is that string."
+    reason = "neither text has a receipt, because the model did not write exactly that string."
     failed.stdout.fnmatch_lines([f"*Model, prompt and options cannot be compared: {reason}"])
     assert json.loads(kept(project)["test_it/test_one.json"])["receipt"] is None
 
@@ -210,7 +210,12 @@ def test_a_model_that_is_missing(project: pytest.Pytester) -> None:
     one(project)
     failed = project.runpytest_subprocess("--pystaged-model=nonsense")
     failed.assert_outcomes(errors=1)
-    failed.stdout.fnmatch_lines(["the local model 'nonsense' cannot be used: there is no model file nonsense*"])
+    failed.stdout.fnmatch_lines(
+        ["the local model cannot be used: there is no model file nonsense*", "Settings: pystaged_model = nonsense, *"]
+    )
+    failed.stdout.no_fnmatch_line("*During handling*")
+    refused = project.runpytest_subprocess("-o", "pystaged_n_ctx=many")
+    refused.stdout.fnmatch_lines(["*pystaged_n_ctx must be a number of tokens, not 'many'"])
 
 
 def test_a_file_that_is_no_kept_text(project: pytest.Pytester) -> None:
@@ -218,7 +223,13 @@ def test_a_file_that_is_no_kept_text(project: pytest.Pytester) -> None:
     (project.mkdir("receipts") / "test_it").mkdir()
     (project.path / "receipts" / "test_it" / "test_one.json").write_text("{}")
     failed = project.runpytest_subprocess()
-    failed.stdout.fnmatch_lines(["*receipts/test_it/test_one.json does not hold a kept text; write it anew*"])
+    failed.stdout.fnmatch_lines(["*receipts/test_it/test_one.json is not a kept text (damaged, or a merge conflict?)*"])
+    project.runpytest_subprocess("--pystaged-update").stdout.fnmatch_lines(
+        ["*pystaged: 1 texts were kept*", "receipts/test_it/test_one.json"]
+    )
+    again = project.runpytest_subprocess("--pystaged-update")
+    again.assert_outcomes(passed=1)
+    again.stdout.no_fnmatch_line("*texts were kept*")
 
 
 def test_options_that_are_refused(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -687,11 +687,16 @@ def test_what_cannot_be_verified_does_not_hide_the_rest(several: list[Receipt], 
     said, told = done.stdout.decode().splitlines(), done.stderr.decode()
     assert f"{chain}: not verified: line 6 of {chain} is no receipt: format is missing" in told
     assert f"{chain}: not verified: line 3: the receipt is of {path.name}" in told
-    assert f"error: {tmp_path / 'gone'}: " in told
+    assert f"error: {tmp_path / 'gone'}" in told
     assert said[1].startswith(f"{chain}: text 3: differs: 0 of 4 tokens")
     assert said[2:4] == [f"{chain}: not verified: 2 of 5 texts", f"{chain}: differ: 1 of 5 texts"]
     assert said[4].startswith(f"{single}: same: 4 tokens")
-    assert here("verify", single, single, "--model", path).returncode == 0
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps({"format": "pystaged text 1", "text": "a", "logprobs": [], "receipt": None}))
+    done = here("verify", single, bare, "--model", path)
+    assert done.returncode == 0
+    assert f"not checked: {bare} has no receipt" in done.stderr.decode()
+    assert here("verify", bare, bare).returncode == 1
 
 
 def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:

@@ -89,7 +89,10 @@ class SharedServer:
                 response = connection.getresponse()
                 status, body = response.status, json.loads(response.read())
         except (OSError, HTTPException) as error:
-            raise SharedServerError(f"the server of the local model has ended: {error!r}") from None
+            raise SharedServerError(
+                "the server of the local model ended during this run (killed, or out of memory?), so no later test "
+                f"can use it; run pytest again ({type(error).__name__})"
+            ) from None
         if status != 200:
             raise ValueError(body["error"] if isinstance(body["error"], str) else body["error"]["message"])
         return body
