@@ -20,7 +20,7 @@ import pytest
 from random_weights import write_random_llama
 from rich.console import Console
 from rich.table import Table
-from support.commands import run_python
+from support.commands import here, run_python
 from support.draft_heads import RandomHead
 from support.draft_heads import write as write_head
 from support.random_models import RandomModel, write
@@ -529,11 +529,9 @@ def test_ctrl_c_keeps_what_was_measured(two_prompts: Path, tmp_path: Path, monke
     ],
 )
 def test_refusals(arguments: list[str], words: str) -> None:
-    child = command(*arguments)
-    said, errors = child.communicate(timeout=600)
-    assert (child.returncode, said) == (1, "")
-    assert words in errors
-    assert "Traceback" not in errors
+    done = here("bench", "--model", "bundled", *arguments)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert words in done.stderr.decode()
 
 
 @pytest.mark.slow
@@ -560,10 +558,9 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_options_before_the_name_of_a_part_are_not_lost() -> None:
-    child = command("--model", "grown", "passes")
-    said, errors = child.communicate(timeout=600)
-    assert (child.returncode, said) == (2, "")
-    assert "the options of passes stand after its name" in errors
+    done = here("bench", "--model", "grown", "passes")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"the options of passes stand after its name" in done.stderr
 
 
 def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:
@@ -592,25 +589,27 @@ TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "f
 
 
 @pytest.mark.slow
-def test_random_llamas_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path) -> None:
-    """With the tokens of SmolLM2, for which the bundled draft stands in."""
+def test_random_llamas_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, random_gguf: Callable[..., Path]
+) -> None:
+    """With the tokens of SmolLM2, for which a tiny model stands in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(names, "_smollm2", lambda: bundled_draft)
-    monkeypatch.setitem(models.LLAMAS, "llama1b", TINY | {"vocab_size": 50300, "tie": True})
+    monkeypatch.setattr(names, "_smollm2", random_gguf)
+    monkeypatch.setitem(models.LLAMAS, "llama1b", TINY | {"vocab_size": 320, "tie": True})
     path = models.find("llama1b", "Q4_K_M")
     model = Model(str(path))
-    assert (model.architecture, model.width, model.num_kv_heads, model.vocab_size) == ("llama", 256, 2, 50300)
+    assert (model.architecture, model.width, model.num_kv_heads, model.vocab_size) == ("llama", 256, 2, 320)
     assert "random weights" in conditions.model_file(path, "llama1b")["about"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M"])
 def test_a_grown_llama_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_draft: Path, quantization: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, random_gguf: Callable[..., Path], quantization: str
 ) -> None:
     small = tmp_path / "small.gguf"
     shape = TINY | {"width": 128, "heads": 3, "kv_heads": 1}
-    write_random_llama(small, **shape, vocab_size=50257, quantization="F16", vocabulary=bundled_draft)
+    write_random_llama(small, **shape, vocab_size=300, quantization="F16", vocabulary=random_gguf())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(names, "_smollm2", lambda: small)
     grown = {"width": 256, "layers": 3, "heads": 8, "kv_heads": 2, "ffn_width": 256}

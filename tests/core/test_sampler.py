@@ -357,14 +357,14 @@ def test_drafted_tokens_are_drawn_by_their_probability(
     for model in (draft, target):
         drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
         decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
-        for seed in range(DRAWS // 2):
+        for seed in range(DRAWS // 4):
             steps = decoder.generate(prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
             counts[next(steps).tokens[0]] += 1
             steps.close()
         assert stats.drafted > 0
         check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
         if model is target:
-            assert stats.accepted > DRAWS // 4
+            assert stats.accepted > DRAWS // 8
 
 
 # ---- Options ----
