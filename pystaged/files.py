@@ -185,7 +185,7 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
         file = part.open("xb")
-        if not system.LOCKS:
+        if not system.POSIX:
             file.close()
             return part, file
         try:
@@ -206,7 +206,7 @@ def _is_leftover(part: Path, *, remove: bool) -> bool:
     try:
         if not stat.S_ISREG(part.lstat().st_mode):
             return False
-        if not system.LOCKS:
+        if not system.POSIX:
             if time.time() - part.stat().st_mtime < _LONGEST_WRITE:
                 return False
             if remove:

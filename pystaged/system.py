@@ -15,8 +15,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# Files that are open can be locked, renamed and removed.
-LOCKS = fcntl is not None
+# Otherwise Windows, where open files cannot be renamed or removed.
+POSIX = fcntl is not None
 # For os.open: without waiting for a pipe's other end, not passed on to children, and without changes to the bytes.
 READ_ONLY = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
@@ -30,18 +30,35 @@ def lock(file: IO[Any], *, shared: bool = False, wait: bool = False) -> None:
         BlockingIOError: another process has locked it.
         OSError: the file system has no locks.
     """
-    if LOCKS:
+    if POSIX:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         return
-    if shared or wait:
-        raise OSError("this system has no locks that processes share or wait for")
     import msvcrt  # noqa: PLC0415
 
-    try:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    except PermissionError as error:
-        raise BlockingIOError(*error.args) from None
+    # A byte far behind the file's end: whoever locks a byte keeps others from reading it.
+    place = _Overlapped(offset_high=1 << 30)
+    flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
+    handle = ctypes.c_void_p(msvcrt.get_osfhandle(file.fileno()))  # type: ignore[attr-defined]
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined]
+    if not kernel.LockFileEx(handle, flags, 0, 1, 0, ctypes.byref(place)):
+        error = ctypes.get_last_error()  # type: ignore[attr-defined]
+        kind = BlockingIOError if error == _LOCKED else OSError
+        raise kind(error, f"Windows cannot lock {file.name} (error {error})")
+
+
+# LOCKFILE_EXCLUSIVE_LOCK, LOCKFILE_FAIL_IMMEDIATELY, ERROR_LOCK_VIOLATION.
+_EXCLUSIVE, _AT_ONCE, _LOCKED = 2, 1, 33
+
+
+class _Overlapped(ctypes.Structure):
+    """OVERLAPPED."""
+
+    _fields_ = (
+        ("internal", ctypes.c_void_p * 2),
+        ("offset", ctypes.c_uint32),
+        ("offset_high", ctypes.c_uint32),
+        ("event", ctypes.c_void_p),
+    )
 
 
 def is_own(folder: os.stat_result) -> bool:

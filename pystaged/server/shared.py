@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from pystaged.files import keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -62,8 +64,6 @@ class SharedServer:
     """
 
     def __init__(self, folder: Path, user: str, loading: Loading) -> None:
-        if not system.LOCKS:
-            raise SharedServerError("Windows has no shared server; start one by `pystaged serve`, or test in WSL")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / _START).open("ab") as start:
             system.lock(start, wait=True)
@@ -117,18 +117,26 @@ def _started(folder: Path, loading: Loading) -> int:
     """Start a server that outlives this process; returns its port when it answers."""
     with suppress(FileNotFoundError):
         (folder / _PORT).unlink()
-    with (folder / _LOG).open("wb") as log:
-        # A session of its own, so that Ctrl-C ends the tests first.
-        starter = process.start(
-            __name__,
-            str(folder),
-            json.dumps(asdict(loading)),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        starter.wait()
+    reader, writer = Pipe(duplex=False)
+    with reader, (folder / _LOG).open("wb") as log:
+        with writer:
+            number, options = system.inheriting(writer)
+            # A group of its own, so that Ctrl-C ends the tests first.
+            server = process.start(
+                __name__,
+                str(folder),
+                json.dumps(asdict(loading)),
+                number,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                **options,
+                **system.group_of_its_own(),
+            )
+        with suppress(EOFError):
+            reader.recv()
+    # It outlives this process, which Popen would complain about.
+    server.returncode = 0
     port = _port(folder)
     if port is None:
         said = (folder / _LOG).read_text("utf-8", "replace").strip().splitlines()
@@ -137,16 +145,12 @@ def _started(folder: Path, loading: Loading) -> int:
 
 
 def main() -> int:
-    """Start a server in the background; 0 when it answers. Arguments: its folder, and a Loading as JSON."""
-    folder, loading = Path(sys.argv[1]), Loading(**json.loads(sys.argv[2]))
-    reader, writer = os.pipe()
-    if os.fork():  # nothing that has threads is imported yet
-        os.close(writer)
-        return 0 if os.read(reader, 1) else 1
-    os.close(reader)
+    """Serve while there are users. Arguments: the folder, a Loading as JSON, and a connection that gets a message when
+    the server answers."""
+    folder, loading, ready = Path(sys.argv[1]), Loading(**json.loads(sys.argv[2])), system.inherited(sys.argv[3])
     threading.Thread(target=_end_without_users, args=(folder,), daemon=True).start()
     try:
-        _serve(folder, loading, writer)
+        _serve(folder, loading, ready)
     except Exception as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
     os._exit(1)
@@ -158,7 +162,7 @@ def _end_without_users(folder: Path) -> None:
         os._exit(0)
 
 
-def _serve(folder: Path, loading: Loading, writer: int) -> None:
+def _serve(folder: Path, loading: Loading, writer: Connection) -> None:
     try:
         from starlette.routing import Route  # noqa: PLC0415
 
@@ -180,8 +184,8 @@ def _serve(folder: Path, loading: Loading, writer: int) -> None:
 
     def ready() -> None:
         keep(folder / _PORT, str(listener.getsockname()[1]).encode())
-        os.write(writer, b"1")
-        os.close(writer)
+        writer.send(None)
+        writer.close()
 
     run.serve(_of_users(app), listener, grace=1, ready=ready)
 
