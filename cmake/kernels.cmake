@@ -18,10 +18,10 @@ target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
 
-set(kernel_options -O3 -fno-math-errno)
+set(PYSTAGED_KERNEL_LEVEL -O3 CACHE STRING "How far the kernels are optimized")
 set(vnni -mavxvnni)
 if(PYSTAGED_SANITIZE)
-  set(kernel_options -O1 -fno-math-errno)
+  set(PYSTAGED_KERNEL_LEVEL -O1)
   # The same instruction as AVX-512 encodes it, so that more machines can test it.
   set(vnni -mavx512vl -mavx512vnni)
 endif()
@@ -29,7 +29,7 @@ endif()
 # A build has every kernel of its architecture; only the kernel's own file is compiled for its instruction set.
 function(add_kernel file)
   target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/${file})
-  set_source_files_properties(${cpp}/kernels/${file} PROPERTIES COMPILE_OPTIONS "${kernel_options};${ARGN}")
+  set_source_files_properties(${cpp}/kernels/${file} PROPERTIES COMPILE_OPTIONS "${PYSTAGED_KERNEL_LEVEL};-fno-math-errno;${ARGN}")
 endfunction()
 
 add_kernel(scalar.cpp)
@@ -39,10 +39,7 @@ if(CMAKE_OSX_ARCHITECTURES)
 endif()
 if(processor MATCHES "^(x86_64|amd64)$")
   target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_X86)
-  if(WIN32)
-    # What __builtin_cpu_supports reads.
-    target_link_libraries(pystaged_kernels PUBLIC clang_rt.builtins-x86_64)
-  endif()
+  target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/x86_features.cpp)
   add_kernel(avx2.cpp -mavx2 -mfma -mf16c)
   add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c ${vnni})
   add_kernel(avx512_vnni.cpp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c

@@ -91,18 +91,6 @@ struct W {
     }
 };
 
-// Not __builtin_cpu_supports, which does not know these two names in clang before 18. Whether the system saves vector
-// registers is asked with AVX2.
-inline bool supports_f16c() {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
-}
-
-inline bool supports_avx_vnni() {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
-
 constexpr int kIntegerRows = 8;
 // One by one, rows would need every word loaded for each: there are 16 registers.
 constexpr int kRowsTogether = 4;

@@ -1,8 +1,8 @@
 // AVX2, FMA and F16C: any x86-64 laptop since 2013.
-#include <cpuid.h>
 #include <immintrin.h>
 
 #include "kernel.h"
+#include "x86_features.h"
 
 namespace pystaged {
 namespace {
@@ -136,13 +136,9 @@ using ManyRowsQuants = Wide<Quants>;
 
 #include "generic.h"
 
-bool supported() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c();
-}
-
 }  // namespace
 
 extern const Kernel kAvx2Kernel;
-constexpr Kernel kAvx2Kernel = make_kernel("avx2", supported);
+constexpr Kernel kAvx2Kernel = make_kernel("avx2", cpu_has_avx2);
 
 }  // namespace pystaged

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "kernel.h"
+#include "x86_features.h"
 
 namespace pystaged {
 namespace {
@@ -144,15 +145,9 @@ using ManyRowsQuants = Quants;
 
 #include "generic.h"
 
-bool supported() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
-}
-
 }  // namespace
 
 extern const Kernel kAvx512VnniKernel;
-constexpr Kernel kAvx512VnniKernel = make_kernel("avx512-vnni", supported);
+constexpr Kernel kAvx512VnniKernel = make_kernel("avx512-vnni", cpu_has_avx512_vnni);
 
 }  // namespace pystaged

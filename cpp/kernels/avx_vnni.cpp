@@ -1,8 +1,8 @@
 // AVX-VNNI, the 256-bit form without AVX-512: Intel client CPUs since Alder Lake, AMD since Zen 5.
-#include <cpuid.h>
 #include <immintrin.h>
 
 #include "kernel.h"
+#include "x86_features.h"
 
 namespace pystaged {
 namespace {
@@ -57,9 +57,9 @@ using ManyRowsQuants = Quants;
 
 bool supported() {
 #ifdef __AVXVNNI__
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c() && supports_avx_vnni();
+    return cpu_has_avx_vnni();
 #else
-    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    return cpu_has_avx512_vnni();
 #endif
 }
 

@@ -20,21 +20,10 @@ run() {
     echo "$1: ${*:2}"
     qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/kernel_tests" "${@:2}"
 }
-# What repeat_tests reads. Texts with other options than these are not repeated here.
-numbers() {
-    python3 - "$1" <<'END'
-import json, sys
-receipt = json.load(open(sys.argv[1]))
-sampling = receipt["options"]["sampling"]
-names = ["temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n"]
-print(receipt["n_ctx"], *(sampling[name] for name in names))
-for tokens in receipt["prompt"]["tokens"], receipt["text"]["tokens"]:
-    print(len(tokens), *tokens)
-END
-}
 repeat() {
     echo "$1: $3"
-    numbers "$3" | qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/repeat_tests" models/target.Q8_0.gguf "$2"
+    python3 tests/native/receipt_numbers.py "$3" |
+        qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$1" "$build/repeat_tests" models/target.Q8_0.gguf "$2"
 }
 run max neon-i8mm neon-dotprod neon scalar
 run cortex-a76 neon-dotprod neon scalar

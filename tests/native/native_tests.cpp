@@ -580,7 +580,7 @@ void test_packed_weights(const std::string& path) {
     std::ofstream(packed).close();
     model->save_packed(packed, uninterrupted);
     CHECK_THROWS(std::runtime_error, (model->save_packed(packed, [] { throw std::runtime_error("interrupted"); }), 0));
-    const auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
+    auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
     CHECK(mapped->is_mapped() && logits(mapped) == logits(model));
     CHECK_THROWS(std::logic_error, (mapped->save_packed(packed, uninterrupted), 0));
     // However short it is.
@@ -592,6 +592,7 @@ void test_packed_weights(const std::string& path) {
         CHECK(!again->is_mapped() && !again->packed_problem().empty() && logits(again) == logits(model));
         std::filesystem::remove(part);
     }
+    mapped.reset();  // a mapped file cannot be removed on Windows
     std::filesystem::remove(packed);
 }
 
@@ -612,6 +613,7 @@ void test_text_files(const std::string& path) {
     CHECK(again.tokens() == tokens && logits_of(again, 0) == logits_of(session, 0));
     std::ifstream in(file, std::ios::binary);
     const std::string whole((std::istreambuf_iterator<char>(in)), {});
+    in.close();
     Session empty(model, 150);
     for (int i = 0; i < 300; ++i) {
         // Counts and shapes lie in the first bytes.

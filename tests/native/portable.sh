@@ -46,16 +46,16 @@ compile() {
     local options=() include=$work/python define=-DPYSTAGED_X86
     case $1 in *macos) include=${headers[0]} define=-DPYSTAGED_ARM ;; esac
     case $1:$2 in
-        *macos:*/windows.cpp | *macos:*/kernels/avx*) return ;;
+        *macos:*/windows.cpp | *macos:*/kernels/avx* | *macos:*/kernels/x86*) return ;;
         *windows*:*/posix.cpp | *windows*:*/kernels/neon* | *windows*:*/arm_features.cpp) return ;;
-        *:*/kernels/neon_i8mm.cpp) options=(-O1 -mcpu=apple_m2) ;;
-        *:*/kernels/neon*.cpp) options=(-O1 -mcpu=apple_m1) ;;
-        *:*/kernels/avx2.cpp) options=(-O1 -mcpu=haswell) ;;
-        *:*/kernels/avx_vnni.cpp) options=(-O1 -mcpu=alderlake) ;;
-        *:*/kernels/avx512_vnni.cpp) options=(-O1 -mcpu=icelake_server) ;;
+        *:*/kernels/neon_i8mm.cpp) options=(-mcpu=apple_m2) ;;
+        *:*/kernels/neon*.cpp) options=(-mcpu=apple_m1) ;;
+        *:*/kernels/avx2.cpp) options=(-mcpu=haswell) ;;
+        *:*/kernels/avx_vnni.cpp) options=(-mcpu=alderlake) ;;
+        *:*/kernels/avx512_vnni.cpp) options=(-mcpu=icelake_server) ;;
     esac
     echo "$*"
-    "$python" -m ziglang c++ -target "$1" -std=c++17 -Wall -Wextra -ffp-contract=off -fvisibility=hidden "$define" \
+    "$python" -m ziglang c++ -target "$1" -std=c++17 -O0 -g0 -Wall -Wextra -ffp-contract=off -fvisibility=hidden "$define" \
         -fno-sanitize=undefined -DLLAMA_CPP_PYTHON_VERSION="\"$version\"" "${options[@]}" -Icpp -isystem "$include" \
         -isystem "${headers[1]}" -isystem "${headers[2]}" -c "$2" -o "$work/$1.o"
 }

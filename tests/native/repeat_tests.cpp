@@ -1,6 +1,6 @@
 // Repeats the text of a receipt with one kernel: repeat_tests MODEL.gguf KERNEL < numbers, for machines without Python.
-// The numbers are what arm.sh takes from the receipt: n_ctx; temperature, top-k, top-p, min-p, seed, repeat penalty and
-// how far it looks back; then the prompt and the text, each as a count and token ids.
+// The numbers are what receipt_numbers.py takes from the receipt: n_ctx; temperature, top-k, top-p, min-p, seed, repeat
+// penalty and how far it looks back; then the prompt and the text, each as a count and token ids.
 #include <iostream>
 #include <memory>
 #include <stdexcept>

@@ -1,0 +1,11 @@
+// What an x86-64 CPU has and the system lets programs use. Not __builtin_cpu_supports: clang before 18 does not know
+// all of these, and with some compilers for Windows it knows of none.
+#pragma once
+
+namespace pystaged {
+
+bool cpu_has_avx2();  // with FMA and F16C
+bool cpu_has_avx_vnni();
+bool cpu_has_avx512_vnni();  // with F, DQ, BW and VL
+
+}  // namespace pystaged
