@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Cross-compiles the engine, libllama and the native tests for 64-bit Windows and runs them under Wine; then repeats the
-# texts of receipts that were made on Linux. All but test_fork and test_forked_child run, which Windows has not.
+# texts of receipts that were made on Linux. test_fork and test_forked_child are left out: Windows has no fork().
 # Needs Debian's wine64 and, in the environment, the PyPI packages ziglang, cmake and ninja. Usage: wine.sh [BUILD-FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
