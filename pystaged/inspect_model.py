@@ -48,19 +48,20 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
 
     Args:
         model_name: a name or path, as for pystaged.load.
-        receipts: a file; the receipts of all texts so far are written to it at the end of a run, as a chain.
+        receipts: a new file; the receipts of all texts so far are written to it at the end of a run, as a chain. Texts
+            whose options receipts do not hold are left out: those with limits or control tokens for reasoning or calls.
         **options: of pystaged.load, such as draft, n_ctx, kv and num_threads.
         base_url, api_key, config: of inspect_ai.
 
     Raises:
-        As pystaged.load.
+        As pystaged.load; FileExistsError, FileNotFoundError for `receipts`.
     """
 
     def __init__(
         self, model_name: str, base_url: Any, api_key: Any, config: Any, receipts: str | None = None, **options: Any
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
-        self._receipts = _chains().setdefault(Path(receipts).absolute(), set()) if receipts else None
+        self._receipts = _receipts_for(Path(receipts).absolute()) if receipts else None
         self._engine = pystaged.load(model_name, report=getLogger(__name__).info, **options)
         defaults = {name: option.default for name, option in SAMPLING.items()}
         self._state = State(self._engine, Settings(model_name, defaults=defaults))
@@ -82,7 +83,8 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
         return len(await self.tokenize(text))
 
     async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> model.ModelOutput:
-        """Answer messages. The output's metadata has the SHA-256 of each choice's receipt, and the first one's seed.
+        """Answer messages. The output's metadata has the SHA-256 of each choice's receipt, None for a text without one,
+        and the first one's seed.
 
         Raises:
             ValueError: messages, tools or options are invalid.
@@ -96,20 +98,27 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
                 raise
             said = f"{error.body['error']['n_prompt_tokens']} tokens do not fit into -M n_ctx={self._engine.n_ctx}"
             return model.ModelOutput.from_content(self.model_name, said, "model_length", said)
-        scheduler = self._engine.runtime.scheduler
-        results = await asyncio.gather(*(AsyncStream(scheduler, text).finish() for text in answer.sequences))
+        streams = [AsyncStream(self._engine.runtime.scheduler, text) for text in answer.sequences]
+        texts = [asyncio.ensure_future(stream.finish()) for stream in streams]
+        try:
+            results = await asyncio.gather(*texts)
+        except BaseException:
+            for text in texts:
+                text.cancel()
+            raise
         return await run_sync(self._output, answer, results)  # the first receipt hashes the model's file
 
     def _output(self, answer: chats.ChatAnswer, results: Sequence[GenerationResult]) -> model.ModelOutput:
-        receipts = [result.receipt.to_json() for result in results]
+        receipts = [result.receipt.to_json() if result.origin else None for result in results]
         if self._receipts is not None:
-            self._receipts.update(receipts)
-        hashes = [hashlib.sha256(receipt.encode()).hexdigest() for receipt in receipts]
-        usage: Any = answer.usage()
+            self._receipts.update(filter(None, receipts))
+        keys = [_hash(f"{text.prompt_tokens.tolist()}{text.tokens}") for text in answer.sequences]
+        choices = [self._choice(answer.choice(i, result), keys[i]) for i, result in enumerate(results)]
+        usage: Any = answer.usage()  # after the choices, whose reasoning it counts
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return model.ModelOutput(
             model=self.model_name,
-            choices=[self._choice(answer.choice(i, result), hashes[i]) for i, result in enumerate(results)],
+            choices=choices,
             usage=model.ModelUsage(
                 input_tokens=usage["prompt_tokens"] - cached,
                 input_tokens_cache_read=cached,
@@ -117,7 +126,7 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
                 total_tokens=usage["total_tokens"],
                 reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens"),
             ),
-            metadata={"receipts": hashes, "seed": results[0].seed},
+            metadata={"receipts": [each and _hash(each) for each in receipts], "seed": results[0].seed},
         )
 
     def _choice(self, choice: dict[str, Any], key: str) -> model.ChatCompletionChoice:
@@ -155,11 +164,27 @@ def _chains() -> dict[Path, set[str]]:
     return chains
 
 
+def _receipts_for(path: Path) -> set[str]:
+    """The receipts for a file. Raises FileExistsError, FileNotFoundError."""
+    chains = _chains()
+    if path not in chains and path.exists():
+        raise FileExistsError(f"{path} exists; name a new file for the receipts of this evaluation")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for the receipts")
+    return chains.setdefault(path, set())
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _members(messages: Any, tools: Any, tool_choice: Any, config: Any) -> dict[str, Any]:
     """The members of a request for a chat completion."""
     found = {_OTHER.get(name, name): getattr(config, name) for name in (*_SAME.split(), *_OTHER)}
-    state = sample_state()
-    found["seed"] = (config.seed or 0) + (state.epoch - 1 if state else 0) * (config.num_choices or 1)
+    state, seed = sample_state(), config.seed or 0
+    if state and seed >= 0:  # -1 draws one
+        seed += (state.epoch - 1) * (config.num_choices or 1)
+    found["seed"] = seed
     found["messages"] = [_message(message) for message in messages]
     found["logit_bias"] = {str(token): bias for token, bias in (config.logit_bias or {}).items()}
     if tools:

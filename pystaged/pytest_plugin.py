@@ -22,7 +22,7 @@ MARKER = "local_llm"
 _FIXTURES = {"local_llm", "local_llm_url", "assert_same_text"}
 _LONGEST_NAME = 180  # characters
 _KEPT = "pystaged kept"  # property of a test's report
-_UNUSABLE = {"n", "progress", "logprobs", "prompt_logprobs"}
+_UNUSABLE = {"n", "progress", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
 
 
 @dataclass(frozen=True, slots=True)

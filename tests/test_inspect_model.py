@@ -171,6 +171,24 @@ def test_options(inspect: Inspect, engine: pystaged.Engine) -> None:
     assert json.loads(found.text) == {"a": 1}
 
 
+def test_texts_without_receipts_and_their_file(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").write_text("")
+    with pytest.raises(FileExistsError, match="name a new file"):
+        inspect.model(receipts=str(tmp_path / "old"))
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        inspect.model(receipts=str(tmp_path / "none" / "chain"))
+    model = inspect.model(receipts=str(tmp_path / "chain"))
+    monkeypatch.setattr(model._engine.runtime, "_origin", lambda *_: None)  # as with limits of reasoning
+    found = inspect.ask(model, said("user", PROMPTS[0]), seed=-1)
+    assert found.metadata["receipts"] == [None]
+    assert found.text
+    assert model._receipts == set()
+    inspect.state = Given(epoch=2)
+    assert inspect.ask(model, said("user", PROMPTS[0]), seed=-1).metadata["seed"] not in (0, found.metadata["seed"])
+
+
 def test_tools(inspect: Inspect, engine: pystaged.Engine, tmp_path: Path) -> None:
     model, user = inspect.model(receipts=str(tmp_path / "chain")), said("user", "How is Rome?")
     city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}

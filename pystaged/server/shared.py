@@ -246,7 +246,8 @@ class _Texts:
 
     def receipt(self, text: str) -> dict[str, Any]:
         """The receipt of the user's newest text that is this one up to white space around it; None without one."""
-        found = [each for each in self._texts.get(_user.get(), ()) if each.text.strip() == text.strip()]
+        known = list(self._texts.get(_user.get(), ()))  # at once, because other requests may add some
+        found = [each for each in known if each.text.strip() == text.strip()]
         if not found or found[-1].origin is None:
             return {"receipt": None}
         return {"receipt": json.loads(found[-1].receipt.to_json())}
