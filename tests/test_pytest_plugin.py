@@ -257,6 +257,16 @@ def test_other_projects_notice_nothing(project: pytest.Pytester) -> None:
     done.assert_outcomes(passed=1, deselected=1)
 
 
+def test_the_server_is_no_child_of_the_tests(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_it="import os, pytest\n"
+        "def test_it(local_llm):\n"
+        "    with pytest.raises(ChildProcessError): os.wait()\n"
+        "    assert local_llm.generate('def f(x):', max_tokens=2).tokens\n"
+    )
+    project.runpytest_subprocess().assert_outcomes(passed=1)
+
+
 def _is_alive(port: int) -> bool:
     with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
         connection.request("GET", "/health")

@@ -113,7 +113,9 @@ def test_locks(tmp_path: Path) -> None:
         with pytest.raises(BlockingIOError, match="33"):
             system.lock(second)
         first.close()
-        system.lock(second)
+        second.close()
+        with (tmp_path / "file").open("ab") as third:
+            system.lock(third)
 
 
 @pytest.mark.usefixtures("windows_locks")

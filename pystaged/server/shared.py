@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _START, _USERS, _PORT, _LOG = "start.lock", "users.lock", "port", "log"
 _MOST_TEXTS = 1024  # remembered of each user
+_PATIENCE = 0.2  # seconds between looks at whether a starting server still runs
 _user: ContextVar[str] = ContextVar("user", default="")
 
 
@@ -133,36 +135,65 @@ def _started(folder: Path, loading: Loading) -> int:
                 **options,
                 **system.group_of_its_own(),
             )
+        # The end of the connection alone would not do: a child that this process forks meanwhile has it, too.
+        while not reader.poll(_PATIENCE) and server.poll() is None:
+            pass
+        port = None
         with suppress(EOFError):
-            reader.recv()
-    # It outlives this process, which Popen would complain about.
-    server.returncode = 0
-    port = _port(folder)
-    if port is None:
+            port = reader.recv() if reader.poll() else None
+    if system.POSIX or port is None:
+        server.wait()
+    else:
+        server.returncode = 0  # it outlives this process, which Popen would complain about
+    if not isinstance(port, int):
         said = (folder / _LOG).read_text("utf-8", "replace").strip().splitlines()
         raise SharedServerError(said[-1] if said else "the server of the local model ended while it was starting")
+    keep(folder / _PORT, str(port).encode())
     return port
 
 
 def main() -> int:
-    """Serve while there are users. Arguments: the folder, a Loading as JSON, and a connection that gets a message when
+    """Serve while there are users. Arguments: the folder, a Loading as JSON, and a connection that gets the port when
     the server answers."""
-    folder, loading, ready = Path(sys.argv[1]), Loading(**json.loads(sys.argv[2])), system.inherited(sys.argv[3])
+    folder, loading, starter = Path(sys.argv[1]), Loading(**json.loads(sys.argv[2])), system.inherited(sys.argv[3])
+    if system.POSIX:
+        starter = _in_background(starter)
     threading.Thread(target=_end_without_users, args=(folder,), daemon=True).start()
     try:
-        _serve(folder, loading, ready)
+        _serve(loading, starter)
     except Exception as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
     os._exit(1)
 
 
+def _in_background(starter: Connection) -> Connection:
+    """Go on in a process that is no child of the tests, which may wait for all of theirs; this one passes on its
+    message and ends. Returns the connection for the message."""
+    reader, writer = Pipe(duplex=False)
+    server = os.fork()  # nothing that has threads is imported yet
+    if server == 0:
+        reader.close()
+        starter.close()
+        return writer
+    writer.close()
+    try:
+        starter.send(reader.recv())
+    except EOFError:
+        os._exit(1)
+    except OSError:  # nobody knows of the server, because the starter was killed
+        os.kill(server, signal.SIGKILL)
+    os._exit(0)
+
+
 def _end_without_users(folder: Path) -> None:
     with (folder / _USERS).open("ab") as users:
         system.lock(users, wait=True)
+        with suppress(FileNotFoundError):
+            (folder / _PORT).unlink()
         os._exit(0)
 
 
-def _serve(folder: Path, loading: Loading, writer: Connection) -> None:
+def _serve(loading: Loading, starter: Connection) -> None:
     try:
         from starlette.routing import Route  # noqa: PLC0415
 
@@ -183,9 +214,8 @@ def _serve(folder: Path, loading: Loading, writer: Connection) -> None:
     listener = run.bound("127.0.0.1", 0)
 
     def ready() -> None:
-        keep(folder / _PORT, str(listener.getsockname()[1]).encode())
-        writer.send(None)
-        writer.close()
+        starter.send(listener.getsockname()[1])
+        starter.close()
 
     run.serve(_of_users(app), listener, grace=1, ready=ready)
 
