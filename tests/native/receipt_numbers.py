@@ -1,4 +1,4 @@
-"""Prints what repeat_tests reads of a receipt: receipt_numbers.py FILE. Texts with other options are not repeated."""
+"""Prints what repeat_tests reads of a receipt, whose other options must have their defaults: receipt_numbers.py FILE."""
 
 import json
 import sys
