@@ -1,4 +1,4 @@
-"""Prints what repeat_tests reads of a receipt, whose other options must have their defaults: receipt_numbers.py FILE."""
+"""Prints what repeat_tests reads of a receipt, whose other options have their defaults: receipt_numbers.py FILE."""
 
 import json
 import sys
