@@ -6,7 +6,6 @@ inspect_ai imports this module by its entry point. Messages are read and answere
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +22,7 @@ import pystaged
 from pystaged.async_stream import AsyncStream
 from pystaged.chain import Chain
 from pystaged.options import SAMPLING
-from pystaged.receipt import Receipt
+from pystaged.receipt import Receipt, text_hash
 from pystaged.result import GenerationResult
 from pystaged.server import chats
 from pystaged.server.errors import ApiError
@@ -112,7 +111,7 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
         receipts = [result.receipt.to_json() if result.origin else None for result in results]
         if self._receipts is not None:
             self._receipts.update(filter(None, receipts))
-        keys = [_hash(f"{text.prompt_tokens.tolist()}{text.tokens}") for text in answer.sequences]
+        keys = [text_hash(f"{text.prompt_tokens.tolist()}{text.tokens}") for text in answer.sequences]
         choices = [self._choice(answer.choice(i, result), keys[i]) for i, result in enumerate(results)]
         usage: Any = answer.usage()  # after the choices, whose reasoning it counts
         cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -126,7 +125,7 @@ class InspectModel(model.ModelAPI):  # type: ignore[misc]
                 total_tokens=usage["total_tokens"],
                 reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens"),
             ),
-            metadata={"receipts": [each and _hash(each) for each in receipts], "seed": results[0].seed},
+            metadata={"receipts": [each and text_hash(each) for each in receipts], "seed": results[0].seed},
         )
 
     def _choice(self, choice: dict[str, Any], key: str) -> model.ChatCompletionChoice:
@@ -172,10 +171,6 @@ def _receipts_for(path: Path) -> set[str]:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} for the receipts")
     return chains.setdefault(path, set())
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _members(messages: Any, tools: Any, tool_choice: Any, config: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def check(
     text: str,
     file: Path,
     *,
-    update: bool,
+    update: Callable[[], object] | None,
     receipt: Callable[[], dict[str, Any] | None],
     ask: Callable[..., Any],
     shown: str,
@@ -28,7 +28,7 @@ def check(
     """Compare a text with the one kept in a file, or keep it.
 
     Args:
-        update: keep the text if it differs or none is kept.
+        update: keep the text if it differs or none is kept, and then call this; None only compares.
         receipt: called for the text's receipt as JSON values, None if it has none.
         ask: the method of SharedServer.
         shown: the file's name in messages.
@@ -57,6 +57,7 @@ def check(
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file) as part:
             part.write_text(f"{{\n{content}\n}}\n", "utf-8", newline="\n")
+        update()
         return ""
     if kept is None:
         return f"no text is kept in {shown} yet; if this one is right, keep it with pytest --pystaged-update:\n{text}"

@@ -192,19 +192,17 @@ def assert_same_text(request: pytest.FixtureRequest, local_llm: LocalLLM) -> Cal
             number += 1
         used.add(numbered)
         file = path.parent / "receipts" / path.stem / f"{_file_name(numbered)}.json"
-        shown, before = os.path.relpath(file, config.rootpath), file.read_bytes() if file.exists() else None
+        shown = os.path.relpath(file, config.rootpath)
         problem = check(
             str(text),
             file,
-            update=update,
+            update=(lambda: request.node.user_properties.append((_KEPT, shown))) if update else None,
             receipt=lambda: text.fields if isinstance(text, LocalText) else ask("receipt", text=text)["receipt"],
             ask=ask,
             shown=shown,
         )
         if problem:
             pytest.fail(problem)
-        if update and file.read_bytes() != before:
-            request.node.user_properties.append((_KEPT, shown))
 
     return assert_same_text
 

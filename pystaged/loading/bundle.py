@@ -96,21 +96,18 @@ class Bundle:
         self.substitutes: dict[int, int] = {}
         self.draft_mask = -1
         only = next(iter(targets.values()))  # of several devices none is for a draft that reads hidden states
-        for path in [given] if is_chosen else self._usual_drafts(device, draft_device, report):
-            if path is None:
-                continue
+        for path in filter(None, [given] if is_chosen else self._usual_drafts(device, draft_device, report)):
             try:
                 if is_head(path):
                     self.head = load_head(path, only, self.tokenizer)
-                    break
-                if reads_target(path, self.tokenizer.metadata):
+                elif reads_target(path, self.tokenizer.metadata):
                     self.features = load_features(path, only, self.path, self.tokenizer, report)
                 else:
                     tokenizer = Tokenizer(os.fsencode(path))
                     replaced = substitutes(self.tokenizer, tokenizer)
                     drafts = load(path, tokenizer, draft_device)
                     self.substitutes, self.draft_mask = replaced, tokenizer.mask_token
-                self.draft_path = path
+                self.draft_path = None if self.head else path
                 break
             except (OSError, ValueError, MemoryError) as error:
                 if is_chosen:
@@ -124,8 +121,8 @@ class Bundle:
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
         if draft == "auto" and self.device == "cpu" and not self.draft_path and not self.head:
-            path = find_head(self.tokenizer, report)
-            self.head = load_head(path, self.target, self.tokenizer) if path else None
+            packaged = find_head(self.tokenizer, report)
+            self.head = load_head(packaged, self.target, self.tokenizer) if packaged else None
         self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
         self.recycled = self._kept.candidates if self._kept else None
         if self._kept:
