@@ -429,7 +429,7 @@ void Session::discard() {
     text_.drop_from(0);
 }
 
-void Session::keep_states(std::vector<int> lengths, int most) {
+void Session::keep_states(std::vector<int> lengths, int most, int anchor) {
     const Turn turn(*this);
     text_.check_open();
     if (most < 0) {
@@ -437,7 +437,7 @@ void Session::keep_states(std::vector<int> lengths, int most) {
     }
     std::sort(lengths.begin(), lengths.end());
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
-    text_.state->keep_states(lengths, most);
+    text_.state->keep_states(lengths, most, anchor);
 }
 
 int Session::reachable(int length) {

@@ -154,7 +154,7 @@ public:
     void discard();
     // Recurrent layers are to keep their states after so many tokens when the text reaches them, for rewind() and
     // fork(); see TextState.
-    void keep_states(std::vector<int> lengths, int most);
+    void keep_states(std::vector<int> lengths, int most, int anchor);
     // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
     // not keep everything behind it, see KeptCells, and recurrent ones only some states.
     int reachable(int length);

@@ -573,11 +573,12 @@ class Session:
         """Keep these pending rows, a path from the committed end on, and drop the rest."""
     def discard(self) -> None:
         """Drop the pending rows."""
-    def keep_states(self, lengths: _Ints, most: int) -> None:
+    def keep_states(self, lengths: _Ints, most: int, anchor: int = -1) -> None:
         """Keep the states of recurrent layers after these numbers of tokens when the text reaches them, so that it can
         go back there. Replaces earlier requests, but not states already kept. Does nothing for other models.
 
-        most: most states to keep in all; beyond that, those go that save the least reading.
+        most: most states to keep in all; beyond that, those go that save the least reading. anchor: number of tokens
+            whose state goes last of all.
 
         Raises:
             ValueError: most is below 0.

@@ -121,8 +121,8 @@ class RecurrentSession(SimulatedSession):
 
     state_bytes, kept_state_bytes = 500, 100
 
-    def keep_states(self, lengths: Sequence[int], most: int) -> None:
-        self.kept = sorted(lengths), most
+    def keep_states(self, lengths: Sequence[int], most: int, anchor: int = -1) -> None:
+        self.kept = sorted(lengths), most, anchor
 
     def reachable(self, length: int) -> int:
         return super().reachable(length) if length == len(self.tokens) else length // 16 * 16
@@ -557,10 +557,10 @@ def test_states_are_kept_before_ends_of_prompts_and_where_prompts_part() -> None
     assert len(other.target.tokens) == 64  # states are kept of every 16th token
     # Of the memory's sixteenth there is room for three of the target and three of the draft.
     for session in cast(Any, other.sessions):
-        assert session.kept == ([154 - 256, 75, 154 - 16], 3)
+        assert session.kept == ([154 - 256, 75, 154 - 16], 3, 154 - 16)
     assert texts.take([*SYSTEM[:75], *[2] * 70, 3], 10) is None  # waits until the other one has read so far
     for session in cast(Any, other.sessions):
-        assert session.kept == ([154 - 256, 75, 154 - 16, 145], 3)
+        assert session.kept == ([154 - 256, 75, 154 - 16, 145], 3, 154 - 16)
 
 
 def test_a_context_is_chosen_that_can_go_back() -> None:
@@ -687,6 +687,17 @@ def test_prompts_go_on_from_kept_states(hybrid: Path) -> None:
         other = [*prompt[:200], *range(100)]
         assert engine.generate(other, max_tokens=1).stats.reused_tokens == 289 - 256
         assert engine.generate([*prompt[:200], 7], max_tokens=1).stats.reused_tokens == 200
+
+
+def test_the_state_at_the_last_user_turn_is_kept_while_prompts_go_on(hybrid: Path) -> None:
+    with pystaged.load(hybrid, draft=None) as engine:
+        for first in (0, 1):
+            question = prompt = [*range(first, 100)]
+            for _ in range(13):  # as when tools are called
+                prompt = [*prompt, *engine.generate(prompt, max_tokens=10).tokens, *range(20)]
+            # The template drops the reasoning now.
+            other = engine.generate([*question, 7, 8], max_tokens=10)
+            assert other.stats.reused_tokens == len(question) - 1 - 16
 
 
 def test_a_state_is_kept_where_waiting_prompts_part(hybrid: Path) -> None:

@@ -254,12 +254,12 @@ void add_sessions(py::module_& m) {
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def(
             "keep_states",
-            [](Session& self, const py::object& lengths, int most) {
+            [](Session& self, const py::object& lengths, int most, int anchor) {
                 const std::vector<int32_t> rows = to_ints(lengths, "lengths");
                 const py::gil_scoped_release release;
-                self.keep_states(rows, most);
+                self.keep_states(rows, most, anchor);
             },
-            py::arg("lengths"), py::arg("most"))
+            py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1)
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())

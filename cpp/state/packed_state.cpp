@@ -111,10 +111,10 @@ void PackedState::keep(int length, const std::vector<int32_t>& path, bool was_re
     });
 }
 
-void PackedState::keep_states(const std::vector<int>& lengths, int most) {
+void PackedState::keep_states(const std::vector<int>& lengths, int most, int anchor) {
     for (LayerState& layer : layers_) {
         if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
-            recurrent->keep_states(lengths, most);
+            recurrent->keep_states(lengths, most, anchor);
         }
     }
 }

@@ -45,7 +45,7 @@ public:
 
     int room() const override { return room_; }
     void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
-    void keep_states(const std::vector<int>& lengths, int most) override;
+    void keep_states(const std::vector<int>& lengths, int most, int anchor) override;
     int reachable(int length) const override;
     // Gives memory back to the system where it is much.
     int cut(int length) override;

@@ -81,14 +81,15 @@ void RecurrentState::applied() {
     }
 }
 
-void RecurrentState::keep_states(const std::vector<int>& lengths, int most) {
+void RecurrentState::keep_states(const std::vector<int>& lengths, int most, int anchor) {
     kept_.reserve(kept_.size() + lengths.size());
     to_keep_ = lengths;
     most_kept_ = most;
+    anchor_ = anchor;
 }
 
 // Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie the
-// closer the nearer the end is.
+// closer the nearer the end is. The anchor stays if there is room for it and the last one.
 void RecurrentState::keep_state(const Kept& state) {
     if (!kept_.empty() && kept_.back().length >= state.length) {
         return;
@@ -99,9 +100,9 @@ void RecurrentState::keep_state(const Kept& state) {
             const int before = i == 0 ? 0 : kept_[i - 1].length;
             return double(kept_[i].length - before) / (state.length - before);
         };
-        size_t least = 0;
-        for (size_t i = 1; i + 1 < kept_.size(); ++i) {
-            least = gap(i) < gap(least) ? i : least;
+        size_t least = kept_.size() > 2 && kept_[0].length == anchor_ ? 1 : 0;
+        for (size_t i = least + 1; i + 1 < kept_.size(); ++i) {
+            least = kept_[i].length != anchor_ && gap(i) < gap(least) ? i : least;
         }
         kept_.erase(kept_.begin() + least);
     }

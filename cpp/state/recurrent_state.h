@@ -59,7 +59,7 @@ public:
     // The states in both stops are computed.
     void applied();
 
-    void keep_states(const std::vector<int>& lengths, int most);
+    void keep_states(const std::vector<int>& lengths, int most, int anchor);
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
     int reachable(int length) const;
     void cut(int length);
@@ -102,7 +102,7 @@ private:
     std::shared_ptr<Values> ahead_, next_ahead_;
     std::vector<Kept> read_;
     std::vector<int> to_keep_;  // after how many rows states are kept, rising
-    int most_kept_ = 0;
+    int most_kept_ = 0, anchor_ = -1;
     std::vector<Kept> kept_;  // of rising length
 };
 

@@ -28,8 +28,9 @@ public:
     // or else written. The other pending rows are lost, and what no later row needs may be given up. Nothing fails.
     virtual void keep(int length, const std::vector<int32_t>& path, bool was_read) = 0;
     // Recurrent layers are to keep their states after so many rows, rising, when the text reaches them, so that it can
-    // go back to them; `most` at most, those from before included. Forgets what was asked for before.
-    virtual void keep_states(const std::vector<int>& /*lengths*/, int /*most*/) {}
+    // go back to them; `most` at most, those from before included. Where there are more, some are dropped, but the one
+    // after `anchor` rows last of all. Forgets what was asked for before.
+    virtual void keep_states(const std::vector<int>& /*lengths*/, int /*most*/, int /*anchor*/) {}
     // The longest beginning of the text, of `length` rows at most, that rows can go on from.
     virtual int reachable(int length) const { return length; }
     // The text goes on from its first `length` rows, or as many of them as are reachable; returns how many.

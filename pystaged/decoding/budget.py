@@ -19,7 +19,8 @@ covers, but at least to its first guess. The next sequence inherits the remainin
 
 The drafter with the most expected tokens per second drafts. The score of a drafter is how often its first guess for
 the next token is right: it is updated when the drafter drafts, and at times by a guess that is not verified (full
-information, arXiv 2510.20064). No drafter is used where even the best one would not gain.
+information, arXiv 2510.20064). No drafter is used where even the best one would not gain; after such a step the
+question is asked again 8 steps later.
 
 In a batch, a plain step is a pass over one row of each sequence, and all sequences wait while one of them drafts:
 T(1) becomes T(sequences), and a price counts once for each sequence.
@@ -55,6 +56,7 @@ _RETURN = 0.05  # share of the way that each new sequence moves a rate back to i
 _READ = 32  # rows of the pass whose cost estimates the time of prefill
 _DEEPEST = 8  # tokens of the longest chain by which drafters are compared
 _BLEND = 0.05  # weight of a new observation of Python's time
+_RESTING = 7  # plain steps after a step in which drafting would not pay, without asking again: costs change slowly
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class Budget:
         self._unused = set(range(len(rates)))  # drafters that have not drafted in this context
         self._most_drafting = math.inf  # seconds of drafting that the step is charged at most
         self._scoring = 0.0  # tokens of credit for scoring
+        self._resting = 0  # steps until it is looked again whether drafting pays
         self._last_shadow = 0
         self._python = 0.0  # seconds of a step outside the pass and drafting
         self._begin = self._drafted = 0.0  # when the step began, and when its tree was drafted
@@ -116,7 +119,7 @@ class Budget:
         """
         known = self._known = self._kinds[greedy]
         self.credit = max(LEAST, known.left)
-        self._scoring, self.chosen = _FIRST_SCORING, None
+        self._scoring, self.chosen, self._resting = _FIRST_SCORING, None, 0
         if self._cost is None or not drafters:
             return
         self._price_token(prompt_tokens - 1)
@@ -147,6 +150,9 @@ class Budget:
         self._price_token(past)
         if self.credit <= 0:
             return
+        if self._resting > 0:
+            self._resting -= 1
+            return
         self._known.left = 0.0
         prices = [drafter.price() / self._token for drafter in drafters]
         least = [drafter.lag() / self._token + price for drafter, price in zip(drafters, prices, strict=True)]
@@ -164,6 +170,8 @@ class Budget:
                 self._scoring -= least[i]
                 break
         drafting = {i for i in (self.chosen, self.shadow[0] if self.shadow else None) if i is not None}
+        if not drafting:
+            self._resting = _RESTING
         if drafting & self._unused:
             self._unused -= drafting
             self._most_drafting = sum(least[i] for i in drafting) * self._token
@@ -180,7 +188,7 @@ class Budget:
     def trim(self, tree: TokenTree) -> TokenTree:
         """The first nodes of a tree, as many as the credit covers, but at least the forced ones and the first guess."""
         self._drafted = self._meter()
-        if self._cost is None:
+        if self._cost is None or len(tree) == 1:
             return tree
         left = self.credit - min(self._drafted - self._begin, self._most_drafting) / self._token
         rows, certain = len(tree), _certain_rows(tree)

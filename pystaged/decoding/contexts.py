@@ -109,7 +109,8 @@ class ContextPool:
     used first, each from its end.
 
     A recurrent layer can only go back to states that it has kept. They are kept shortly before the end of each prompt,
-    and where a prompt turned out to differ from another one; as many as a share of `memory` holds, at least one.
+    where a prompt turned out to differ from another one, and at the last user turn; as many as a share of `memory`
+    holds, at least one.
 
     Thread-safe: calls are serialized.
 
@@ -148,6 +149,9 @@ class ContextPool:
         self._n_ctx = first.target.n_ctx
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
+        # Of each context, the end of the last prompt that did not go on from all that was held. If prompts have gone on
+        # since, as they do while tools are called, the next one may part there: a template drops reasoning then.
+        self._anchors = weakref.WeakKeyDictionary[Decoder, int]()
         self._closed = False
         self._process = os.getpid()
 
@@ -200,7 +204,9 @@ class ContextPool:
             if self._restore(wanted, length):
                 source, length, common = self._most_like(wanted)
             held = self._at_rest.get(source) if source else None
+            goes_on = False
             if source and held and _survives(len(held.tokens), length):
+                goes_on = len(held.tokens) - length <= _BEFORE_END[0]
                 self._wake(source, length)
                 self._make_room(need)
             else:
@@ -209,6 +215,8 @@ class ContextPool:
                     self._wake(source, length)
                 else:
                     source = self._begin(source, length)
+            if not goes_on or source not in self._anchors:
+                self._anchors[source] = len(prompt) - 1 - _BEFORE_END[0]
             self._lent.append(_Loan(weakref.ref(source), prompt, need, {common}))
             self._keep_states(source, self._lent[-1])
             return source
@@ -385,7 +393,7 @@ class ContextPool:
         wanted = [*partings, *(len(loan.prompt) - 1 - before for before in _BEFORE_END)]
         for session in context.sessions:
             if session.kept_state_bytes:
-                session.keep_states(wanted, self._num_kept)
+                session.keep_states(wanted, self._num_kept, self._anchors[context])
 
     def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, int, bool]]:
         """All contexts: tokens held, those that the prompt begins with, how many of these it can rewind to, and whether

@@ -214,6 +214,13 @@ def test_states_of_a_reading(path_of: Callable[[str], Path]) -> None:
     assert kept == [310, 360, 380, 390]
     row = 2 * 32 * 4
     assert session.num_bytes == 401 * model.cell_bytes + 5 * model.kept_state_bytes + row
+    for most, left in ((4, [50, 360, 380, 390]), (2, [50, 390]), (1, [390])):
+        session.rewind(0)
+        session.keep_states(range(10, 400, 10), most, anchor=50)
+        session.prefill(tokens)
+        session.evaluate([1], [-1], 0)
+        session.commit([0])
+        assert sorted({session.reachable(length) for length in range(400)} - {0}) == left
     with pytest.raises(ValueError, match="most must be at least 0"):
         session.keep_states([1], -1)
 

@@ -397,6 +397,21 @@ def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
     assert set(text.used) == {None}
 
 
+def test_where_drafting_does_not_pay_its_price_is_seldom_asked() -> None:
+    text = Text(FLAT, [(50.0,)], [0.99])
+    drafter, asked = text.drafters[0], 0
+    price = drafter.price
+
+    def counted(*given: int) -> float:
+        nonlocal asked
+        asked += 1
+        return price(*given)
+
+    drafter.price = counted  # type: ignore[method-assign]
+    text.write([Behaviour([50.0], accept=1)] * 160)
+    assert 160 / 8 <= asked <= 160 / 8 + 2
+
+
 def test_a_text_that_is_interrupted_by_an_exception_goes_on() -> None:
     text = Text(FLAT, [(0.1,)], [0.5])
     verify = text._session.verify
