@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import time
@@ -210,7 +211,9 @@ class CostStore:
             return None
         if "unions" not in stored:
             return PassCost(seconds, slopes)
-        if unions.keys() != seconds.keys() or not 0 <= price * unions[1] <= seconds[1]:
+        if unions.keys() != seconds.keys() or not all(0 < union < math.inf for union in unions.values()):
+            return None
+        if not 0 <= price * unions[1] <= seconds[1]:
             return None
         return ExpertCost(seconds, slopes, price, unions)
 

@@ -54,7 +54,8 @@ def test_costs_of_a_mixture(store: CostStore, file: Path) -> None:
     assert isinstance(found, ExpertCost)
     assert (found.seconds, found.slopes, found.price, found.unions) == (SECONDS, SLOPES, 2e-5, unions)
     text = json.loads(file.read_text())
-    for wrong in ({"price": 1e-3}, {"price": -1.0}, {"price": "nan"}, {"unions": {"1": 8.0}}, {"unions": 1}):
+    damaged = [{"unions": text["unions"] | {"8": wrong}} for wrong in (-30.0, 0, "inf", "nan")]
+    for wrong in ({"price": 1e-3}, {"price": -1.0}, {"price": "nan"}, {"unions": {"1": 8.0}}, {"unions": 1}, *damaged):
         file.write_text(json.dumps(text | wrong))
         assert store.load("key") is None
 
