@@ -33,12 +33,38 @@ int checked_context(const Model& model, int context) {
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
+void check_parent(int row, int parent) {
+    if (parent < -1 || parent >= row) {
+        throw std::invalid_argument("row " + std::to_string(row) + " has parent " + std::to_string(parent) +
+                                    "; a parent is -1 or an earlier row");
+    }
+}
+
+// The session whose keys and values a draft attends to, or none where it has its own.
+std::shared_ptr<Session> checked_target(const Model& model, std::shared_ptr<Session> target) {
+    if (!model.borrows_cells()) {
+        return nullptr;
+    }
+    if (!target) {
+        throw std::invalid_argument("a draft without keys and values of its own needs its target's session");
+    }
+    if (&target->model() != &model.target()) {
+        throw std::invalid_argument("the session is of another model than the draft's target");
+    }
+    return target;
+}
+
 }  // namespace
 
 // In the order of their addresses, so that two calls never wait for each other.
 Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
-    for (Session* session : sessions) {
-        texts_.push_back(&session->text_);
+    const size_t num_texts = sessions.size();
+    for (size_t i = 0; i < num_texts; ++i) {
+        texts_.push_back(&sessions[i]->text_);
+        Session* target = sessions[i]->target_.get();
+        if (target && std::find(sessions.begin(), sessions.end(), target) == sessions.end()) {
+            sessions.push_back(target);
+        }
     }
     std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
     entered_.reserve(sessions.size());
@@ -94,7 +120,10 @@ void Session::leave() {
     waiting.left.notify_all();
 }
 
-Session::Session(std::shared_ptr<const Model> model, int context) : text_(std::move(model), context) {}
+Session::Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target)
+    : target_(checked_target(*model, std::move(target))), text_(std::move(model), context) {
+    text_.target = target_ ? &target_->text_ : nullptr;
+}
 
 Text::Text(std::shared_ptr<const Model> of, int num_positions)
     : model(std::move(of)),
@@ -165,10 +194,7 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
     const int start = static_cast<int>(committed.size());
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size()), parent = parents[i];
-        if (parent < -1 || parent >= index) {
-            throw std::invalid_argument("row " + std::to_string(index) + " has parent " + std::to_string(parent) +
-                                        "; a parent is -1 or an earlier row");
-        }
+        check_parent(index, parent);
         Row row{tokens[i], parent, start, start, {}, nullptr, 0, nullptr, nullptr};
         if (parent >= 0) {
             const Row& before = pending[parent];
@@ -194,6 +220,28 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
             row.tail.push_back(cell);
         }
         pending.push_back(std::move(row));
+    }
+}
+
+// Rows at the position behind the target's text that see its cells, and not each other.
+void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+    if (!target->state) {
+        throw std::invalid_argument("the session of the draft's target is closed");
+    }
+    const int length = static_cast<int>(target->committed.size());
+    if (length == 0) {
+        throw std::invalid_argument("the session of the draft's target has no tokens to attend to");
+    }
+    if (length >= context) {
+        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+    }
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const int index = static_cast<int>(pending.size());
+        check_parent(index, parents[i]);
+        if (index >= state->room()) {
+            throw ContextFullError("a tree has at most " + std::to_string(state->room()) + " rows here");
+        }
+        pending.push_back({tokens[i], parents[i], length, length, {}, nullptr, 0, nullptr, nullptr});
     }
 }
 
@@ -388,8 +436,8 @@ Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, in
 void Session::commit(const std::vector<int32_t>& path) {
     const Turn turn(*this);
     text_.check_open();
-    if (text_.model->family().reads == Reads::as_context && !path.empty()) {
-        throw std::invalid_argument("rows of a block are no context; discard them");
+    if ((text_.target || text_.model->family().reads == Reads::as_context) && !path.empty()) {
+        throw std::invalid_argument("rows of a draft of this kind are no context; discard them");
     }
     for (size_t i = 0; i < path.size(); ++i) {
         if (text_.checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
@@ -463,7 +511,7 @@ std::unique_ptr<Session> Session::fork(int length) {
         throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
                                     std::to_string(text_.committed.size()));
     }
-    auto session = std::make_unique<Session>(text_.model, text_.context);
+    auto session = std::make_unique<Session>(text_.model, text_.context, target_);
     const int reached = session->text_.state->copy(*text_.state, length);
     session->text_.committed.assign(text_.committed.begin(), text_.committed.begin() + reached);
     return session;

@@ -69,6 +69,7 @@ struct Text {
     const Row& checked_row(int row) const;
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read);
     void append_block(const std::vector<int32_t>& tokens);
+    void append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void drop_from(size_t first);
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
@@ -83,6 +84,7 @@ struct Text {
     LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
     std::shared_ptr<const Model> model;
+    const Text* target = nullptr;  // whose keys and values its rows attend to, of a draft without its own
     int context;
     std::shared_ptr<Executor> executor;
     std::unique_ptr<TextState> state;  // null once closed
@@ -97,7 +99,8 @@ class Session {
 public:
     static constexpr int kDefaultContext = 8192;
 
-    // One call on some sessions: their locks, and the floating-point environment it computes in.
+    // One call on some sessions: their locks and those of their targets, and the floating-point environment it computes
+    // in.
     class Turn {
     public:
         explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}
@@ -118,8 +121,9 @@ public:
     };
 
     // `context` positions, 0 for as many as the model was trained for, but no more than kDefaultContext; more than it
-    // was trained for are refused with std::invalid_argument.
-    Session(std::shared_ptr<const Model> model, int context);
+    // was trained for are refused with std::invalid_argument. A draft without keys and values of its own needs the
+    // session of its target, whose committed text all its rows see, at the position behind it; it commits nothing.
+    Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target = nullptr);
 
     // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
     // after any error, nothing is committed.
@@ -173,7 +177,7 @@ public:
     // Copies one row's logits, out[vocab_size].
     void logits(int row, float* out);
     // What the model taps, [taps][width], of the rows that the last call committed, if that was verify() or the model
-    // taps all rows, else of none.
+    // taps all rows; of the last row of a reading, if it taps that; else of none.
     HiddenRows hidden();
     // Of these pending rows, which were judged, or the model taps all.
     HiddenRows hidden(const std::vector<int32_t>& rows);
@@ -195,6 +199,7 @@ private:
     // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.
     std::atomic<int> process_{0};
     std::atomic<std::thread::id> caller_{};  // whose turn it is
+    std::shared_ptr<Session> target_;        // of a draft without keys and values, else none
     Text text_;
 };
 

@@ -56,6 +56,13 @@ void check_hidden(const Work& work) {
             read = std::to_string(h.hidden_width) + " numbers";
             fits = given == n && (n == 0 || width == size_t(h.hidden_width));
             break;
+        case Reads::joined_with_cells:
+            if (work.kind != Work::Kind::propose) {
+                throw std::invalid_argument("a draft without keys and values of its own reads and verifies no text");
+            }
+            read = std::to_string(h.hidden_width) + " numbers";
+            fits = given == n && width == size_t(h.hidden_width);
+            break;
         case Reads::beside_tokens:
             read = std::to_string(h.features_width()) + " or " + std::to_string(h.hidden_width) + " numbers";
             fits = given == n &&
@@ -156,6 +163,8 @@ void Run::append() {
         text.experts = {};
         if (is_block(*work)) {
             text.append_block(work->tokens);
+        } else if (text.target) {
+            text.append_behind_target(work->tokens, work->parents);
         } else {
             text.append(work->tokens, work->parents, work->kind == Work::Kind::read);
         }
@@ -259,7 +268,8 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         }
         const int num_rows = static_cast<int>(span.last - span.first);
         pass.segments.push_back({text.state.get(), pass.num_rows, num_rows, static_cast<int>(text.committed.size()),
-                                 static_cast<int>(span.first), span.is_reading});
+                                 static_cast<int>(span.first), span.is_reading,
+                                 text.target ? text.target->state.get() : nullptr});
         pass.num_rows += num_rows;
         pass.num_logits += static_cast<int>(span.last - span.judged);
         for (size_t i = span.first; i < span.last; ++i) {
@@ -267,7 +277,8 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
             tokens.push_back(row.token);
             positions.push_back(row.position);
             parents.push_back(row.parent);
-            contexts.push_back({std::max(row.position + 1, row.direct), row.direct, row.tail.data()});
+            const int length = text.target ? row.direct : std::max(row.position + 1, row.direct);
+            contexts.push_back({length, row.direct, row.tail.data()});
             hidden.push_back(row.hidden.get());
             embeddings.push_back(row.embedding.get());
             embeds = embeds || row.embedding;
@@ -365,7 +376,10 @@ std::vector<Outcome> Run::finish() {
     for (size_t i = 0; i < works_.size(); ++i) {
         const Model& model = *text_of(i).model;
         const bool verified = works_[i]->kind == Work::Kind::verify;
-        if (model.state_size() > 0 && (verified || (model.taps_all_rows() && works_[i]->kind == Work::Kind::read))) {
+        const bool was_read = works_[i]->kind == Work::Kind::read;
+        if (was_read && model.taps_last_row() && !model.taps_all_rows() && !paths[i].empty()) {
+            hidden[i] = text_of(i).hidden_of({paths[i].back()});
+        } else if (model.state_size() > 0 && (verified || (model.taps_all_rows() && was_read))) {
             hidden[i] = text_of(i).hidden_of(paths[i]);
             if (paths[i].size() < works_[i]->tokens.size()) {
                 hidden[i] = hidden[i].copied();
@@ -432,7 +446,8 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
 Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden) {
     std::vector<int32_t> parents(tokens.size());
     std::iota(parents.begin(), parents.end(), -1);
-    return {Kind::read, &session, std::move(tokens), std::move(parents), 0, 0, {}, {}, std::move(hidden)};
+    const int judged = session.model().taps_last_row() && !tokens.empty() ? 1 : 0;
+    return {Kind::read, &session, std::move(tokens), std::move(parents), judged, 0, {}, {}, std::move(hidden)};
 }
 
 Work Work::embed(Session& session, std::vector<int32_t> tokens) {

@@ -294,10 +294,10 @@ class Model:
     @property
     def taps(self) -> list[int]:
         """The layers behind which sessions hand out hidden states."""
-    def tap(self, layers: Sequence[int], all_rows: bool = False) -> None:
+    def tap(self, layers: Sequence[int], all_rows: bool = False, last_row: bool = False) -> None:
         """From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of the rows that
-        are judged, or of all, those of prompts too. Raises ValueError where there are no such layers, where they are on
-        devices, and where there are sessions."""
+        are judged, with `last_row` also of the last row of a reading; or of all, those of prompts too. Raises
+        ValueError where there are no such layers, where they are on devices, and where there are sessions."""
     @property
     def file_bytes(self) -> int: ...
     @property
@@ -347,6 +347,9 @@ class Model:
     @property
     def target_layers(self) -> list[int]:
         """Of a draft that reads its target's hidden states: the layers behind which it does so, 1 for the first."""
+    @property
+    def borrows_cells(self) -> bool:
+        """Whether it is a draft that attends to keys and values of its target's text and has none of its own."""
     @property
     def head_tokens(self) -> NDArray[np.int32]:
         """The token of each row of the head, int32[n]; empty where that is the row's number."""
@@ -488,15 +491,18 @@ class Session:
     Args:
         model: shared.
         n_ctx: positions, 0 for as many as the model was trained for, but no more than 8192.
+        target: the session of a draft's target, needed where the draft borrows its keys and values, else unused. Rows
+            see its committed tokens and not each other, at the position behind these; they are never committed.
 
     Raises:
-        ValueError: n_ctx out of range; a closed session (every method); rows, parents, tokens or lengths out of range.
+        ValueError: n_ctx out of range; a target's session that is missing, closed, empty or of another model; a closed
+            session (every method); rows, parents, tokens or lengths out of range.
         TypeError: tokens, parents or rows that are not integers.
         RuntimeError: every method, called by a signal handler in the middle of another one, or in a child of fork()
             that the parent made in the middle of one.
     """
 
-    def __init__(self, model: Model, n_ctx: int = 0) -> None: ...
+    def __init__(self, model: Model, n_ctx: int = 0, target: Session | None = None) -> None: ...
     def prefill(self, tokens: _Ints) -> None:
         """Evaluate and commit tokens: int[n]. Computes no logits.
 
@@ -630,7 +636,7 @@ class Session:
     @property
     def hidden(self) -> HiddenRows:
         """What the model taps of the rows that the last call committed, [n, taps * width]: if that was `verify`, or if
-        the model taps all rows, else of none."""
+        the model taps all rows; of the last row of a reading, if it taps that; else of none."""
     def hidden_of(self, rows: _Ints) -> HiddenRows:
         """The same of pending rows. Raises ValueError for rows of which nothing was kept."""
     @property

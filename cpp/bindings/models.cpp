@@ -150,7 +150,7 @@ void add_models(py::module_& m) {
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
              py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
         .def("cut_head", &Model::cut_head, py::arg("rows"))
-        .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false)
+        .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false, py::arg("last_row") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
         .def_property_readonly("is_mapped", &Model::is_mapped)
@@ -204,6 +204,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("cell_bytes", &Model::cell_bytes)
         .def_property_readonly("windowed_cell_bytes", &Model::windowed_cell_bytes)
         .def_property_readonly("target_layers", [](const Model& self) { return self.numbers().target_layers; })
+        .def_property_readonly("borrows_cells", &Model::borrows_cells)
         .def_property_readonly("head_tokens", [](const Model& self) { return to_array(self.head_tokens()); })
         .def_property_readonly("block_size", [](const Model& self) { return self.numbers().block_size; })
         .def_property_readonly("is_anchored", [](const Model& self) { return self.numbers().is_anchored; })

@@ -157,12 +157,12 @@ void add_sessions(py::module_& m) {
         .def("copy", &HiddenRows::copied)
         .def("numpy", [](const HiddenRows& self) { return to_matrix(self); });
 
-    py::class_<Session>(m, "Session")
-        .def(py::init([](std::shared_ptr<Model> model, int n_ctx) {
+    py::class_<Session, std::shared_ptr<Session>>(m, "Session")
+        .def(py::init([](std::shared_ptr<Model> model, int n_ctx, std::shared_ptr<Session> target) {
                  const py::gil_scoped_release release;
-                 return std::make_unique<Session>(std::move(model), n_ctx);
+                 return std::make_shared<Session>(std::move(model), n_ctx, std::move(target));
              }),
-             py::arg("model"), py::arg("n_ctx") = 0)
+             py::arg("model"), py::arg("n_ctx") = 0, py::arg("target") = nullptr)
         .def(
             "prefill",
             [](Session& self, const py::object& tokens) {
@@ -262,7 +262,9 @@ void add_sessions(py::module_& m) {
             py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1)
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("fork", &Session::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+        .def(
+            "fork", [](Session& self, int length) { return std::shared_ptr<Session>(self.fork(length)); },
+            py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
         .def(
@@ -278,8 +280,9 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("tokens", [](Session& self) { return to_array(waiting(&Session::tokens)(self)); })
         .def_property_readonly("states",
                                [](Session& self) {
-                                   const py::ssize_t width = self.model().numbers().width;
                                    const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
+                                   const auto all = static_cast<py::ssize_t>(self.model().state_size());
+                                   const py::ssize_t width = taps > 0 ? all / taps : self.model().numbers().width;
                                    const HiddenRows rows = waiting<HiddenRows>(&Session::hidden)(self);
                                    const auto n = static_cast<py::ssize_t>(rows.rows.size());
                                    return to_matrix(rows).reshape({n, taps, width});

@@ -63,6 +63,8 @@ constexpr Family kFamilies[] = {
      0, Reads::beside_tokens},
     {"dflash", Pairs::halves, Gate::silu, kPreNorms | kHeadNorms, kHead | kRopeFactors, 0, 0, 0, 0, 0, 0, 0,
      Reads::as_context},
+    {"gemma4-assistant", Pairs::halves, Gate::gelu, kPreNorms | kPostNorms | kHeadNorms, kRopeFactors,
+     kLayersDiffer | kUnscaledScores, 0, 6, 0, 0, 0, 0, Reads::joined_with_cells, "gemma4"},
 };
 
 // Keys of recurrent layers, and what a family has that computes them.

@@ -13,9 +13,10 @@ enum class Pairs { none, adjacent, halves };
 enum class Gate { none, silu, gelu, clamped };
 
 // How a draft reads hidden states of its target: a row beside each token (EAGLE-3), a row joined with each token into
-// one (MTP, the layer in some models' files that predicts further tokens), or as context, the keys and values of the
-// committed tokens (DFlash, DSpark), behind which it evaluates a block of tokens at once.
-enum class Reads { nothing, beside_tokens, joined_with_tokens, as_context };
+// one (MTP, the layer in some models' files that predicts further tokens), the same with layers that attend to the
+// target's keys and values and have none (Gemma 4's assistants), or as context, the keys and values of the committed
+// tokens (DFlash, DSpark), behind which it evaluates a block of tokens at once.
+enum class Reads { nothing, beside_tokens, joined_with_tokens, joined_with_cells, as_context };
 
 // Tensors that not every architecture has.
 enum Part : unsigned {
@@ -89,6 +90,7 @@ struct Family {
     int largest = 0;  // layers of the model that scales attention as if its heads shared its width, whatever their own
     float attention_softcap = 0, logit_softcap = 0;  // where the file has none
     Reads reads = Reads::nothing;
+    const char* target = nullptr;  // the only architecture that its layers attend to keys and values of
 
     bool has(Rule rule) const { return rules & rule; }
 };

@@ -360,7 +360,8 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
         file.fail("keys and values of different lengths are not supported");
     }
-    const int own = h.num_layers - (differ ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);
+    const bool shares = differ && family.reads != Reads::joined_with_cells;
+    const int own = h.num_layers - (shares ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);
     for (int i = 0; i < h.num_layers; ++i) {
         LayerNumbers& layer = h.layers[i];
         layer.head_dim = layer.windowed ? windowed : h.head_dim;
@@ -378,6 +379,37 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
         layer.num_kv_heads = h.layers[layer.cells_of].num_kv_heads;
     }
     h.last_mixing = std::min(h.last_mixing, own - 1);
+}
+
+// Of a draft whose layers attend to keys and values of the target's last layer with a window, or without one.
+void borrow_cells(const GgufFile& file, const Hyperparameters& target, Hyperparameters& h) {
+    for (LayerNumbers& layer : h.layers) {
+        int from = target.num_layers - 1;
+        while (from >= 0 && target.layers[from].windowed != layer.windowed) {
+            --from;
+        }
+        const std::string kind = std::string("layers with") + (layer.windowed ? "" : "out") + " a window";
+        if (from < 0) {
+            file.fail("the draft attends to " + kind + " of its target, which has none");
+        }
+        const LayerNumbers& lent = target.layers[from];
+        if (layer.num_kv_heads != lent.num_kv_heads || layer.head_dim != lent.head_dim) {
+            file.fail("the draft attends to " + std::to_string(layer.num_kv_heads) + " heads of " +
+                      std::to_string(layer.head_dim) + " numbers in " + kind + ", but the target has " +
+                      std::to_string(lent.num_kv_heads) + " of " + std::to_string(lent.head_dim));
+        }
+        layer.cells_of = lent.cells_of;
+        layer.lent = true;
+    }
+    if (h.window != target.window) {
+        file.fail("the draft's window is " + std::to_string(h.window) + " positions, the target's " +
+                  std::to_string(target.window));
+    }
+    // A row has no cell at its own position.
+    if (h.window == 1) {
+        file.fail("a window of 1 position leaves a draft without keys and values nothing to attend to");
+    }
+    h.window = std::max(0, h.window - 1);
 }
 
 void read_windows(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
@@ -465,6 +497,7 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         return;
     }
     const bool is_ahead = family.reads == Reads::joined_with_tokens;
+    const bool borrows_cells = family.reads == Reads::joined_with_cells;
     const std::string key = keys.name("target_layers");
     auto layers = keys.array("target_layers");
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
@@ -473,6 +506,8 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
             file.fail("layer " + std::to_string(h.first_layer) + " predicts further tokens (MTP) for a model of as " +
                       "many layers, but the target has " + std::to_string(target->num_layers));
         }
+        layers = {target->num_layers};
+    } else if (borrows_cells) {
         layers = {target->num_layers};
     } else if (states_none && target->num_layers > 6) {
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
@@ -487,16 +522,18 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         }
         h.target_layers.push_back(static_cast<int>(layer));
     }
-    h.target_width = keys.number("target_hidden_size", 1, kMostNumbers, is_ahead ? h.width : target->width);
+    h.target_width = borrows_cells
+                         ? keys.number("embedding_length_out", 1, kMostNumbers)
+                         : keys.number("target_hidden_size", 1, kMostNumbers, is_ahead ? h.width : target->width);
     if (h.target_width != target->width) {
         file.fail("the draft was made for a target that is " + std::to_string(h.target_width) +
                   " wide, but this one is " + std::to_string(target->width) + " wide");
     }
-    if (h.vocab_size < target->vocab_size) {
+    if (h.vocab_size < target->vocab_size || (borrows_cells && h.vocab_size > target->vocab_size)) {
         file.fail("the draft knows " + std::to_string(h.vocab_size) + " tokens, but the target has " +
                   std::to_string(target->vocab_size));
     }
-    if (!file.has_tensor(kHeadName) && target->width != h.width) {
+    if (!borrows_cells && !file.has_tensor(kHeadName) && target->width != h.width) {
         file.fail("the draft is " + std::to_string(h.width) + " wide, but the head that it borrows of its target " +
                   std::to_string(target->width));
     }
@@ -507,6 +544,12 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     }
     // It goes on as far as its target does.
     h.max_context = std::max(h.max_context, target->max_context);
+    if (borrows_cells) {
+        h.hidden_width = h.target_width;
+        h.embedding_scale = target->embedding_scale;
+        borrow_cells(file, *target, h);
+        return;
+    }
     if (is_ahead) {
         h.hidden_width = h.width;
         h.feeds_back_normed = true;
@@ -568,7 +611,9 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.max_context = keys.number("context_length", 1, kMostNumbers);
     h.original_context = keys.number("rope.scaling.original_context_length", 1, kMostNumbers, h.max_context);
     h.num_layers = keys.number("block_count", 1, kMostLayers);
-    h.num_ahead = keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
+    // Of an assistant, all layers predict further tokens.
+    const bool borrows_cells = family.reads == Reads::joined_with_cells;
+    h.num_ahead = borrows_cells ? 0 : keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
     h.num_layers -= h.num_ahead;
     if (family.reads == Reads::joined_with_tokens) {
         if (family.has(kLayerNorm) || family.has(kLayersDiffer)) {
@@ -631,7 +676,8 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
         file.fail("metadata '" + keys.name(epsilon) + "' is not between 0 and 1");
     }
-    const bool borrows = lender && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
+    const bool borrows =
+        lender && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
     if (borrows && lender->width != h.width) {
         file.fail("the model is " + std::to_string(h.width) + " wide, but the one whose embedding it borrows " +
                   std::to_string(lender->width));
@@ -642,7 +688,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     }
     h.vocab_size = static_cast<int>(vocab_size);
     h.head_size = h.vocab_size;
-    if (family.reads != Reads::nothing) {
+    if (family.reads != Reads::nothing && !borrows_cells) {
         const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
         h.head_size = has_head ? head_rows(file) : lender->head_size;
     }

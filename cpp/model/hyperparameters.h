@@ -28,8 +28,11 @@ struct LayerNumbers {
     int head_dim = 0, num_kv_heads = 0, ffn_width = 0;
     int value_dim = 0;  // of a head's values
     int cells_of = 0;   // the layer whose keys and values it attends to, itself or one before
+    bool lent = false;  // or one of a draft's target
 
     bool attends() const { return !mixers.empty() && mixers.front() == MixerKind::attention; }
+    // Whether it, as layer `index`, stores the keys and values that it attends to.
+    bool stores(int index) const { return attends() && !lent && cells_of == index; }
     // The kind that carries a state from row to row; attention where none does.
     MixerKind recurrence() const { return mixers.empty() ? MixerKind::attention : mixers.back(); }
 };
@@ -92,7 +95,7 @@ struct Hyperparameters {
     int max_context = 0;       // positions the model was trained for
     int original_context = 0;  // before its rotary positions were stretched
     int width = 0;
-    int hidden_width = 0;  // of its own hidden states that a draft reads beside tokens, or joined with them; else 0
+    int hidden_width = 0;  // of what a draft hands on, and reads beside tokens or joined with them; else 0
     int head_size = 0;     // tokens that it has logits of; for a draft perhaps fewer than vocab_size
     int ffn_width = 0;     // of the widest layer
     int num_layers = 0;
@@ -112,7 +115,8 @@ struct Hyperparameters {
     float attention_scale = 0;
     float attention_softcap = 0, logit_softcap = 0;  // 0 for none
     float temperature_scale = 0;                     // of queries beyond the original context
-    int window = 0;                                  // positions a windowed layer sees, the row's own included
+    // Cells that a windowed layer sees: the row's own, unless keys and values are lent, and those before it.
+    int window = 0;
     std::vector<LayerNumbers> layers;
     int last_mixing = 0;  // the last layer that stores something of each row
     Rope rope, windowed_rope;

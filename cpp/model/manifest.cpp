@@ -27,6 +27,7 @@ enum class Size {
     target_width,
     target_layers,
     twice_width,
+    twice_target_width,
     head_size,
     markov_rank,
     triple,
@@ -79,6 +80,7 @@ int64_t count(Size size, const Hyperparameters& h, const LayerNumbers& layer) {
         case Size::target_width: return h.target_width;
         case Size::target_layers: return int64_t(h.target_layers.size());
         case Size::twice_width: return int64_t(2) * h.width;
+        case Size::twice_target_width: return int64_t(2) * h.target_width;
         case Size::head_size: return h.head_size;
         case Size::markov_rank: return h.markov_rank;
         case Size::triple: return int64_t(3) * h.width;
@@ -134,7 +136,8 @@ constexpr Parts kNormBias = 1u << 30, kGate = 1u << 29, kPlainUp = 1u << 28, kAh
                 kRatesApart = Parts(1) << 36, kRatesJoined = Parts(1) << 37, kSelectionBias = Parts(1) << 38,
                 kShares = Parts(1) << 39, kOpensShared = Parts(1) << 40, kLayerEmbeddings = Parts(1) << 41,
                 kLayerScale = Parts(1) << 42, kHasSinks = Parts(1) << 43, kRankedQ = Parts(1) << 44,
-                kUnrankedQ = Parts(1) << 45, kAbsorbed = Parts(1) << 46, kExpanded = Parts(1) << 47;
+                kUnrankedQ = Parts(1) << 45, kAbsorbed = Parts(1) << 46, kExpanded = Parts(1) << 47,
+                kBorrowsCells = Parts(1) << 48;
 
 constexpr const char *kFeaturesNorm = "enc.output_norm.weight", *kFeaturesNorms = "fc_norm.weight";
 
@@ -153,6 +156,9 @@ constexpr Entry kOfModel[] = {
     {Role::markov_in, kMarkov, Size::markov_rank, Size::vocabulary, kHasMarkov},
     {Role::markov_out, "markov_w2.weight", Size::markov_rank, Size::head_size, kHasMarkov},
     {Role::head, kHeadName, Size::width, Size::head_size, kHead},
+    {Role::head, kEmbedding, Size::width, Size::vocabulary, kBorrowsCells},  // its tokens are embedded by the target
+    {Role::fusion, "nextn.pre_projection.weight", Size::twice_target_width, Size::width, kBorrowsCells},
+    {Role::fusion_feedback, "nextn.post_projection.weight", Size::width, Size::target_width, kBorrowsCells},
     {Role::head_bias, "output.bias", Size::vocabulary, Size::none, kHeadBias},
     {Role::rope_factors, "rope_freqs.weight", Size::pairs, Size::none, kRopeFactors},
     {Role::rope_factors_long, "rope_factors_long.weight", Size::pairs, Size::none, kLongFactors},
@@ -320,6 +326,7 @@ bool is_matrix(Role role) {
         case Role::shared_opening:
         case Role::token_embedding:
         case Role::fusion:
+        case Role::fusion_feedback:
         case Role::features:
         case Role::markov_in:
         case Role::markov_out:
@@ -358,9 +365,12 @@ bool is_matrix(Role role) {
 }
 
 // What a draft has that reads its target's hidden states.
-unsigned features_of(const GgufFile& file, const Family& family, const Hyperparameters& h) {
-    if (family.reads == Reads::nothing || family.reads == Reads::joined_with_tokens) {
-        return 0;
+Parts features_of(const GgufFile& file, const Family& family, const Hyperparameters& h) {
+    switch (family.reads) {
+        case Reads::nothing:
+        case Reads::joined_with_tokens: return 0;
+        case Reads::joined_with_cells: return kBorrowsCells;
+        default: break;
     }
     const bool beside = family.reads == Reads::beside_tokens;
     return kReadsFeatures | (beside ? kBeside : kNormOfContext) | (h.norm_before_fusion ? kNormOfFeatures : 0) |
@@ -374,7 +384,8 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     const bool fused_gate = family.required & kFusedGate;
     const Parts required =
         family.required | (family.has(kLayerNorm) ? kNormBias : 0) | (fused_gate ? 0 : kPlainUp) |
-        (file.has_tensor(kEmbedding) ? kOwnEmbedding : 0) | (family.gate != Gate::none && !fused_gate ? kGate : 0) |
+        (file.has_tensor(kEmbedding) && family.reads != Reads::joined_with_cells ? kOwnEmbedding : 0) |
+        (family.gate != Gate::none && !fused_gate ? kGate : 0) |
         (family.has(kEmbeddingNorm) ? kNamedNorm : kPlainNorm) |
         (family.has(kFfnNormBehind) ? kFfnNormBehindMixer : 0) | (family.has(kBareFfnNorm) ? kUnnamedFfnNorm : 0) |
         (family.has(kGroupedValues) ? kRatesJoined : kRatesApart) | (family.has(kGatedAttention) ? kGatedQ : kPlainQ) |
@@ -424,7 +435,7 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
             claim_all(kLatentAttention, prefix, layer);
             return;
         }
-        if (h.layers[layer].cells_of != layer) {
+        if (!h.layers[layer].stores(layer)) {
             claim_all(kQueries, prefix, layer);
             for (const char* name : kUnused) {
                 claimed.insert(prefix + name);
@@ -498,6 +509,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     if (family.reads == Reads::as_context) {
         // DSpark's confidence head is not used: acceptance rates are learnt instead.
         claimed.insert({"conf_proj.weight", "conf_proj.bias"});
+    }
+    if (family.reads == Reads::joined_with_cells) {
+        // Of a head that looks for the likeliest tokens among a few clusters; all are scored here.
+        claimed.insert({"masked_embd_centroids.weight", "masked_embd_ordering"});
     }
     // Of a model and the layer behind it that predicts further tokens, what belongs to the other one.
     const auto is_of_other = [&](const std::string& name) {

@@ -18,6 +18,7 @@ enum class Role {
     fusion,
     fusion_token_norm,
     fusion_hidden_norm,
+    fusion_feedback,
     features,
     features_norm,
     features_norms,

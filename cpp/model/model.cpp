@@ -116,6 +116,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     name_ = file.text("general.name", "");
     family_ = &find_family(file);
     if (lender_) {
+        if (family_->target && std::string(lender_->family().name) != family_->target) {
+            file.fail("architecture '" + std::string(family_->name) + "' is a draft for '" + family_->target +
+                      "' models, but the target is of architecture '" + lender_->family().name + "'");
+        }
         draft_family_ = *family_;
         if (form.other_pairs) {
             draft_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
@@ -149,7 +153,8 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     weight_types_ = manifest.types();
     if (devices.empty()) {
         load_packed(file, manifest, packed);
-        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes() + features_.projection.packed.bytes();
+        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes() + fusion_.feedback.packed.bytes() +
+                        features_.projection.packed.bytes();
         const auto count = [this](const auto& part) {
             part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
         };
@@ -242,6 +247,9 @@ void Model::load(Loader& loader) {
         fusion_.token_norm.weight = loader.vector(Role::fusion_token_norm);
         fusion_.hidden_norm.weight = loader.vector(Role::fusion_hidden_norm);
         fusion_.projection = loader.linear(Role::fusion);
+    } else if (family_->reads == Reads::joined_with_cells) {
+        fusion_.projection = loader.linear(Role::fusion);
+        fusion_.feedback = loader.linear(Role::fusion_feedback);
     } else if (family_->reads != Reads::nothing) {
         features_.norm.weight = loader.vector(Role::features_norm);
         features_.each_norm = loader.vector(Role::features_norms);
@@ -294,7 +302,7 @@ void Model::load(Loader& loader) {
     }
 }
 
-void Model::tap(std::vector<int> layers, bool all_rows) {
+void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
     if (device_memory_) {
         throw std::invalid_argument("hidden states are handed out by the CPU's own kernels alone");
     }
@@ -311,6 +319,7 @@ void Model::tap(std::vector<int> layers, bool all_rows) {
     }
     taps_ = std::move(layers);
     taps_all_rows_ = all_rows;
+    taps_last_row_ = last_row && !taps_.empty();
 }
 
 void Model::cut_head(int rows) {
@@ -347,7 +356,7 @@ size_t Model::windowed_cell_bytes() const {
 
 size_t Model::layer_cell_bytes(int index) const {
     const LayerNumbers& layer = numbers_.layers[index];
-    if (!layer.attends() || layer.cells_of != index) {
+    if (!layer.stores(index)) {
         return 0;
     }
     return device_memory_ ? 2 * sizeof(uint16_t) * layer.num_kv_heads * layer.head_dim

@@ -58,19 +58,23 @@ public:
     int num_threads() const { return num_threads_; }
     KvType kv_type() const { return kv_type_; }
     // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
-    // judged, or of all, those of prompts too. Throws std::invalid_argument where there are no such layers, where they
-    // are on devices, and where there are sessions.
-    void tap(std::vector<int> layers, bool all_rows = false);
+    // judged, with `last_row` also of the last row of a reading, which is then judged, too; or of all, those of prompts
+    // too. Throws std::invalid_argument where there are no such layers, where they are on devices, and where there are
+    // sessions.
+    void tap(std::vector<int> layers, bool all_rows = false, bool last_row = false);
     // From now on a draft that borrows a head has logits of its first `rows` tokens alone; it reads the target's
     // weights where they lie. Does nothing for a draft with a head of its own, or fewer rows. Throws
     // std::invalid_argument where there are sessions.
     void cut_head(int rows);
     const std::vector<int>& taps() const { return taps_; }
     bool taps_all_rows() const { return taps_all_rows_; }
+    bool taps_last_row() const { return taps_last_row_; }
     // Whether all rows go through the last layer that mixes, those without logits too.
     bool taps_end() const { return taps_all_rows_ && !taps_.empty() && taps_.back() > numbers_.last_mixing; }
     // Numbers that sessions hand out of a row.
-    size_t state_size() const { return taps_.size() * numbers_.width; }
+    size_t state_size() const {
+        return taps_.size() * (numbers_.hidden_width > 0 ? numbers_.hidden_width : numbers_.width);
+    }
     size_t file_bytes() const { return file_bytes_; }
     // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
     size_t weight_bytes() const { return weight_bytes_; }
@@ -118,6 +122,7 @@ public:
     const std::vector<Layer>& layers() const { return layers_; }
     const Norm& output_norm() const { return output_norm_.present() ? output_norm_ : lender_->output_norm(); }
     const Model& target() const { return *lender_; }  // of a draft that reads hidden states
+    bool borrows_cells() const { return family_->reads == Reads::joined_with_cells; }
 
 private:
     size_t layer_cell_bytes(int layer) const;
@@ -149,7 +154,7 @@ private:
     std::vector<Layer> layers_;
     Norm output_norm_;
     std::vector<int> taps_;
-    bool taps_all_rows_ = false;
+    bool taps_all_rows_ = false, taps_last_row_ = false;
 
     friend class Executor;  // for Executor::of()
     mutable std::weak_ptr<Executor> executor_;

@@ -31,10 +31,11 @@ struct Linear {
     bool present() const { return device || packed.rows() > 0; }
 };
 
-// How a draft joins hidden states with tokens: x = W [norm(embedding); norm(hidden states)].
+// How a draft joins hidden states with tokens: x = W [norm(embedding); norm(hidden states)]; and, unless these are what
+// its head reads, what makes of that the states that it hands on.
 struct Fusion {
     Norm token_norm, hidden_norm;
-    Linear projection;
+    Linear projection, feedback;
 };
 
 // How a draft reads its target's hidden states, one row of all tapped layers: W norm(states), normalized again where it

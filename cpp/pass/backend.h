@@ -24,6 +24,7 @@ struct Segment {
     // Whether they are of a reading: a chain behind the committed rows, in one pass or several, that is committed whole
     // or not at all.
     bool is_reading = false;
+    TextState* lent = nullptr;  // of another model's text, whose keys and values the rows attend to, or none
 
     // Where layers with keys and values write those of the first row; the others' follow.
     int first_cell() const { return num_committed + first_pending; }

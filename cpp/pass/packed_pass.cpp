@@ -74,8 +74,7 @@ double PackedPass::bytes(const Hyperparameters& h) {
     for (int layer = 0; layer < h.num_layers; ++layer) {
         inputs = std::max(inputs, h.input_size(layer));
     }
-    const double fused =
-        (h.hidden_width > 0 ? 2.0 * (h.width + h.hidden_width) : 0) + 2.0 * std::max(h.features_width(), h.markov_rank);
+    const double fused = 4.0 * h.hidden_width + 2.0 * std::max(h.features_width(), h.markov_rank);
     return sizeof(float) *
            (kMaxRows * (values + delta + fused + own + inputs + latents) + kFewRows * double(h.logits_stride()));
 }
@@ -109,7 +108,7 @@ void PackedPass::make_room(int num_rows) {
         gate_.resize(hidden_.size());
     }
     // Of the residual stream, or of heads that are no whole blocks wide.
-    const int fused = h.hidden_width > 0 ? h.width + h.hidden_width : 0;
+    const int fused = 2 * h.hidden_width;
     for (Quantized& input : inputs_) {
         input.resize(
             rows * padded(std::max({h.width, mixed_width, h.delta.values(), h.space.inner(), fused, h.features_width(),
@@ -226,17 +225,26 @@ float* PackedPass::next_rows() {
     return stream_[in_stream_].data();
 }
 
+void PackedPass::embed_token(int32_t token, float* out) const {
+    const PackedMatrix& embedding = model_.token_embedding().packed;
+    const float scale = model_.numbers().embedding_scale;
+    embedding.row(token, out);
+    for (int d = 0; scale != 1 && d < embedding.cols(); ++d) {
+        out[d] *= scale;
+    }
+}
+
 PackedPass::Value PackedPass::embed(int num_rows) {
     const Hyperparameters& h = model_.numbers();
+    if (model_.family().reads == Reads::joined_with_tokens || model_.borrows_cells()) {
+        return join(num_rows);
+    }
     const size_t stride = h.padded_width();
     float* rows = next_rows();
     for (int i = 0; i < num_rows; ++i) {
         float* row = rows + i * stride;
-        model_.token_embedding().packed.row(pass_->tokens[i], row);
+        embed_token(pass_->tokens[i], row);
         std::fill(row + h.width, row + stride, 0.0f);
-        for (int d = 0; h.embedding_scale != 1 && d < h.width; ++d) {
-            row[d] *= h.embedding_scale;
-        }
         if (model_.position_embedding().present()) {
             const float* position = model_.position_embedding().data() + pass_->positions[i] * stride;
             for (size_t d = 0; d < stride; ++d) {
@@ -248,11 +256,7 @@ PackedPass::Value PackedPass::embed(int num_rows) {
     if (h.layer_embedding_width > 0) {
         read_layer_embeddings(x);
     }
-    switch (model_.family().reads) {
-        case Reads::beside_tokens: return beside(x);
-        case Reads::joined_with_tokens: return join(x);
-        default: return x;
-    }
+    return model_.family().reads == Reads::beside_tokens ? beside(x) : x;
 }
 
 float* PackedPass::layer_inputs(int layer) {
@@ -374,27 +378,45 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
     }
 }
 
-// MTP: the target's hidden states are read as its head reads them; the draft's own already are.
-PackedPass::Value PackedPass::join(const Value& x) {
+// The target's hidden states are read as its head reads them; the draft's own already are.
+PackedPass::Value PackedPass::join(int num_rows) {
     const Hyperparameters& h = model_.numbers();
     const Fusion& fusion = model_.fusion();
-    const Value both{fused_.data(), x.n, size_t(h.width) + h.hidden_width};
-    for (int i = 0; i < x.n; ++i) {
-        float* row = fused_.data() + i * both.stride;
-        apply(fusion.token_norm, x.rows + i * x.stride, h.width, row);
-        const float* states = pass_->inputs[i];
+    const int width = h.hidden_width;
+    const Value both{fused_.data(), num_rows, size_t(2) * width};
+    for (int i = 0; i < num_rows; ++i) {
+        float *token = fused_.data() + i * both.stride, *states = token + width;
+        embed_token(pass_->tokens[i], token);
+        std::copy_n(pass_->inputs[i], width, states);
         if (pass_->of_target[i]) {
-            apply(model_.target().output_norm(), states, h.hidden_width, row + h.width);
-            states = row + h.width;
+            apply(model_.target().output_norm(), states, width, states);
         }
-        apply(fusion.hidden_norm, states, h.hidden_width, row + h.width);
+        if (fusion.token_norm.present()) {
+            apply(fusion.token_norm, token, width, token);
+            apply(fusion.hidden_norm, states, width, states);
+        }
     }
     float* out = next_rows();
+    const size_t stride = h.padded_width();
     multiply(model_.kernel(),
              {{&fusion.projection.packed, activations(both, {&fusion.projection})[0],
-               epilogue(fusion.projection, out, x.stride), nullptr}},
+               epilogue(fusion.projection, out, stride), nullptr}},
              model_.num_threads());
-    return {out, x.n, x.stride};
+    return {out, num_rows, stride};
+}
+
+void PackedPass::hand_on(const Value& x) {
+    const Linear& feedback = model_.fusion().feedback;
+    const size_t width = model_.numbers().hidden_width;
+    const Value read = norm(x, model_.output_norm());
+    multiply(model_.kernel(),
+             {{&feedback.packed, activations(read, {&feedback})[0], epilogue(feedback, fused_.data(), width), nullptr}},
+             model_.num_threads());
+    for (int i = 0; i < x.n; ++i) {
+        if (float* out = pass_->hidden[pass_->num_rows - x.n + i]) {
+            std::copy_n(fused_.data() + i * width, width, out);
+        }
+    }
 }
 
 PackedPass::Value PackedPass::tail(Value x, int first_row) const {
@@ -536,7 +558,8 @@ AttentionRows PackedPass::attention_rows(const Value& input, int index, int firs
     rows.begin = rows.n - input.n;
     rows.first_row = rows.begin + first_row;
     for (const Segment& segment : pass_->segments) {
-        auto& state = static_cast<PackedState&>(*segment.state).kv(index);
+        auto& state = numbers.lent ? static_cast<PackedState&>(*segment.lent).kv(numbers.cells_of)
+                                   : static_cast<PackedState&>(*segment.state).kv(index);
         rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
     }
     rows.contexts = pass_->contexts;
@@ -666,7 +689,14 @@ PackedPass::Value PackedPass::finish(const Value& x, int index) {
     return result;
 }
 
-void PackedPass::tap(const Value& x, int index) const {
+void PackedPass::tap(const Value& x, int index) {
+    const bool is_last = index + 1 == model_.numbers().num_layers;
+    if (model_.borrows_cells()) {
+        if (is_last) {
+            hand_on(x);
+        }
+        return;
+    }
     const std::vector<int>& taps = model_.taps();
     const auto found = std::find(taps.begin(), taps.end(), index + 1);
     const int width = model_.numbers().width, first = pass_->num_rows - x.n;
@@ -680,7 +710,6 @@ void PackedPass::tap(const Value& x, int index) const {
             }
         }
     }
-    const bool is_last = index + 1 == model_.numbers().num_layers;
     for (int i = 0; is_last && pass_->embeddings && i < x.n; ++i) {
         if (float* out = pass_->embeddings[first + i]) {
             apply(model_.output_norm(), x.rows + i * x.stride, width, out);

@@ -46,7 +46,7 @@ public:
     Value mix(const Value& x, const Value& input, int layer, int first_row);
     Value feed_forward(const Value& x, const Value& input, const Layer& layer);
     Value finish(const Value& x, int layer);
-    void tap(const Value& x, int layer) const;
+    void tap(const Value& x, int layer);
     Value logits(const Value& x);
     Value context(int num_rows);
 
@@ -124,8 +124,12 @@ private:
 
     // A draft's first rows, of an embedding's rows and hidden ones: join() makes one row of both; beside() makes the
     // hidden ones the residual stream, and the first layer reads both.
-    Value join(const Value& x);
+    Value join(int num_rows);
     Value beside(const Value& x);
+    // Of a draft without keys and values, what it hands on of its last rows.
+    void hand_on(const Value& x);
+    // Writes a token's row of the embedding, scaled.
+    void embed_token(int32_t token, float* out) const;
     // The hidden states that a draft reads of its target, as rows of its own width: those of pass_->inputs[rows[i]].
     void read_features(const std::vector<int>& rows, float* out, size_t stride);
 

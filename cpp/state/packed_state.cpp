@@ -60,11 +60,11 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     recurrent_at_.resize(h.num_layers);
     for (int layer = 0; layer < h.num_layers; ++layer) {
         for (const MixerKind mixer : h.layers[layer].mixers) {
-            if (mixer == MixerKind::attention && h.layers[layer].cells_of != layer) {
-                kv_at_[layer] = kv_at_[h.layers[layer].cells_of];
-            } else if (mixer == MixerKind::attention) {
+            if (mixer == MixerKind::attention && h.layers[layer].stores(layer)) {
                 kv_at_[layer] = static_cast<int>(layers_.size());
                 layers_.emplace_back(std::in_place_type<KvState>, model, layer, num_rows);
+            } else if (mixer == MixerKind::attention) {
+                kv_at_[layer] = h.layers[layer].lent ? -1 : kv_at_[h.layers[layer].cells_of];
             } else {
                 recurrent_at_[layer] = static_cast<int>(layers_.size());
                 layers_.emplace_back(std::in_place_type<RecurrentState>, h.state_size(layer), h.input_size(layer));

@@ -92,7 +92,7 @@ def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeD
         head = HeadProposer(bundle.head, bundle.target, session)
         ways["and the draft head"] = [*lookups(table, RecycledCandidates()), head]
     if bundle.features:
-        proposer = feature_proposer(Session(bundle.features), bundle.features, session)
+        proposer = feature_proposer(Session(bundle.features, target=session), bundle.features, session)
         ways["and the draft"] = [*lookups(table, RecycledCandidates()), proposer]
     tree = FixedPolicy(width=1, depth=budget, budget=budget)
     return {name: TreeDrafter(proposers, tree, bundle.target.vocab_size) for name, proposers in ways.items()}

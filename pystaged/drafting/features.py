@@ -1,5 +1,6 @@
-"""Drafts that read the target's hidden states of every token: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP layers
-(DeepSeek-V3, arXiv 2412.19437), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147)."""
+"""Drafts that read the target's hidden states: of every token EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP layers
+(DeepSeek-V3, arXiv 2412.19437), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147); of the last one Gemma 4's
+assistants."""
 
 from __future__ import annotations
 
@@ -225,7 +226,7 @@ class EagleProposer(FeatureProposer):
             yield from self.propose(tree, [forced])
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        if self._after_root is None and self._tokens:
+        if self._after_root is None:
             yield from self._read_root()
         if list(nodes) == [0] and self._after_root:
             return [self._after_root]
@@ -247,6 +248,8 @@ class EagleProposer(FeatureProposer):
     def _read_root(self) -> Requests[None]:
         """Read what is unread; the last row is the root's."""
         count = len(self._tokens)
+        if count == 0:
+            return
         found = yield from self._evaluate(self._tokens, range(-1, count - 1), self._unread(count), 1)
         if found is None:
             return
@@ -270,6 +273,56 @@ class EagleProposer(FeatureProposer):
     def _forget(self) -> None:
         super()._forget()
         self._after_root, self._states, self._rows = None, {}, {}
+
+
+class AssistantProposer(EagleProposer):
+    """Gemma 4's assistants: rows as in EAGLE-3 and MTP, but they attend to keys and values of the target's session. So
+    the draft reads no text; the root's row needs the target's hidden states of the token before it alone."""
+
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        return max(0, len(prompt) - 2)  # the target reads the token before the root
+
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+        del prompt, first
+        yield from ()
+        self._take(last)
+
+    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
+        del prediction
+        self._forget()
+        self._root, length = int(context[-1]), len(context) - 1
+        if self._length != length:
+            self._hidden = None
+        self._length, self._is_lost = length, length > 0 and self._hidden is None
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._forget()
+        self._root = tokens[-1]
+        if not self._is_lost:
+            self._take(self._length + len(tokens))
+
+    @property
+    def is_ready(self) -> bool:
+        return self._hidden is not None  # that of the token before the root, which the first of a text lacks
+
+    def most_levels(self) -> float:
+        return math.inf if self._length < self.session.n_ctx else 0
+
+    def inherit(self, other: Proposer) -> None:
+        """Nothing is kept from text to text."""
+
+    def _take(self, length: int) -> None:
+        """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
+        last = self._target.hidden[-1:].copy()
+        self._length, self._is_lost = length, len(last) == 0
+        self._hidden = None if self._is_lost else last
+
+    def _read_root(self) -> Requests[None]:
+        if self._hidden is None:
+            return
+        found = yield from self._evaluate([self._root], [-1], self._hidden, 1)
+        if found is not None:
+            self._after_root, self._states, self._rows = found[0], {0: self.session.hidden_of([0])}, {0: -1}
 
 
 class BlockProposer(FeatureProposer):
@@ -329,5 +382,5 @@ class BlockProposer(FeatureProposer):
 
 def feature_proposer(session: Session, model: Model, target: Session, cost: PassCost | None = None) -> FeatureProposer:
     """The proposer of a draft that reads the target's hidden states. Arguments as in FeatureProposer."""
-    kind = BlockProposer if model.block_size else EagleProposer
+    kind = BlockProposer if model.block_size else AssistantProposer if model.borrows_cells else EagleProposer
     return kind(session, model, target, cost)

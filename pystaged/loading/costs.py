@@ -107,7 +107,7 @@ def _measure_features(draft: Model, target: Model) -> PassCost:
     greedy, chain = SamplingConfig().native, range(-1, MEASURED_ROWS[-1] - 1)
     cells = min(_CELLS, target.max_context - MEASURED_ROWS[-1])
     cells = cells if cells >= _LEAST_CELLS else 0
-    source = open_session(target, 1)
+    sources: list[Session] = []
     sessions: dict[int, Session] = {}
     hidden: HiddenRows | None = None
 
@@ -116,14 +116,17 @@ def _measure_features(draft: Model, target: Model) -> PassCost:
         run([Work.propose(session, tokens, chain[:n], n, 1, greedy, hidden=hidden)])
 
     try:
-        source.prefill([0])
         for length in {0, cells}:
-            session = sessions[length] = open_session(draft, length + MEASURED_ROWS[-1])
+            sources.append(source := open_session(target, max(1, length)))
+            source.prefill([0])
+            session = sessions[length] = Session(draft, length + MEASURED_ROWS[-1], source)
             if not draft.block_size:
                 pass_over(session, 1, source.hidden)
                 hidden = session.hidden_of([0])
                 session.discard()
-            if length:
+            if length and draft.borrows_cells:
+                source.stretch(length)
+            elif length:
                 run([Work.read(session, [0], source.hidden)])
                 session.stretch(length)
         rows = {n: sum([hidden] * (n - 1), hidden) if hidden else None for n in MEASURED_ROWS}
@@ -134,7 +137,7 @@ def _measure_features(draft: Model, target: Model) -> PassCost:
 
         return measure(timed, cells=cells)
     finally:
-        for session in (source, *sessions.values()):
+        for session in (*sources, *sessions.values()):
             session.close()
 
 

@@ -71,7 +71,8 @@ class DecoderFactory:
         target = _begin(bundle.target, n_ctx, next(begun, None), length)
         draft = None
         if drafting := bundle.draft or bundle.features:
-            draft = _begin(drafting, min(target.n_ctx, drafting.max_context), next(begun, None), length)
+            lender = target if bundle.features else None
+            draft = _begin(drafting, min(target.n_ctx, drafting.max_context), next(begun, None), length, lender)
         decoder = self._priced(target, draft) if policy is None else self._free(target, draft, policy)
         if source:
             decoder.inherit(source)
@@ -128,8 +129,11 @@ class DecoderFactory:
         return Decoder(target, *drafters, cost=target_cost, rates=list(drafters.values()), batch=batch, meter=meter)
 
 
-def _begin(model: Model, n_ctx: int, source: Session | None, length: int) -> Session:
-    """A session that begins with up to `length` tokens of `source`, or an empty one."""
+def _begin(model: Model, n_ctx: int, source: Session | None, length: int, target: Session | None = None) -> Session:
+    """A session that begins with up to `length` tokens of `source`, or an empty one; `target` of a draft that reads its
+    hidden states."""
+    if target and model.borrows_cells:
+        return Session(model, n_ctx, target)
     if source:
         try:
             return source.fork(min(length, len(source.tokens)))

@@ -412,5 +412,5 @@ ARCHITECTURES = (
     "qwen3next",
 )
 # Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
-DRAFT_ARCHITECTURES = ("eagle3", "dflash")
+DRAFT_ARCHITECTURES = ("eagle3", "dflash", "gemma4-assistant")
 DRAFT_MODEL_TYPES = ("speculator_model",)

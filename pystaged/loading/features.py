@@ -1,6 +1,7 @@
-"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash, DSpark, or the target's MTP layer.
+"""Load a draft that reads its target's hidden states: EAGLE-3, DFlash, DSpark, an assistant of Gemma 4, or the target's
+MTP layer.
 
-Files of such drafts, MTP layers excepted, differ in how they number the target's layers, which dimensions RoPE rotates
+Files of EAGLE-3, DFlash and DSpark differ in how they number the target's layers, which dimensions RoPE rotates
 in pairs, and which of the draft's hidden states EAGLE-3 feeds back. The form that the file states, or else the usual
 one, and the other forms are tried on text that the target generates; the form with the most right guesses is saved. A
 wrong form costs speed and does not change the target's text.
@@ -81,7 +82,7 @@ def load_features(
     form = _kept(place)
     draft = _load(path, target, form or Form())
     if draft.architecture not in FEATURES:
-        target.tap(draft.target_layers, all_rows=True)
+        target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
         return draft
     if form and form.deeper and draft.target_layers[-1] == target.num_layers:  # there is no deeper layer
         form, draft = None, _load(path, target, Form())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
+from support.assistants import Assistant, write_assistant
 from support.commands import run_python
 from support.device import DEVICE, GPU_LAYERS
 from support.families import CASES, ON_DEVICES
@@ -786,13 +788,19 @@ def test_default_context_and_shape(tmp_path: Path) -> None:
     assert (model.architecture, model.num_kv_heads, model.head_dim, model.ffn_width) == ("llama", 2, 16, 96)
 
 
-# Loads each mutant of a file and evaluates a few tokens; prints its number before and what came of it behind.
+# Loads each mutant of a file, or of a draft with its target, and evaluates a few tokens; prints its number before and
+# what came of it behind.
 CHILD = """
 import re
 import sys
 import numpy as np
-from pystaged._core import Model, ModelError, Session
-base, folder = open(sys.argv[1], "rb").read(), sys.argv[2]
+from pystaged._core import Model, ModelError, Sampling, Session, Work, run
+base, folder, target = open(sys.argv[1], "rb").read(), sys.argv[2], None
+if sys.argv[4]:
+    target = Model(sys.argv[4], "", 1)
+    target.tap([target.num_layers], all_rows=True)
+    text = Session(target)
+    text.prefill(np.arange(60))
 family = base[base.index(b"general.architecture") + 32:].split(b"\\0")[0][:3]
 keys = base[: base.index(b"tokenizer.ggml.model")]
 values = [found.end() + 4 for found in re.finditer(family + rb"[a-z0-9_-]*[.][a-z_.]+", keys)]
@@ -812,10 +820,14 @@ for number in range(int(sys.argv[3])):
     open(path, "wb").write(mutant)
     print(number, flush=True)
     try:
-        model = Model(path, "", 1, sys.argv[4:][number % len(sys.argv[4:])])
+        model = Model(path, "", 1, sys.argv[5:][number % len(sys.argv[5:])], lender=target)
         size = min(16, model.max_context)
-        session = Session(model, size)
-        session.evaluate(np.arange(size) % model.vocab_size, np.arange(-1, size - 1))
+        session = Session(model, 0 if target else size, target and text)
+        rows = np.arange(size) % model.vocab_size, np.arange(-1, size - 1)
+        if target:
+            run([Work.propose(session, *rows, size, 0, Sampling(), hidden=text.hidden[:size])])
+        else:
+            session.evaluate(*rows)
         assert np.isfinite(session.logits(size - 1)).all()
         print("loaded", flush=True)
     except ModelError:
@@ -848,6 +860,14 @@ def test_mutants(written: Callable[[str], Path], tmp_path: Path, case: str) -> N
     """Damaged files are refused or work; none ends the process."""
     count = 60
     devices = ("cpu", "ggml-cpu") if case in ON_DEVICES else ("cpu",)
-    child = run_python(CHILD, written(case), tmp_path, count, *devices)
+    _check_mutants(run_python(CHILD, written(case), tmp_path, count, "", *devices), count)
+
+
+def test_mutants_of_an_assistant(written: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_assistant(tmp_path / "draft.gguf", Assistant(CASES["gemma4"]))
+    _check_mutants(run_python(CHILD, path, tmp_path, 100, written("gemma4"), "cpu"), 100)
+
+
+def _check_mutants(child: subprocess.CompletedProcess[str], count: int) -> None:
     assert child.returncode == 0, child.stdout[-50:] + child.stderr[-3000:]
     assert min(child.stdout.count("loaded"), child.stdout.count("refused")) > count // 20

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, Session
+from pystaged._core import Model, Sampling, Session, Work, run
 
 TARGET = RandomModel("llama", layers=3, head_dim=32, context=1024)
 WIDTH, TAPS = TARGET.width, [1, 3]
@@ -52,6 +52,22 @@ def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
     np.testing.assert_array_equal(whole.hidden.numpy(), pending)
     whole.rewind(5)
     assert len(whole.hidden) == 0
+
+
+def test_a_reading_has_those_of_its_last_row(target_path: Path) -> None:
+    every, last = tapped(target_path, TAPS), Model(target_path)
+    last.tap(TAPS, last_row=True)
+    lengths = [700, 1, 40]
+    expected = [Session(every) for _ in lengths]
+    found = [Session(last) for _ in lengths]
+    for sessions in (expected, found):
+        run([Work.read(session, TOKENS[:n]) for session, n in zip(sessions, lengths, strict=True)])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.hidden.numpy(), other.hidden.numpy()[-1:])
+        one.prefill([])
+        assert len(one.hidden) == 0
+    *_, tokens = found[2].verify([1], [-1], Sampling())
+    assert (len(found[2].hidden), len(tokens)) == (1, 1)
 
 
 def test_rows_that_were_not_judged_have_none(target_path: Path) -> None:

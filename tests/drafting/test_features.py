@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.assistants import Assistant, write_assistant
 from support.families import CASES
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
@@ -33,7 +34,7 @@ from pystaged.loading.costs import Costs
 
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
-DRAFTS: dict[str, RandomDraft | RandomModel] = {
+READING: dict[str, RandomDraft | RandomModel] = {  # every token of a text
     "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
     "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
     "dflash": Block(block=6),
@@ -46,16 +47,26 @@ DRAFTS: dict[str, RandomDraft | RandomModel] = {
     ),
     "mtp of latent attention": replace(CASES["deepseek2"], ahead=1, context=1024),
 }
+GEMMA4 = replace(CASES["gemma4"], context=1024)
+DRAFTS: dict[str, RandomDraft | RandomModel | Assistant] = READING | {"assistant": Assistant(GEMMA4, width=64)}
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 
 
-def write_draft(path: Path, draft: RandomDraft | RandomModel, changed: Mapping[str, Any] | None = None) -> Path:
+def write_draft(
+    path: Path, draft: RandomDraft | RandomModel | Assistant, changed: Mapping[str, Any] | None = None
+) -> Path:
+    if isinstance(draft, Assistant):
+        return write_assistant(path, draft, changed)
     if isinstance(draft, RandomModel):
         return write(path, draft, lambda tensors: tensors.update(changed or {}))
     if isinstance(draft, Eagle3):
         return write_eagle3(path, draft, changed)
     assert isinstance(draft, Block)
     return write_dflash(path, draft, changed)
+
+
+def target_of(draft: RandomDraft | RandomModel | Assistant) -> RandomModel:
+    return draft.target if isinstance(draft, Assistant) else TARGET
 
 
 @dataclass
@@ -70,7 +81,7 @@ class Pair:
     def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Decoder:
         """A decoder whose drafter asks the draft alone."""
         target = Session(self.target, n_ctx)
-        proposer = feature_proposer(Session(self.draft, n_ctx), self.draft, target)
+        proposer = feature_proposer(Session(self.draft, n_ctx, target), self.draft, target)
         return Decoder(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
 
 
@@ -79,10 +90,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("pair")
     draft_path = write_draft(folder / "draft.gguf", DRAFTS[request.param])
     has_own = isinstance(DRAFTS[request.param], RandomModel)
-    target_path = draft_path if has_own else write(folder / "target.gguf", TARGET)
+    target_path = draft_path if has_own else write(folder / "target.gguf", target_of(DRAFTS[request.param]))
     target = Model(target_path)
     draft = Model(draft_path, lender=target)
-    target.tap(draft.target_layers, all_rows=True)
+    target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
     return Pair(target, draft, target_path, draft_path)
 
 
@@ -124,6 +135,7 @@ def test_texts_are_those_of_plain_decoding(pair: Pair, sampling: SamplingConfig)
     assert len(plain) == 51  # to the end of the context
 
 
+@pytest.mark.parametrize("pair", READING, indirect=True)
 def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
     """Steps without a draft leave rows unread; after too many it is out until the next text."""
     decoder = pair.decoder(n_ctx=1024)
@@ -177,6 +189,7 @@ def test_a_text_goes_on_after_a_step_that_was_interrupted(pair: Pair) -> None:
     same(finish(decoder.drafters[0].draft(sampling, 20)), first_tree(pair, CONTEXT.tolist(), sampling, decoder))
 
 
+@pytest.mark.parametrize("pair", READING, indirect=True)
 def test_a_long_text_is_not_read_again_for_a_draft_that_lacks_it(pair: Pair) -> None:
     decoder, plain = pair.decoder(n_ctx=512), SAMPLINGS["greedy"]
     finish(decoder.start(CONTEXT, speculate=False))
@@ -188,6 +201,7 @@ def test_a_long_text_is_not_read_again_for_a_draft_that_lacks_it(pair: Pair) -> 
     same(finish(decoder.drafters[0].draft(plain, 20)), first_tree(pair, CONTEXT[:40].tolist(), plain, decoder))
 
 
+@pytest.mark.parametrize("pair", READING, indirect=True)
 def test_prompts_are_read_once_and_as_soon_as_without_a_draft(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft reads each piece of a prompt when the target has read it, so that no text waits for it."""
     prompts = [np.random.default_rng(seed).integers(3, VOCAB, 600, dtype=np.int32) for seed in (1, 2)]
@@ -235,12 +249,12 @@ def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) 
     has_own = isinstance(DRAFTS[kind], RandomModel)
     norm = "blk.3.nextn.shared_head_norm.weight" if has_own else "output_norm.weight"
     path = write_draft(tmp_path / "draft.gguf", DRAFTS[kind], {norm: np.full(64, 3e38, np.float32)})
-    target = path if has_own else write(tmp_path / "target.gguf", TARGET)
+    target = path if has_own else write(tmp_path / "target.gguf", target_of(DRAFTS[kind]))
     with Engine(target, draft=None) as engine:
         expected = engine.generate(CONTEXT.tolist(), max_tokens=20, speculate=False).tokens
     model = Model(target)
     draft = Model(path, lender=model)
-    model.tap(draft.target_layers, all_rows=True)
+    model.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
     decoder = Pair(model, draft, target, path).decoder()
     assert continuation(decoder, CONTEXT, SAMPLINGS["greedy"], 20)[: len(expected)] == expected
     assert decoder.drafters[0].lag() == float("inf")
@@ -276,6 +290,7 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
         {"max_tokens": 30},
         {"max_tokens": 30, "temperature": 1.0, "seed": 3},
         {"max_tokens": 20, "temperature": 0.9, "top_p": 0.9, "repeat_penalty": 1.2, "seed": 4},
+        {"max_tokens": 20, "temperature": 1.0, "seed": 5, "regex": "(one|two, )[a-f]+;"},
     ]
     prompts = [[int(token) for token in CONTEXT[: 20 + 9 * i]] for i in range(4)]
     prompts.append(prompts[0][:1])
@@ -298,7 +313,7 @@ def test_engines_write_the_same_with_and_without_it(pair: Pair) -> None:
 NEARLY_GREEDY: dict[str, Any] = {"temperature": 0.2, "seed": 2}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mtp"])
+@pytest.mark.parametrize("kind", [*KINDS, "mtp", "assistant"])
 def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each kind means the right place: the next one for an anchored block, its own for another one, and two behind the
     hidden states for EAGLE-3."""

@@ -51,7 +51,9 @@ class FamilyReference:
         self.kv_heads: int = np.max(self._key("attention.head_count_kv", self.heads)).item()
         self.width: int = self._key("embedding_length")
         self.dim: int = self._key("attention.key_length", self.width // self.heads)
-        self._cells: dict[bool, tuple[Doubles, Doubles]] = {}  # the last keys and values, with a window and without
+        self.cells: dict[
+            bool, tuple[Doubles, Doubles]
+        ] = {}  # Gemma 4's last keys and values, with a window and without
         self._window: int = self._key("attention.sliding_window", 4096 if self.family == "gemma2" else 0)
         self._original: int = self._key("rope.scaling.original_context_length", self._key("context_length"))
 
@@ -61,7 +63,7 @@ class FamilyReference:
         if self.family == "gpt2":
             x = x + self.weights["position_embd.weight"][: len(x)]
         own = self._layer_embeddings(x, tokens) if self._key("embedding_length_per_layer_input", 0) else None
-        self._cells.clear()
+        self.cells.clear()
         for layer in range(self.layers):
             x = self._layer(layer, x, context)
             block = f"blk.{layer}."
@@ -172,8 +174,8 @@ class FamilyReference:
             k, v = heads("k"), heads("v" if f"{block}attn_v.weight" in self.weights else "k")
             v = v / np.sqrt(np.square(v).mean(axis=-1, keepdims=True) + self._key("attention.layer_norm_rms_epsilon"))
             k = self._rotate(layer, self._norm(block + "attn_k_norm", k), context)
-            self._cells[self._windowed(layer)] = k, v
-        return q, *self._cells[self._windowed(layer)]
+            self.cells[self._windowed(layer)] = k, v
+        return q, *self.cells[self._windowed(layer)]
 
     def _latent_attention(self, layer: int, x: Doubles, context: int) -> Doubles:
         block, n, heads = f"blk.{layer}.", len(x), self.heads

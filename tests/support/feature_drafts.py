@@ -269,7 +269,7 @@ class Contents:
         architecture = found["general.architecture"]
         tensors = {}
         for tensor in reader.tensors:
-            if tensor.tensor_type is GGMLQuantizationType.I64:
+            if tensor.tensor_type in (GGMLQuantizationType.I32, GGMLQuantizationType.I64):
                 tensors[tensor.name] = np.array(tensor.data, np.int64)
             else:
                 tensors[tensor.name] = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)

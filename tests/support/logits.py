@@ -42,6 +42,7 @@ def llama_context(
     num_threads: int = 0,
     exact: bool = False,
     ahead: bool = False,
+    other: Any = None,
 ) -> Iterator[Any]:
     """A context of llama.cpp, without the repacked weights that crash on some CPUs.
 
@@ -50,6 +51,7 @@ def llama_context(
         num_threads: 0 for one per physical core.
         exact: whether keys and values are F32.
         ahead: of the model's MTP layer.
+        other: the context of a draft's target.
     """
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
@@ -67,6 +69,7 @@ def llama_context(
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if ahead:
         params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+    params.ctx_other = other
     context = llama_cpp.llama_init_from_model(model, params)
     try:
         yield context
@@ -106,17 +109,36 @@ def llama_ahead(path: Path, states: Floats, tokens: list[int]) -> Floats:
     """Logits of a chain of rows of a model's MTP layer by llama.cpp: of tokens, and of what the head reads of the token
     before each, float32[n, width]."""
     with llama_context(path, exact=True, ahead=True) as context:
-        batch = llama_cpp.llama_batch_ext_init(context)
-        for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
-            values = state.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-            llama_cpp.llama_batch_ext_add_token(batch, 0, token)
-            position = (ctypes.c_int32 * 4)(i, i, i, 0)
-            assert llama_cpp.llama_batch_ext_set_embd_token(batch, i, llama_cpp.llama_embd(values, 1, len(state)))
-            assert llama_cpp.llama_batch_ext_set_pos(batch, i, position)
-            assert llama_cpp.llama_batch_ext_set_output_logits(batch, i, True)
-        assert llama_cpp.llama_process(context, llama_cpp.LLAMA_PROCESS_TYPE_DECODE, batch) == 0
-        llama_cpp.llama_batch_ext_free(batch)
-        return llama_output(context, len(tokens))
+        return _joined_pass(context, states, tokens, 0)
+
+
+def llama_assistant(
+    target: Path, path: Path, text: list[int], states: Floats, tokens: list[int], *, exact: bool = True
+) -> Floats:
+    """Logits of rows of an assistant of Gemma 4 by llama.cpp, each alone behind a text of its target: of tokens, and of
+    hidden states as llama_ahead() takes them, float32[n, target's width]."""
+    with (
+        llama_context(target, exact=exact) as of_target,
+        llama_context(path, exact=exact, ahead=True, other=of_target) as context,
+    ):
+        decode(of_target, text, 0)
+        rows = [_joined_pass(context, states[i : i + 1], [token], len(text)) for i, token in enumerate(tokens)]
+        return np.concatenate(rows)
+
+
+def _joined_pass(context: Any, states: Floats, tokens: list[int], first: int) -> Floats:
+    """Logits of rows of tokens and hidden states, float32[n, width], at positions from `first` on."""
+    batch = llama_cpp.llama_batch_ext_init(context)
+    for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
+        values = state.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        llama_cpp.llama_batch_ext_add_token(batch, 0, token)
+        at = first + i
+        assert llama_cpp.llama_batch_ext_set_embd_token(batch, i, llama_cpp.llama_embd(values, 1, len(state)))
+        assert llama_cpp.llama_batch_ext_set_pos(batch, i, (ctypes.c_int32 * 4)(at, at, at, 0))
+        assert llama_cpp.llama_batch_ext_set_output_logits(batch, i, True)
+    assert llama_cpp.llama_process(context, llama_cpp.LLAMA_PROCESS_TYPE_DECODE, batch) == 0
+    llama_cpp.llama_batch_ext_free(batch)
+    return llama_output(context, len(tokens))
 
 
 def llama_output(context: Any, num_rows: int) -> Floats:

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
+from support.assistants import Assistant, write_assistant
+from support.families import CASES
 from support.feature_drafts import Block, Eagle3, write_dflash, write_eagle3
 from support.random_models import Floats, RandomModel, write
 
 KINDS = ("eagle", "dspark", "dflash")
 TARGET = RandomModel("llama", layers=3, head_dim=32, tie=False, context=1024)
+GEMMA4 = replace(CASES["gemma4-keys-are-values"], context=1024)
 
 
 def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
-    """Write a target and a draft of one of KINDS, or "mtp" for a target with an MTP layer; returns their paths.
+    """Write a target and a draft of one of KINDS, "mtp" for a target with an MTP layer, or "assistant" for Gemma 4 with
+    one; returns their paths.
 
-    Guesses of a block and of an MTP layer are right in every place. Those of EAGLE-3 nearly always are in the first
-    place only, because its rows know the token before the one that they stand for.
+    Guesses of a block, of an MTP layer and of an assistant are right in every place. Those of EAGLE-3 nearly always are
+    in the first place only, because its rows know the token before the one that they stand for.
     """
     weights: dict[str, Floats] = {}
 
@@ -33,6 +37,14 @@ def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
             del tensors["blk.3.nextn.shared_head_norm.weight"]
         weights.update(tensors)
 
+    if kind == "assistant":
+        target = write(folder / "target.gguf", GEMMA4, keep)
+        changed = {name: weights[name] for name in ("token_embd.weight", "output_norm.weight")}
+        changed["nextn.pre_projection.weight"] = np.eye(64, 128, dtype=np.float32)  # the token's embedding alone
+        draft = Assistant(GEMMA4, width=GEMMA4.width)
+        tensors = draft.tensors()
+        keep(tensors)
+        return target, write_assistant(folder / "draft.gguf", draft, tensors | changed)
     target = write(folder / "target.gguf", replace(TARGET, ahead=int(kind == "mtp")), keep)
     if kind == "mtp":
         return target, target
