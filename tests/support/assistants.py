@@ -114,10 +114,10 @@ def write_assistant(path: Path, draft: Assistant, changed: Mapping[str, Array | 
     kind = GGMLQuantizationType[draft.quantization]
     with gguf_file(path, FAMILY) as writer:
         writer.add_name("a random draft")
-        add_vocabulary(writer, draft.target.vocab_size)
         for key, value in (draft.keys() | draft.metadata).items():
             if value is not None:
                 add_key(writer, f"{FAMILY}.{key}", value)
+        add_vocabulary(writer, draft.target.vocab_size)
         for name, values in (draft.tensors() | dict(changed or {})).items():
             if values is not None and values.ndim == 2:
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
