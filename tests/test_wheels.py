@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import re
 import runpy
+import sys
 from base64 import urlsafe_b64decode
 from importlib import util
 from pathlib import Path
@@ -35,6 +36,31 @@ def test_models_of_a_version_stay_the_same(build_wheel: Any) -> None:
     assert sorted(installed) == sorted(build_wheel.MODELS)
     found = hashlib.sha256(b"".join((ROOT / "models" / name).read_bytes() for name in build_wheel.MODELS))
     assert (build_wheel.MODELS_VERSION, found.hexdigest()) == ("1", MODELS_1), "raise MODELS_VERSION"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="targets are built on Linux")
+@pytest.mark.parametrize("target", [None, "aarch64-linux-gnu.2.28"])
+def test_what_a_target_changes(
+    build_wheel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str | None
+) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr(build_wheel, "_run", lambda *words: commands.append(" ".join(map(str, words))))
+    monkeypatch.setattr(build_wheel.sys, "executable", str(tmp_path / "python"))
+    zig = SimpleNamespace(locate_file=lambda name: f"/there/{name}")
+    monkeypatch.setattr(build_wheel.metadata, "distribution", lambda _: zig)
+    monkeypatch.setattr(build_wheel.os, "environ", environment := {})
+    build_wheel.prepare(tmp_path / "libraries", target)
+    install, llama, _ = commands
+    assert ("ziglang" in install, "--no-build-isolation" in llama) == ((True, True) if target else (False, False))
+    assert "-DLLAVA_BUILD=OFF" in environment["CMAKE_ARGS"]
+    if target is None:
+        assert environment.keys() == {"CMAKE_ARGS"}
+        assert not list(tmp_path.iterdir())
+    else:
+        assert f"exec /there/ziglang/zig c++ -target {target} " in (tmp_path / "c++").read_text("utf-8")
+        assert "-DCMAKE_SYSTEM_PROCESSOR=aarch64" in environment["CMAKE_ARGS"]
+        assert "aarch64-linux-gnu.so" in environment["CMAKE_ARGS"]
+        assert environment["_PYTHON_HOST_PLATFORM"] == "linux-aarch64"
 
 
 def test_a_wheel_of_models(build_wheel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
