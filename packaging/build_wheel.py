@@ -37,6 +37,15 @@ MODELS_VERSION = "1"  # to raise when one of these files changes
 _SETTINGS = ["-DGGML_NATIVE=OFF", "-DGGML_OPENMP=OFF", "-DGGML_RPC=ON", "-DLLAVA_BUILD=OFF"]
 _LINUX = ["-DCMAKE_CXX_FLAGS=-fno-gnu-unique"]
 _X86 = [f"-DGGML_{name}=OFF" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")]
+# A compiler's or a tool's: zig calls Arm's architectures by other names than GCC and clang.
+_SCRIPT = """#!/bin/sh
+for word; do
+    shift
+    case $word in -march=armv8.2-a*) word=-mcpu=generic+v8_2a${{word#-march=armv8.2-a}} ;; esac
+    set -- "$@" "$word"
+done
+exec {} "$@"
+"""
 
 
 def main() -> None:
@@ -117,7 +126,7 @@ def prepare(libraries: Path, target: str | None) -> None:
         scripts = Path(sys.executable).parent
         commands = {"cc": f"{zig} cc -target {target}", "c++": f"{zig} c++ -target {target}", "strip": "true"}
         for name, command in (commands | {name: f"{zig} {name}" for name in ("ar", "ranlib")}).items():
-            (scripts / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            (scripts / name).write_text(_SCRIPT.format(command))
             (scripts / name).chmod(0o755)
         os.environ.update(cross(target, scripts))
         libraries = libraries / target

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import re
 import runpy
+import subprocess
 import sys
 from base64 import urlsafe_b64decode
 from importlib import util
@@ -57,7 +58,10 @@ def test_what_a_target_changes(
         assert environment.keys() == {"CMAKE_ARGS"}
         assert not list(tmp_path.iterdir())
     else:
-        assert f"exec /there/ziglang/zig c++ -target {target} " in (tmp_path / "c++").read_text("utf-8")
+        script = (tmp_path / "c++").read_text("utf-8")
+        words = ["-O3", "-march=armv8.2-a+dotprod", "two words"]
+        said = subprocess.check_output(["/bin/sh", "-c", script.replace("exec /there/", "echo "), "c++", *words])
+        assert said.decode() == f"ziglang/zig c++ -target {target} -O3 -mcpu=generic+v8_2a+dotprod two words\n"
         assert "-DCMAKE_SYSTEM_PROCESSOR=aarch64" in environment["CMAKE_ARGS"]
         assert "aarch64-linux-gnu.so" in environment["CMAKE_ARGS"]
         assert environment["_PYTHON_HOST_PLATFORM"] == "linux-aarch64"
