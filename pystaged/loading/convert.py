@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from safetensors import SafetensorError, safe_open
 
 from pystaged.files import check_room
-from pystaged.loading import feature_drafts
+from pystaged.loading import assistants, feature_drafts
 from pystaged.loading.config_reader import language_part
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import PARD_TOKEN, About
@@ -166,6 +166,9 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         OSError: a file cannot be read or written.
     """
     config, config_path = read_config(folder)
+    if found := assistants.read_assistant(config, config_path):
+        _write_assistant(folder, out, *found, quantization, about, progress)
+        return
     config = language_part(config)
     if numbers := feature_drafts.Numbers.of(config, config_path):
         _write_draft(folder, out, numbers, quantization, about, progress)
@@ -229,6 +232,24 @@ def _write_draft(
         _write_tensors(writer, computed, tensors, progress)
 
 
+def _write_assistant(
+    folder: Path, out: Path, shape: Shape, wanted: list[Wanted], quantization: str, about: About, progress: Progress
+) -> None:
+    """Write an assistant of Gemma 4, as write_gguf does."""
+    stored = _stored_tensors(folder)
+    quantization = quantization or _lossless_type(shape, stored)
+    for each in wanted:
+        if each.source not in stored:
+            raise ValueError(f"{folder}: tensor {each.source!r} is missing")
+    for name in sorted(stored.keys() - {each.source for each in wanted}):
+        if not assistants.UNUSED.fullmatch(name):
+            raise ValueError(f"{folder}: tensor {name!r} is unknown in {shape.architecture}")
+    tensors: list[AnyTensor] = [_tensor(folder, shape, each, [each.source], stored, quantization) for each in wanted]
+    with _writer(folder, out, shape.architecture, tensors, about) as writer:
+        _write_metadata(writer, shape, wanted[0].shape[0], FILE_TYPES[quantization.lower()])
+        _write_tensors(writer, shape.computed, tensors, progress)
+
+
 def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
     """Check what a config.json says alone, before the weights are there; errors as in write_gguf.
 
@@ -240,7 +261,7 @@ def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
         with experts in MXFP4, which stay so.
     """
     config = language_part(config)
-    if not feature_drafts.Numbers.of(config, path):
+    if not assistants.read_assistant(config, path) and not feature_drafts.Numbers.of(config, path):
         Shape.of(config, path)
         if not config.get("quantization_config"):
             return False

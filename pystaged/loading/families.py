@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _OFF = (False, None)
-_FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -17,9 +17,9 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-LLAMA = _NORMS | _ATTENTION | _FEED_FORWARD
+LLAMA = _NORMS | _ATTENTION | FEED_FORWARD
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_QWEN35 = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", **_FEED_FORWARD}
+_QWEN35 = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", **FEED_FORWARD}
 _LFM2 = {
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
@@ -141,7 +141,7 @@ _UNTIED = {"tie_word_embeddings": False}
 _SILU = {"hidden_act": ("silu", "swish")}
 _PLAIN = {"use_sliding_window": _OFF, "attention_bias": _OFF, "mlp_bias": _OFF}
 _OPTIONAL_BIASES = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), "attention_bias") | dict.fromkeys(
-    _FEED_FORWARD, "mlp_bias"
+    FEED_FORWARD, "mlp_bias"
 )
 _GRANITE_SCALES = {
     "attention.scale": "attention_multiplier",
@@ -413,4 +413,5 @@ ARCHITECTURES = (
 )
 # Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
 DRAFT_ARCHITECTURES = ("eagle3", "dflash", "gemma4-assistant")
-DRAFT_MODEL_TYPES = ("speculator_model",)
+ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+DRAFT_MODEL_TYPES = ("speculator_model", *ASSISTANT_MODEL_TYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
+from support.assistants import Assistant, write_assistant, write_checkpoint
 from support.convert import change_json, convert, header, write_bfloat16
 from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, Form, write_form
+from support.families import CASES
 from support.feature_drafts import Array, BlockTwin, Contents, Eagle3Twin
 
 from pystaged.loading import feature_drafts
 from pystaged.loading.quantize import quantize_checkpoint
+
+TURNED = np.where(np.arange(32) < 8, 1, 1e30).astype(np.float32)  # of the pairs of a head a quarter
 
 
 def outputs(contents: Contents, adjacent: bool) -> list[Array]:
@@ -221,3 +226,56 @@ def test_an_absurd_number_of_layers_ends_at_the_first_missing_one(
     monkeypatch.setattr(feature_drafts, "_wanted", counted)
     with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight' is missing"):
         convert(folder, tmp_path / "draft.gguf")
+
+
+ASSISTANT = Assistant(replace(CASES["gemma4-keys-are-values"], vectors={"rope_freqs.weight": TURNED}))
+
+
+def assistant(folder: Path, **changes: Any) -> Path:
+    """A checkpoint of an assistant with other settings of its layers; None to leave one out."""
+    folder = write_checkpoint(folder, replace(ASSISTANT, centroids=True))
+    config = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in (config["text_config"] | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    return folder
+
+
+BY_LAYER = {"2": {"head_dim": 64, "num_key_value_heads": 2}}
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_assistants_checkpoint_becomes_its_file(tmp_path: Path, newer: bool) -> None:
+    by_layer = {"per_layer_config": BY_LAYER, "global_head_dim": None, "num_global_key_value_heads": None}
+    convert(assistant(tmp_path / "draft", **by_layer if newer else {}), tmp_path / "draft.gguf")
+    expected = Contents.of(write_assistant(tmp_path / "expected.gguf", ASSISTANT))
+    found = Contents.of(tmp_path / "draft.gguf")
+    for key in expected.keys.keys() - found.keys.keys():
+        assert "tokenizer" in key or key == "embedding_length_per_layer_input"
+    for key in expected.keys.keys() & found.keys.keys() - {"GGUF.kv_count", "GGUF.tensor_count", "general.name"}:
+        assert found.keys[key] == pytest.approx(expected.keys[key]), key
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, values in expected.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
+        ({"layer_types": ["full_attention"]}, "for each of 3 layers"),
+        ({"num_hidden_layers": 1 << 24}, "num_hidden_layers is 16777216"),
+        ({"head_dim": "x"}, "head_dim is 'x'"),
+        ({"per_layer_config": {"2": 3}}, "damaged: per_layer_config"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": [1]}, "damaged: rope_parameters"),
+        ({"quantization_config": {"bits": 4}}, "quantized already"),
+        ({"intermediate_size": 70}, "gate_proj.weight' has shape"),
+        ({"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 4}, "model.layers.3.input_layernorm"),
+    ],
+)
+def test_what_is_wrong_with_an_assistant_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        convert(assistant(tmp_path / "draft", **changes), tmp_path / "draft.gguf")
+    assert not (tmp_path / "draft.gguf").exists()
