@@ -206,6 +206,11 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
             throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model->most_pending()) +
                                         " pending rows at most; commit or discard some before more are evaluated");
         }
+        if (i > 0 && parent != index - 1 && model->is_chained()) {
+            throw std::invalid_argument("on devices, a model with recurrent layers evaluates chains: row " +
+                                        std::to_string(index) + " has parent " + std::to_string(parent) +
+                                        ", not the row before it");
+        }
         const int cell = start + index;
         if (row.position >= context) {
             throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");

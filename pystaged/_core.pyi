@@ -339,6 +339,12 @@ class Model:
     def windowed_cell_bytes(self) -> int:
         """Those of them that are in layers with a window, which do not keep them of all tokens."""
     @property
+    def most_pending(self) -> int:
+        """Pending rows that a session may have; of a model with recurrent layers not any number."""
+    @property
+    def is_chained(self) -> bool:
+        """Whether rows that are evaluated together must be a chain, as with recurrent layers on devices."""
+    @property
     def state_bytes(self) -> int:
         """Most bytes that recurrent layers take for a context of any length, without kept states."""
     @property
@@ -668,6 +674,9 @@ class Session:
     @property
     def most_windowed(self) -> int:
         """Tokens whose keys and values layers with a window keep at most."""
+    @property
+    def most_pending(self) -> int:
+        """As of its model."""
     @property
     def state_bytes(self) -> int:
         """Most bytes that recurrent layers take for it, without kept states."""

@@ -210,6 +210,8 @@ void add_models(py::module_& m) {
         .def_property_readonly("is_anchored", [](const Model& self) { return self.numbers().is_anchored; })
         .def_property_readonly("has_markov", [](const Model& self) { return self.numbers().markov_rank > 0; })
         .def_property_readonly("mask_token", [](const Model& self) { return self.numbers().mask_token; })
+        .def_property_readonly("most_pending", &Model::most_pending)
+        .def_property_readonly("is_chained", &Model::is_chained)
         .def_property_readonly("state_bytes", &Model::state_bytes)
         .def_property_readonly("kept_state_bytes", &Model::kept_state_bytes)
         .def_property_readonly("architecture", [](const Model& self) { return self.family().name; });

@@ -314,6 +314,7 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("windowed_cell_bytes",
                                [](const Session& self) { return self.model().windowed_cell_bytes(); })
         .def_property_readonly("most_windowed", [](const Session& self) { return self.model().most_windowed(); })
+        .def_property_readonly("most_pending", [](const Session& self) { return self.model().most_pending(); })
         .def_property_readonly("state_bytes", [](const Session& self) { return self.model().state_bytes(); })
         .def_property_readonly("kept_state_bytes", [](const Session& self) { return self.model().kept_state_bytes(); })
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })

@@ -138,6 +138,9 @@ struct Hyperparameters {
     // Floats that a recurrent layer carries from row to row, and those of a row that change them; 0 of other layers.
     size_t state_size(int layer) const;
     size_t input_size(int layer) const;
+    // Of the former, those that a convolution goes on from; of the latter, those that the others are made of.
+    size_t tail_size(int layer) const;
+    size_t own_input_size(int layer) const;
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(head_size, kRun); }

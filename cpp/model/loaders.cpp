@@ -505,6 +505,36 @@ Attention DeviceLoader::attention() {
     return result;
 }
 
+ShortConvolution DeviceLoader::short_convolution() {
+    return {{linear(Role::conv_input)}, vector(Role::conv_taps), linear(Role::conv_output)};
+}
+
+DeltaNet DeviceLoader::delta_net() {
+    DeltaNet result;
+    for (const Role role : {Role::delta_qkv, Role::delta_gate, Role::delta_beta, Role::delta_alpha}) {
+        result.input.push_back(linear(role));
+    }
+    result.taps = vector(Role::delta_taps);
+    result.decay = vector(Role::delta_decay);
+    result.step = vector(Role::delta_step);
+    result.norm = vector(Role::delta_norm);
+    result.output = linear(Role::delta_output);
+    return result;
+}
+
+StateSpace DeviceLoader::state_space() {
+    StateSpace result;
+    result.input.push_back(linear(Role::space_input));
+    result.taps = vector(Role::space_taps);
+    result.taps_bias = vector(Role::space_taps_bias);
+    result.decay = vector(Role::space_decay);
+    result.step = vector(Role::space_step);
+    result.skip = vector(Role::space_skip);
+    result.norm = vector(Role::space_norm);
+    result.output = linear(Role::space_output);
+    return result;
+}
+
 Dense DeviceLoader::dense() {
     return {find(Role::ffn_gate) ? linear(Role::ffn_gate, Role::ffn_gate_bias) : Linear(),
             linear(Role::ffn_up, Role::ffn_up_bias), linear(Role::ffn_down, Role::ffn_down_bias)};

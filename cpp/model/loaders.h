@@ -95,11 +95,10 @@ public:
     Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
     Linear linear(Role weight, Role bias);
     Attention attention();
-    // Models that have them are not loaded into devices.
-    LatentAttention latent_attention() { return {}; }
-    ShortConvolution short_convolution() { return {}; }
-    DeltaNet delta_net() { return {}; }
-    StateSpace state_space() { return {}; }
+    LatentAttention latent_attention() { return {}; }  // models that have it are not loaded into devices
+    ShortConvolution short_convolution();
+    DeltaNet delta_net();
+    StateSpace state_space();
     Dense dense();
     Experts experts() { return {}; }  // models that have them are not loaded into devices
 

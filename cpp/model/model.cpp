@@ -9,6 +9,7 @@
 #include "executor.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
+#include "pass/device_pass.h"
 #include "pass/packed_pass.h"
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
@@ -136,9 +137,9 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
-    if ((numbers_.is_recurrent() || family_->has(kLayersDiffer) || family_->has(kLatents)) && !devices.empty()) {
+    if ((numbers_.delta.grouped || family_->has(kLayersDiffer) || family_->has(kLatents)) && !devices.empty()) {
         file.fail("architecture '" + std::string(family_->name) + "' has " +
-                  (numbers_.is_recurrent()       ? "recurrent layers, which run"
+                  (numbers_.delta.grouped        ? "delta nets with grouped values, which run"
                    : family_->has(kLayersDiffer) ? "layers that differ, which run"
                                                  : "latent attention, which runs") +
                   " on the CPU's own kernels alone; load it with device 'cpu'");
@@ -369,6 +370,12 @@ int64_t Model::most_windowed() const {
 
 size_t Model::state_bytes() const {
     size_t values = 0;
+    if (device_memory_) {
+        for (int layer = 0; layer < numbers_.num_layers; ++layer) {
+            values += 2 * DevicePass::kMostPending * numbers_.own_input_size(layer);
+        }
+        return 2 * kept_state_bytes() + values * sizeof(float);
+    }
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
         values += RecurrentState::kFewRows * numbers_.input_size(layer);
     }
@@ -384,7 +391,9 @@ size_t Model::kept_state_bytes() const {
 }
 
 int Model::most_pending() const {
-    return numbers_.is_recurrent() ? RecurrentState::kMostPending : std::numeric_limits<int>::max();
+    return !numbers_.is_recurrent() ? std::numeric_limits<int>::max()
+           : device_memory_         ? DevicePass::kMostPending
+                                    : RecurrentState::kMostPending;
 }
 
 const Vector& Model::rope_factors(int context) const {

@@ -99,6 +99,9 @@ public:
     size_t kept_state_bytes() const;
     // Rows of a text's trees that may be pending: with recurrent layers, which keep their inputs, not any number.
     int most_pending() const;
+    // Whether the rows of a tree that are evaluated together must be a chain: a device's recurrent layers have no order
+    // of rows but that of time.
+    bool is_chained() const { return device_memory_ && numbers_.is_recurrent(); }
     // As Manifest::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }

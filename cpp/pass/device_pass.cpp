@@ -13,20 +13,6 @@
 
 namespace pystaged {
 
-// One graph and its inputs.
-struct DevicePass::Built {
-    int num_rows, num_logits;
-    int num_cells;  // that attention reads
-    ContextPtr context;
-    ggml_cgraph* graph = nullptr;
-    ggml_tensor *tokens = nullptr, *positions = nullptr;
-    ggml_tensor* places = nullptr;       // I64, where each row's key and value go
-    ggml_tensor* mask = nullptr;         // F16 [cells, rows], 0 for what a row sees and -inf
-    ggml_tensor* window_mask = nullptr;  // the same for windowed layers
-    ggml_tensor* row_scales = nullptr;   // of queries
-    ggml_tensor *logits = nullptr, *shortlist = nullptr, *shortlist_logits = nullptr;
-};
-
 namespace {
 
 // Attention reads whole runs of cells: fewer shapes of graphs, and some devices' kernels are fastest so.
@@ -39,7 +25,7 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
     : model_(model),
       rope_factors_(model.rope_factors(context).device),
       places_(padded(num_cells, kCells)),
-      most_nodes_(96 * size_t(model.numbers().num_layers) + 128) {
+      most_nodes_(128 * size_t(model.numbers().num_layers) + 128) {
     const DeviceMemory& memory = *model.device_memory();
     std::iota(places_.begin(), places_.end(), 0);
     std::vector<ggml_backend_t> backends;
@@ -66,7 +52,8 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
     scheduler_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()), most_nodes_,
                                             /*parallel=*/false, /*op_offload=*/false));
     // The largest graph, so that memory is there for every other.
-    build_graph(kMaxRows, kMaxRows, room());
+    const int earlier = is_recurrent() ? kMostPending : 0;
+    build_graph({kMaxRows, kMaxRows, room(), earlier, earlier});
     const bool reserved = ggml_backend_sched_reserve(scheduler_.get(), built_->graph);
     built_.reset();
     if (!reserved) {
@@ -77,19 +64,32 @@ DevicePass::DevicePass(const Model& model, int num_cells, int context)
 DevicePass::~DevicePass() = default;
 
 ContextPtr DevicePass::cache_context(const DeviceMemory& memory, int device) {
-    const int num_layers = model_.numbers().num_layers;
-    ContextPtr context(ggml_init({ggml_tensor_overhead() * 2 * num_layers, nullptr, /*no_alloc=*/true}));
+    const Hyperparameters& h = model_.numbers();
+    const int num_layers = h.num_layers;
+    ContextPtr context(ggml_init({ggml_tensor_overhead() * 5 * num_layers, nullptr, /*no_alloc=*/true}));
     if (!context) {
         throw std::bad_alloc();
     }
     const bool flash = supports_flash_attention(memory.devices()[device]);
     for (int layer = 0; layer < num_layers; ++layer) {
-        if (memory.device_of(layer, num_layers) == device) {
-            for (auto* tensors : {&keys_, &values_}) {
-                tensors->push_back(
-                    ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, model_.numbers().kv_width(), room()));
-            }
-            flash_.push_back(flash);
+        if (memory.device_of(layer, num_layers) != device) {
+            continue;
+        }
+        const bool attends = h.layers[layer].attends();
+        for (auto* tensors : {&keys_, &values_}) {
+            tensors->push_back(attends ? ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, h.kv_width(), room())
+                                       : nullptr);
+        }
+        flash_.push_back(flash);
+        Recurrent& recurrent = recurrent_.emplace_back();
+        if (const size_t size = h.state_size(layer); size > 0) {
+            const auto floats = [&](size_t count, int places) {
+                return ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, int64_t(count), places);
+            };
+            const size_t tail = h.tail_size(layer);
+            recurrent.tail = floats(tail, 2);
+            recurrent.state = size > tail ? floats(size - tail, 2) : nullptr;
+            recurrent.inputs = floats(h.own_input_size(layer), 2 * kMostPending);
         }
     }
     return context;
@@ -118,12 +118,11 @@ int DevicePass::supported_shortlist(ggml_backend_dev_t device) const {
     return ggml_backend_dev_supports_op(device, top) && ggml_backend_dev_supports_op(device, values) ? size : 0;
 }
 
-void DevicePass::build_graph(int num_rows, int num_logits, int num_cells) {
+void DevicePass::build_graph(const Shape& shape) {
+    const auto [num_rows, num_logits, num_cells, num_earlier, num_applied, is_reading] = shape;
     built_ = std::make_unique<Built>();
     Built& built = *built_;
-    built.num_rows = num_rows;
-    built.num_logits = num_logits;
-    built.num_cells = num_cells;
+    built.shape = shape;
     built.context.reset(
         ggml_init({ggml_tensor_overhead() * most_nodes_ + ggml_graph_overhead_custom(most_nodes_, false),
                    /*mem_buffer=*/nullptr, /*no_alloc=*/true}));
@@ -137,6 +136,13 @@ void DevicePass::build_graph(int num_rows, int num_logits, int num_cells) {
     built.mask = input(GGML_TYPE_F16, num_cells, num_rows);
     built.window_mask = input(GGML_TYPE_F16, num_cells, num_rows);
     built.row_scales = input(GGML_TYPE_F32, num_rows, 1);
+    if (is_recurrent()) {
+        built.from = input(GGML_TYPE_I32, 1, 1);
+        built.zero = input(GGML_TYPE_I32, 1, 1);
+        built.earlier = num_earlier > 0 ? input(GGML_TYPE_I32, num_earlier, 1) : nullptr;
+        built.own = is_reading ? nullptr : input(GGML_TYPE_I64, num_rows, 1);
+        built.to = num_applied > 0 ? input(GGML_TYPE_I64, 1, 1) : nullptr;
+    }
     ggml_tensor* end = run_transformer(*this, model_, num_rows, num_logits).rows;
     ggml_set_output(end);
     ggml_build_forward_expand(built.graph, end);
@@ -200,8 +206,11 @@ DevicePass::Value DevicePass::norm(const Value& x, const Norm& norm) {
 }
 
 DevicePass::Value DevicePass::mix(const Value& x, const Value& input, int index, int first_row) {
-    return std::visit([&](const auto& mixer) { return branch(mixer, x, input, index, first_row); },
-                      model_.layers()[index].mixers[0]);
+    Value sum = x;
+    for (const Mixer& each : model_.layers()[index].mixers) {
+        sum = std::visit([&](const auto& mixer) { return branch(mixer, sum, input, index, first_row); }, each);
+    }
+    return sum;
 }
 
 DevicePass::Value DevicePass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
@@ -229,8 +238,7 @@ ggml_tensor* DevicePass::heads(ggml_tensor* x, const Norm& norm, int num_heads, 
     if (whole) {
         x = normed(x, norm);
     }
-    const size_t head_bytes = h.head_dim * sizeof(float);
-    x = ggml_view_3d(c, x, h.head_dim, num_heads, x->ne[1], head_bytes, x->nb[1], 0);
+    x = ggml_view_3d(c, x, h.head_dim, num_heads, x->ne[1], x->ne[0] / num_heads * sizeof(float), x->nb[1], 0);
     if (norm.present() && !whole) {
         x = normed(x, norm);
     }
@@ -248,6 +256,7 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
     ggml_context* c = built_->context.get();
     const Hyperparameters& h = model_.numbers();
     auto [q, keys, values] = qkv(attention, input.rows);
+    ggml_tensor* const products = q;
     const int num_rows = static_cast<int>(q->ne[1]), num_out = num_rows - first_row;
     keys = heads(keys, attention.k_norm, h.num_kv_heads, index);
     keys = ggml_view_2d(c, keys, h.kv_width(), num_rows, keys->nb[2], 0);
@@ -271,8 +280,8 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
     const auto cells = [&](ggml_tensor* cache) {
         const size_t head_bytes = ggml_row_size(cache->type, h.head_dim);
         return ggml_permute(
-            c, ggml_view_3d(c, cache, h.head_dim, h.num_kv_heads, built_->num_cells, head_bytes, cache->nb[1], 0), 0, 2,
-            1, 3);
+            c, ggml_view_3d(c, cache, h.head_dim, h.num_kv_heads, built_->shape.num_cells, head_bytes, cache->nb[1], 0),
+            0, 2, 1, 3);
     };
     ggml_tensor* mask = h.layers[index].windowed ? built_->window_mask : built_->mask;
     if (first_row > 0) {
@@ -280,23 +289,18 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
     }
     ggml_tensor* mixed =
         attend(ggml_permute(c, q, 0, 2, 1, 3), cells(keys_[index]), cells(values_[index]), mask, scale, flash_[index]);
+    if (model_.family().has(kGatedAttention)) {
+        // Behind each query stands a gate.
+        const size_t at = h.head_dim * sizeof(float);
+        ggml_tensor* gate = ggml_view_3d(c, products, h.head_dim, h.num_heads, num_out, 2 * at, products->nb[1],
+                                         first_row * products->nb[1] + at);
+        mixed = ggml_mul(c, mixed, ggml_sigmoid(c, ggml_cont_2d(c, gate, h.q_width(), num_out)));
+    }
     return add(x, mixed, attention.output, model_.layers()[index].mixer_post_norm);
 }
 
 DevicePass::Value DevicePass::branch(const LatentAttention&, const Value&, const Value&, int, int) {
     throw std::logic_error("models with latent attention are not loaded into devices");
-}
-
-DevicePass::Value DevicePass::branch(const ShortConvolution&, const Value&, const Value&, int, int) {
-    throw std::logic_error("models with short convolutions are not loaded into devices");
-}
-
-DevicePass::Value DevicePass::branch(const DeltaNet&, const Value&, const Value&, int, int) {
-    throw std::logic_error("models with delta nets are not loaded into devices");
-}
-
-DevicePass::Value DevicePass::branch(const StateSpace&, const Value&, const Value&, int, int) {
-    throw std::logic_error("models with state spaces are not loaded into devices");
 }
 
 ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,
@@ -324,7 +328,9 @@ DevicePass::Value DevicePass::branch(const Dense& dense, const Value& x, const V
     ggml_context* c = built_->context.get();
     const bool silu = model_.family().gate == Gate::silu;
     ggml_tensor* up = linear(input.rows, dense.up);
-    if (model_.family().gate == Gate::none) {
+    if (model_.family().has(kSquaredRelu)) {
+        up = ggml_sqr(c, ggml_relu(c, up));
+    } else if (model_.family().gate == Gate::none) {
         up = ggml_gelu(c, up);
     } else if (!dense.gate.present()) {
         up = silu ? ggml_swiglu(c, up) : ggml_geglu(c, up);
@@ -360,20 +366,63 @@ DevicePass::Value DevicePass::logits(const Value& x) {
 }
 
 void DevicePass::compute(const Pass& pass) {
+    const Segment& segment = pass.segments[0];
+    if (!is_recurrent()) {
+        compute_piece(pass, {});
+        return;
+    }
+    if (!segment.is_reading) {
+        parents_.resize(segment.first_pending);
+        parents_.insert(parents_.end(), pass.parents, pass.parents + pass.num_rows);
+        std::vector<int32_t> path;
+        for (int row = pass.parents[0]; row >= 0; row = parents_[row]) {
+            path.push_back(row);
+        }
+        std::reverse(path.begin(), path.end());
+        compute_piece(pass, states_.plan(segment.first_pending, pass.num_rows, path, false));
+        states_.applied();
+        return;
+    }
+    if (segment.first_pending == 0) {
+        states_.begin_reading();
+    }
+    // In pieces that end where states are to be kept.
+    for (int done = 0; done < pass.num_rows;) {
+        const int begin = segment.first_cell() + done;
+        int end = segment.first_cell() + pass.num_rows;
+        const std::vector<int>& asked = states_.kept().asked();
+        if (const auto next = std::upper_bound(asked.begin(), asked.end(), begin); next != asked.end()) {
+            end = std::min(end, *next);
+        }
+        Pass piece = pass;
+        piece.num_rows = piece.segments[0].num_rows = end - begin;
+        piece.segments[0].first_pending += done;
+        piece.tokens += done;
+        piece.positions += done;
+        piece.contexts += done;
+        compute_piece(piece, states_.plan(piece.segments[0].first_pending, piece.num_rows, {}, true));
+        if (states_.kept().is_asked(end)) {
+            states_.has_read({end, state_values(1 - states_.state())});
+        }
+        done += piece.num_rows;
+    }
+}
+
+void DevicePass::compute_piece(const Pass& pass, const DeviceStates::Plan& plan) {
     const int end = pass.segments[0].first_cell() + pass.num_rows;
     const int num_cells = padded(*std::max_element(places_.begin(), places_.begin() + end) + 1, kCells);
-    const bool same = built_ && built_->num_rows == pass.num_rows && built_->num_logits == pass.num_logits &&
-                      built_->num_cells == num_cells;
+    const Shape shape{pass.num_rows,    pass.num_logits, num_cells, static_cast<int>(plan.earlier.size()),
+                      plan.num_applied, plan.own.empty()};
     try {
-        if (!same) {
+        if (!built_ || !(built_->shape == shape)) {
             built_.reset();
             ggml_backend_sched_reset(scheduler_.get());
-            build_graph(pass.num_rows, pass.num_logits, num_cells);
+            build_graph(shape);
             if (!ggml_backend_sched_alloc_graph(scheduler_.get(), built_->graph)) {
                 throw DeviceError("there is too little memory on the device for the values of a pass");
             }
         }
-        set_inputs(pass);
+        set_inputs(pass, plan);
         const ggml_status status = ggml_backend_sched_graph_compute(scheduler_.get(), built_->graph);
         if (status != GGML_STATUS_SUCCESS) {
             throw DeviceError(std::string("the pass failed on the device: ") + ggml_status_to_string(status));
@@ -388,9 +437,9 @@ void DevicePass::compute(const Pass& pass) {
     }
 }
 
-void DevicePass::set_inputs(const Pass& pass) {
+void DevicePass::set_inputs(const Pass& pass, const DeviceStates::Plan& plan) {
     const Hyperparameters& h = model_.numbers();
-    const int num_cells = built_->num_cells;
+    const int num_cells = built_->shape.num_cells;
     const auto first_place = places_.begin() + pass.segments[0].first_cell();
     const std::vector<int64_t> places(first_place, first_place + pass.num_rows);
     std::vector<ggml_fp16_t> mask(size_t(num_cells) * pass.num_rows, ggml_fp32_to_fp16(-INFINITY)), window_mask(mask);
@@ -412,7 +461,7 @@ void DevicePass::set_inputs(const Pass& pass) {
     }
     // Inputs that no operation reads have no memory.
     const auto set = [](ggml_tensor* tensor, const void* data) {
-        if (tensor->buffer) {
+        if (tensor && tensor->buffer) {
             ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
         }
     };
@@ -422,35 +471,105 @@ void DevicePass::set_inputs(const Pass& pass) {
     set(built_->mask, mask.data());
     set(built_->window_mask, window_mask.data());
     set(built_->row_scales, row_scales.data());
+    const int32_t zero = 0;
+    set(built_->from, &plan.from);
+    set(built_->zero, &zero);
+    set(built_->earlier, plan.earlier.data());
+    set(built_->own, plan.own.data());
+    set(built_->to, &plan.to);
 }
 
-void DevicePass::keep(int length, const std::vector<int32_t>& path, bool) {
+void DevicePass::keep(int length, const std::vector<int32_t>& path, bool was_read) {
+    if (is_recurrent()) {
+        states_.keep(length, path, was_read);
+    }
     for (size_t i = 0; i < path.size(); ++i) {
         std::swap(places_[length + path[i]], places_[length + i]);
     }
 }
 
-// Up to the last place that one of the cells has.
+template <class Act>
+void DevicePass::for_each_part(const Act& act) const {
+    size_t first = 0;
+    for (const Recurrent& layer : recurrent_) {
+        for (ggml_tensor* part : {layer.tail, layer.state}) {
+            if (part) {
+                act(part, first);
+                first += part->ne[0];
+            }
+        }
+    }
+}
+
+std::shared_ptr<KeptStates::Values> DevicePass::state_values(int64_t place) const {
+    auto values = std::make_shared<KeptStates::Values>(model_.kept_state_bytes() / sizeof(float));
+    for_each_part([&](ggml_tensor* part, size_t first) {
+        ggml_backend_tensor_get(part, values->data() + first, place * part->nb[1], part->nb[1]);
+    });
+    return values;
+}
+
+void DevicePass::load_state(int length, const KeptStates::Values* values) {
+    const int place = 1 - states_.state();
+    const KeptStates::Values zeros(values ? 0 : model_.kept_state_bytes() / sizeof(float));
+    for_each_part([&](ggml_tensor* part, size_t first) {
+        ggml_backend_tensor_set(part, (values ? *values : zeros).data() + first, place * part->nb[1], part->nb[1]);
+    });
+    states_.go_to(place, length);
+}
+
+int DevicePass::cut(int length) {
+    length = reachable(length);
+    if (is_recurrent()) {
+        if (length < states_.length()) {
+            load_state(length, states_.kept().at(length));
+        }
+        states_.cut(length);
+    }
+    return length;
+}
+
+// Of attention, up to the last place that one of the cells has.
 int DevicePass::copy(const TextState& from, int length) {
     const auto& source = static_cast<const DevicePass&>(from);
+    length = source.reachable(length);
     if (length == 0) {
         return 0;
     }
     const int end = *std::max_element(source.places_.begin(), source.places_.begin() + length) + 1;
-    const ContextPtr context(ggml_init({4 * keys_.size() * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
+    const ContextPtr context(ggml_init({8 * keys_.size() * ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
     if (!context) {
         throw std::bad_alloc();
     }
-    const auto first_cells = [&](ggml_tensor* cells) {
-        ggml_tensor* view = ggml_view_2d(context.get(), cells, cells->ne[0], end, cells->nb[1], 0);
-        ggml_backend_view_init(view);
-        return view;
+    const auto view = [&](ggml_tensor* whole, int64_t first, int64_t count) {
+        ggml_tensor* part = ggml_view_2d(context.get(), whole, whole->ne[0], count, whole->nb[1], first * whole->nb[1]);
+        ggml_backend_view_init(part);
+        return part;
     };
+    const bool has_state = length >= source.states_.length();
     for (size_t layer = 0; layer < keys_.size(); ++layer) {
-        ggml_backend_tensor_copy(first_cells(source.keys_[layer]), first_cells(keys_[layer]));
-        ggml_backend_tensor_copy(first_cells(source.values_[layer]), first_cells(values_[layer]));
+        if (keys_[layer]) {
+            ggml_backend_tensor_copy(view(source.keys_[layer], 0, end), view(keys_[layer], 0, end));
+            ggml_backend_tensor_copy(view(source.values_[layer], 0, end), view(values_[layer], 0, end));
+        }
+        const Recurrent &theirs = source.recurrent_[layer], &own = recurrent_[layer];
+        if (own.tail && has_state) {
+            const int place = source.states_.state();
+            ggml_backend_tensor_copy(view(theirs.tail, place, 1), view(own.tail, 0, 1));
+            if (own.state) {
+                ggml_backend_tensor_copy(view(theirs.state, place, 1), view(own.state, 0, 1));
+            }
+            ggml_backend_tensor_copy(theirs.inputs, own.inputs);
+        }
     }
     places_ = source.places_;
+    if (is_recurrent()) {
+        states_.copy(source.states_);
+        if (!has_state) {
+            load_state(length, states_.kept().at(length));
+        }
+        states_.cut(length);
+    }
     return length;
 }
 
@@ -461,9 +580,10 @@ void DevicePass::read_shortlist(int32_t* tokens, float* logits) const {
 
 void DevicePass::read_logits(float* logits, float* maxima) const {
     const size_t vocab = model_.numbers().vocab_size, stride = model_.numbers().logits_stride();
-    ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), built_->num_logits,
-                               built_->logits->nb[1], stride * sizeof(float));
-    ThreadPool::shared().run(built_->num_logits, model_.num_threads(), [&](int i, int) {
+    const int num_logits = built_->shape.num_logits;
+    ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), num_logits, built_->logits->nb[1],
+                               stride * sizeof(float));
+    ThreadPool::shared().run(num_logits, model_.num_threads(), [&](int i, int) {
         find_maxima(model_.kernel(), logits + i * stride, static_cast<int>(vocab), static_cast<int>(stride),
                     maxima + i * stride / kRun);
     });

@@ -22,7 +22,7 @@ void RecurrentState::begin(int first, int num_rows, bool is_reading) {
 // Memory for the states that are asked for between `length` and `num_rows` later.
 std::vector<RecurrentState::Kept> RecurrentState::states_to_keep(int length, int num_rows) const {
     std::vector<Kept> found;
-    for (const int wanted : to_keep_) {
+    for (const int wanted : kept_.asked()) {
         if (wanted > length && wanted < length + num_rows) {
             found.push_back({wanted, std::make_shared<Values>(state_size_)});
         }
@@ -59,7 +59,7 @@ void RecurrentState::reserve(float* inputs) {
     next_ahead_ = ahead_ && !is_shared(ahead_) ? ahead_ : std::make_shared<Values>(state_size_);
     reading_stops_.push_back({num_reading_, next_ahead_->data()});
     read_.insert(read_.end(), found.begin(), found.end());
-    if (std::binary_search(to_keep_.begin(), to_keep_.end(), begin + num_reading_)) {
+    if (kept_.is_asked(begin + num_reading_)) {
         read_.push_back({begin + num_reading_, next_ahead_});
     }
     reading_inputs_ = inputs;
@@ -70,41 +70,14 @@ void RecurrentState::applied() {
     length_ += num_unapplied_;
     num_unapplied_ = 0;
     for (const Kept& state : passed_) {
-        keep_state(state);
+        kept_.keep(state);
     }
     passed_.clear();
-    if (length_ > 0 && std::binary_search(to_keep_.begin(), to_keep_.end(), length_)) {
-        keep_state({length_, state_});
+    if (length_ > 0 && kept_.is_asked(length_)) {
+        kept_.keep({length_, state_});
     }
     if (num_reading_ > 0) {
         ahead_ = std::move(next_ahead_);
-    }
-}
-
-void RecurrentState::keep_states(const std::vector<int>& lengths, int most, int anchor) {
-    kept_.reserve(kept_.size() + lengths.size());
-    to_keep_ = lengths;
-    most_kept_ = most;
-    anchor_ = anchor;
-}
-
-// Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie the
-// closer the nearer the end is. The anchor stays if there is room for it and the last one.
-void RecurrentState::keep_state(const Kept& state) {
-    if (!kept_.empty() && kept_.back().length >= state.length) {
-        return;
-    }
-    kept_.push_back(state);
-    while (static_cast<int>(kept_.size()) > most_kept_) {
-        const auto gap = [&](size_t i) {
-            const int before = i == 0 ? 0 : kept_[i - 1].length;
-            return double(kept_[i].length - before) / (state.length - before);
-        };
-        size_t least = kept_.size() > 2 && kept_[0].length == anchor_ ? 1 : 0;
-        for (size_t i = least + 1; i + 1 < kept_.size(); ++i) {
-            least = kept_[i].length != anchor_ && gap(i) < gap(least) ? i : least;
-        }
-        kept_.erase(kept_.begin() + least);
     }
 }
 
@@ -119,7 +92,7 @@ void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was
         state_ = std::move(ahead_);
         length_ = length + static_cast<int>(path.size());
         for (const Kept& state : read_) {
-            keep_state(state);
+            kept_.keep(state);
         }
     }
     drop_reading();
@@ -142,26 +115,17 @@ void RecurrentState::release_inputs() {
 }
 
 int RecurrentState::reachable(int length) const {
-    if (length >= length_) {
-        return length;
-    }
-    int found = 0;
-    for (const Kept& kept : kept_) {
-        found = kept.length <= length ? kept.length : found;
-    }
-    return found;
+    return length >= length_ ? length : kept_.reachable(length);
 }
 
 void RecurrentState::cut(int length) {
-    while (!kept_.empty() && kept_.back().length > length) {
-        kept_.pop_back();
-    }
+    kept_.cut(length);
     next_.reset();
     drop_reading();
     if (length >= length_) {
         num_unapplied_ = length - length_;
     } else {
-        state_ = length > 0 ? kept_.back().state : nullptr;
+        state_ = length > 0 ? kept_.all().back().state : nullptr;
         length_ = length;
         num_unapplied_ = 0;
     }
@@ -172,7 +136,7 @@ void RecurrentState::cut(int length) {
 void RecurrentState::copy(const RecurrentState& from, int length) {
     state_ = from.state_;
     length_ = from.length_;
-    kept_ = from.kept_;
+    kept_.copy(from.kept_);
     cut(length);
     touched_ = std::max(touched_, num_unapplied_);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
@@ -185,7 +149,7 @@ void RecurrentState::stretch(int length, int longer) {
 // The applied rows, then the lengths of states that are kept.
 std::vector<int32_t> RecurrentState::shape() const {
     std::vector<int32_t> shape = {length_};
-    for (const Kept& kept : kept_) {
+    for (const Kept& kept : kept_.all()) {
         shape.push_back(kept.length);
     }
     return shape;
@@ -195,7 +159,7 @@ void RecurrentState::add_pieces(int, std::vector<Piece>& pieces) {
     if (length_ > 0) {
         pieces.push_back({state_->data(), state_size_ * sizeof(float)});
     }
-    for (const Kept& kept : kept_) {
+    for (const Kept& kept : kept_.all()) {
         pieces.push_back({kept.state->data(), state_size_ * sizeof(float)});
     }
     pieces.push_back({inputs_.data(), num_unapplied_ * input_size_ * sizeof(float)});
@@ -213,10 +177,11 @@ bool RecurrentState::resume(int length, const std::vector<int32_t>& shape) {
     }
     length_ = shape[0];
     state_ = length_ > 0 ? std::make_shared<Values>(state_size_) : nullptr;
-    kept_.clear();
+    std::vector<Kept> kept;
     for (size_t i = 1; i < shape.size(); ++i) {
-        kept_.push_back({shape[i], std::make_shared<Values>(state_size_)});
+        kept.push_back({shape[i], std::make_shared<Values>(state_size_)});
     }
+    kept_.set(std::move(kept));
     num_unapplied_ = first_pending_ = length - length_;
     touched_ = std::max(touched_, num_unapplied_);
     return true;
@@ -226,8 +191,9 @@ size_t RecurrentState::num_bytes(int length) const {
     if (length == 0) {
         return 0;
     }
-    const bool is_kept = !kept_.empty() && kept_.back().state == state_;
-    const size_t states = kept_.size() + (is_kept ? 0 : 1) + (ahead_ ? 1 : 0);
+    const auto& kept = kept_.all();
+    const bool is_kept = !kept.empty() && kept.back().state == state_;
+    const size_t states = kept.size() + (is_kept ? 0 : 1) + (ahead_ ? 1 : 0);
     return (states * state_size_ + touched_ * input_size_) * sizeof(float);
 }
 

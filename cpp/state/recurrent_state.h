@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "state/kept_states.h"
 #include "state/text_state.h"
 
 namespace pystaged {
@@ -59,7 +60,7 @@ public:
     // The states in both stops are computed.
     void applied();
 
-    void keep_states(const std::vector<int>& lengths, int most, int anchor);
+    void keep_states(const std::vector<int>& lengths, int most, int anchor) { kept_.ask(lengths, most, anchor); }
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
     int reachable(int length) const;
     void cut(int length);
@@ -73,16 +74,11 @@ public:
     size_t num_bytes(int length) const;
 
 private:
-    using Values = Lines<float>;
-    // Shared by texts with the same beginning, so nobody writes to it.
-    struct Kept {
-        int length;
-        std::shared_ptr<Values> state;
-    };
+    using Values = KeptStates::Values;
+    using Kept = KeptStates::Kept;
 
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
     std::vector<Kept> states_to_keep(int length, int num_rows) const;
-    void keep_state(const Kept& state);
     void drop_reading();
     // Gives the memory of many rows' inputs that are needed no more back to the system.
     void release_inputs();
@@ -101,9 +97,7 @@ private:
     float* reading_inputs_ = nullptr;
     std::shared_ptr<Values> ahead_, next_ahead_;
     std::vector<Kept> read_;
-    std::vector<int> to_keep_;  // after how many rows states are kept, rising
-    int most_kept_ = 0, anchor_ = -1;
-    std::vector<Kept> kept_;  // of rising length
+    KeptStates kept_;
 };
 
 }  // namespace pystaged

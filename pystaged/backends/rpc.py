@@ -27,7 +27,7 @@ _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
 KEPT = ...  # stands in calls for the sampling that the host has stored
 _PROPERTIES = ("tokens", "num_pending", "closed")
-_METHODS = ("evaluate", "commit", "discard", "rewind", "stretch", "logits")
+_METHODS = ("evaluate", "commit", "discard", "keep_states", "rewind", "stretch", "logits")
 
 
 def endpoints(device: str) -> list[str]:
@@ -131,6 +131,9 @@ class RemoteModel:
     vocab_size: int
     weight_bytes: int
     cell_bytes: int
+    state_bytes: int
+    kept_state_bytes: int
+    most_pending: int
 
     def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:
         self.servers = Servers(device)
@@ -144,12 +147,14 @@ class RemoteModel:
 class RemoteSession:
     """Stands in for _core.Session."""
 
-    # Devices keep all tokens in layers with a sliding window, and refuse recurrent layers.
-    windowed_cell_bytes = most_windowed = state_bytes = kept_state_bytes = 0
+    # Devices keep all tokens in layers with a sliding window.
+    windowed_cell_bytes = most_windowed = 0
 
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
         self.weight_bytes = model.weight_bytes
         self.vocab_size = model.vocab_size
+        self.most_pending = model.most_pending
+        self.state_bytes, self.kept_state_bytes = model.state_bytes, model.kept_state_bytes
         self._model, self._servers = model, model.servers
         if begun is None:
             begun, n_ctx = self._servers.call("open", n_ctx)
@@ -192,7 +197,7 @@ class RemoteSession:
         return self._call("verify", tokens, parents, self._told(sampling), num_candidates, masks)
 
     def reachable(self, length: int) -> int:
-        return length
+        return int(self._call("reachable", length)) if self.state_bytes else length
 
     def __getattr__(self, name: str) -> Any:
         """A property, or a method whose arguments are sent as they are."""

@@ -176,7 +176,7 @@ class Decoder:
 
     def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
         """Draft a tree, verify it, and return its tokens: at least one, normally no more than max_tokens."""
-        max_depth = min(max_tokens, self.target.n_ctx - self._length) - 1
+        max_depth = min(max_tokens, self.target.n_ctx - self._length, self.target.most_pending) - 1
         guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
         # A plain step asks for no candidates, because the time to find them would be a loss.
         recycled = self._drafting[self.budget.chosen].recycled if self.budget.chosen is not None else None

@@ -64,16 +64,20 @@ class TreePolicy(Protocol):
 class CheckedPolicy:
     """Checks the answers of a policy and limits them to what a step can do.
 
+    Args:
+        chains: whether trees have no branches: one candidate per node.
+
     Raises:
         TypeError, ValueError: from any member: the policy's answer is no integer, or too small.
     """
 
-    def __init__(self, policy: TreePolicy) -> None:
+    def __init__(self, policy: TreePolicy, *, chains: bool = False) -> None:
         self._policy = policy
+        self._most_children = 1 if chains else MAX_CHILDREN
 
     @property
     def children(self) -> int:
-        return self._checked("children", self._policy.children, MAX_CHILDREN, least=1)
+        return self._checked("children", self._policy.children, self._most_children, least=1)
 
     def expand(self, growth: Growth) -> int:
         return self._checked("expand", self._policy.expand(growth), len(growth.leaves))

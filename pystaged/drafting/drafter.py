@@ -40,6 +40,7 @@ class TreeDrafter:
             counts 0.
         meter: measures the time of drafting; the decoder's, if that has a budget.
         experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
+        chains: whether trees have no branches, because a model evaluates chains alone.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TreeDrafter:
         cost: PassCost | None = None,
         meter: Meter | None = None,
         experts: ExpertCost | None = None,
+        chains: bool = False,
     ) -> None:
         self.stats = DrafterStats()
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
@@ -62,7 +64,7 @@ class TreeDrafter:
         for proposer in proposers:
             proposer.stats, proposer.meter = self.stats, self._meter
         self._stage = min(proposer.stage for proposer in proposers)
-        self._policy = CheckedPolicy(policy)
+        self._policy = CheckedPolicy(policy, chains=chains)
         self._vocab_size = vocab_size
         self._cost = cost
         self._experts = experts

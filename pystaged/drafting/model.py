@@ -76,8 +76,9 @@ class ModelProposer(Proposer):
         return len(self._missing) <= _LONGEST_PREFIX_ROWS
 
     def most_levels(self) -> float:
-        # A row for the root, and one for each level but the last.
-        return self.session.n_ctx - self._length - len(self._missing)
+        # A row for the root, and one for each level but the last; a parallel draft has more.
+        room = min(self.session.n_ctx - self._length, self.session.most_pending - self.places)
+        return room - len(self._missing)
 
     def price(self, num_nodes: int) -> float:
         return self._cost(num_nodes + self.spare_rows, self._length) if self._cost else 0.0

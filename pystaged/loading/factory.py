@@ -36,6 +36,7 @@ class DecoderFactory:
         self.ngram_cost = NgramCost()
         self.head_cost = measure_head(bundle.head, bundle.target, self.ngram_cost) if bundle.head else None
         self.features_cost: NgramCost | None = None
+        self._chains = any(model.is_chained for model in (bundle.target, bundle.draft) if model)
 
     def target_cost(self, *, again: bool = False) -> PassCost:
         """Seconds of a pass of the target, measured or loaded."""
@@ -98,7 +99,7 @@ class DecoderFactory:
             proposers = [draft_proposer(draft, bundle.draft_mask, substitutes=bundle.substitutes)]
         elif bundle.head:
             proposers.append(HeadProposer(bundle.head, bundle.target, target))
-        return Decoder(target, TreeDrafter(proposers, policy, bundle.target.vocab_size))
+        return Decoder(target, TreeDrafter(proposers, policy, bundle.target.vocab_size, chains=self._chains))
 
     def _priced(self, target: Session, draft: Session | None) -> Decoder:
         """A decoder that asks the drafter with the highest expected gain, if any gains."""
@@ -108,7 +109,8 @@ class DecoderFactory:
 
         def drafter(proposers: Sequence[Proposer], expanding: PassCost, own: PassCost | None) -> TreeDrafter:
             policy = GainPolicy(target_cost, expanding, batch=batch)
-            return TreeDrafter(proposers, policy, bundle.target.vocab_size, cost=own, meter=meter, experts=experts)
+            size, chains = bundle.target.vocab_size, self._chains
+            return TreeDrafter(proposers, policy, size, cost=own, meter=meter, experts=experts, chains=chains)
 
         def by_lookups(cost: NgramCost, *more: Proposer) -> TreeDrafter:
             found = lookups(bundle.table, bundle.recycled, cost)

@@ -711,7 +711,7 @@ def test_refused_files(tmp_path: Path, case: str, device: str) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "gemma4", "deepseek2"])
+@pytest.mark.parametrize("case", ["lfm2moe", "gemma4", "deepseek2"])
 def test_layers_that_devices_do_not_run(written: Callable[[str], Path], case: str) -> None:
     with pytest.raises(ModelError, match=f"'{case}' has .*; load it with device 'cpu'"):
         Model(str(written(case)), device=DEVICE)

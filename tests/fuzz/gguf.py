@@ -278,7 +278,7 @@ def use_model(path: str, device: str) -> None:
     if session.n_ctx < 6:
         return
     session.prefill([0, last])
-    session.evaluate([last, 0, min(1, last), last], [-1, 0, 0, 1])
+    session.evaluate([last, 0, min(1, last), last], [-1, 0, 1, 2] if model.is_chained else [-1, 0, 0, 1])
     for sampling in (_core.Sampling(), _core.Sampling(0.5, 5, 0.9, 0.1, 7), _core.Sampling(2, min_p=0.1)):
         tokens, _ = session.candidates([0, 3], min(8, model.vocab_size), sampling)
         path_, chosen = session.follow(sampling)

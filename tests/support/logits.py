@@ -26,10 +26,14 @@ def engine_logits(path: Path, tokens: list[int]) -> Floats:
 
 
 def model_logits(model: _core.Model, tokens: list[int]) -> Floats:
-    """The same of a model that is loaded."""
-    session = _core.Session(model)
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
-    return np.stack([session.logits(row) for row in range(len(tokens))])
+    """The same of a model that is loaded; in several, if its recurrent layers have no room for so many rows."""
+    session, found = _core.Session(model), []
+    for first in range(0, len(tokens), model.most_pending):
+        piece = tokens[first : first + model.most_pending]
+        session.evaluate(piece, range(-1, len(piece) - 1))
+        found += [session.logits(row) for row in range(len(piece))]
+        session.commit(range(len(piece)))
+    return np.stack(found)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ NO_GATE = {"gpt2", "starcoder2"}
 SPACES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
 DELTA_NETS = {"qwen35", "qwen35moe", "qwen3next"}
 SHORT_CONVOLUTIONS = {"lfm2", "lfm2moe"}
-RECURRENT = {*SHORT_CONVOLUTIONS, *DELTA_NETS, *SPACES}
 SHARED_GATE = {"qwen2moe", "qwen35moe", "qwen3next"}
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 

@@ -1,0 +1,83 @@
+// Earlier states of a text that it can go back to.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "memory.h"
+
+namespace pystaged {
+
+class KeptStates {
+public:
+    using Values = Lines<float>;
+    // Shared by texts with the same beginning, so nobody writes to it.
+    struct Kept {
+        int length;
+        std::shared_ptr<Values> state;
+    };
+
+    // As TextState::keep_states() has it.
+    void ask(const std::vector<int>& lengths, int most, int anchor) {
+        kept_.reserve(kept_.size() + lengths.size());
+        asked_ = lengths;
+        most_ = most;
+        anchor_ = anchor;
+    }
+    const std::vector<int>& asked() const { return asked_; }
+    bool is_asked(int length) const { return std::binary_search(asked_.begin(), asked_.end(), length); }
+    // Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie
+    // the closer the nearer the end is. The anchor stays if there is room for it and the last one.
+    void keep(const Kept& state) {
+        if (!kept_.empty() && kept_.back().length >= state.length) {
+            return;
+        }
+        kept_.push_back(state);
+        while (static_cast<int>(kept_.size()) > most_) {
+            const auto gap = [&](size_t i) {
+                const int before = i == 0 ? 0 : kept_[i - 1].length;
+                return double(kept_[i].length - before) / (state.length - before);
+            };
+            size_t least = kept_.size() > 2 && kept_[0].length == anchor_ ? 1 : 0;
+            for (size_t i = least + 1; i + 1 < kept_.size(); ++i) {
+                least = kept_[i].length != anchor_ && gap(i) < gap(least) ? i : least;
+            }
+            kept_.erase(kept_.begin() + least);
+        }
+    }
+    // The most rows of `length` at most after which there is a state; 0 for none.
+    int reachable(int length) const {
+        int found = 0;
+        for (const Kept& kept : kept_) {
+            found = kept.length <= length ? kept.length : found;
+        }
+        return found;
+    }
+    // The state after exactly so many rows, or null.
+    const Values* at(int length) const {
+        for (const Kept& kept : kept_) {
+            if (kept.length == length) {
+                return kept.state.get();
+            }
+        }
+        return nullptr;
+    }
+    void cut(int length) {
+        while (!kept_.empty() && kept_.back().length > length) {
+            kept_.pop_back();
+        }
+    }
+    const std::vector<Kept>& all() const { return kept_; }
+    // In place of what was kept, in a state resumed from a file.
+    void set(std::vector<Kept> kept) { kept_ = std::move(kept); }
+    // Takes over what another text kept, but not what it was asked for.
+    void copy(const KeptStates& from) { kept_ = from.kept_; }
+
+private:
+    std::vector<int> asked_;
+    int most_ = 0, anchor_ = -1;
+    std::vector<Kept> kept_;  // of rising length
+};
+
+}  // namespace pystaged

@@ -1,0 +1,214 @@
+"""Recurrent layers on devices: whatever a text went through, it goes on as our kernels decode its tokens one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.device import DEVICE, GPU_LAYERS
+from support.families import CASES
+from support.logits import llama_context, llama_pass, model_logits
+from support.random_models import write
+
+import pystaged
+from pystaged import FixedPolicy
+from pystaged._core import Model, Sampling, Session
+from pystaged.backends.audit import audit
+from pystaged.config import SamplingConfig
+
+Floats = npt.NDArray[np.float32]
+
+MOST_PENDING = 64
+NAMES = ("lfm2", "qwen35", "granitehybrid", "nemotron_h", "falcon-h1")
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("recurrent")
+
+    @cache
+    def make(name: str, quantization: str = "F32") -> Path:
+        return write(folder / f"{name}.{quantization}.gguf", replace(CASES[name], quantization=quantization))
+
+    return make
+
+
+class Plain:
+    """The logits after some tokens, decoded one by one by our kernels; remembered."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = Model(path)
+        self._known: dict[tuple[int, ...], Floats] = {}
+
+    def __call__(self, tokens: list[int]) -> Floats:
+        if tuple(tokens) not in self._known:
+            session = Session(self._model)
+            for i, token in enumerate(tokens):
+                session.evaluate([token], [-1])
+                self._known[tuple(tokens[: i + 1])] = session.logits(0)
+                session.commit([0])
+        return self._known[tuple(tokens)]
+
+
+def logprobs(logits: Floats) -> Floats:
+    shifted = logits - logits.max(-1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
+    """A chain behind the text has the logits of single rows."""
+    committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1]
+    session.evaluate(tokens, range(-1, 4))
+    for row in range(5):
+        expected = plain([*committed, *tokens[: row + 1]])
+        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= TOLERANCE
+    session.discard()
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], name: str, quantization: str) -> None:
+    """In passes of 20 rows, the first a reading; llama.cpp in the same ones."""
+    path = path_of(name, quantization)
+    tokens = np.random.default_rng(0).integers(0, 257, 100).tolist()
+    own, session = model_logits(Model(path), tokens)[20:], Session(Model(path, num_threads=1, device=DEVICE))
+    found, expected = [], []
+    session.prefill(tokens[:20])
+    with llama_context(path, GPU_LAYERS, num_threads=1) as context:
+        llama_pass(context, tokens[:20], 0)
+        for first in range(20, 100, 20):
+            session.evaluate(tokens[first : first + 20], range(-1, 19))
+            found.append(np.stack([session.logits(row) for row in range(20)]))
+            session.commit(range(20))
+            expected.append(llama_pass(context, tokens[first : first + 20], first))
+    logits = np.concatenate(found)
+    assert logits.std() > 0.1
+    assert np.abs(logits - np.concatenate(expected)).max() <= TOLERANCE
+    # ggml rounds quantized products otherwise than our kernels do.
+    tolerance = TOLERANCE if quantization == "F32" else 0.05
+    assert np.abs(logprobs(logits) - logprobs(own)).max() <= tolerance
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
+    """A text that reads, verifies, drafts, commits, goes back and forks; some passes fail."""
+    generator, path = np.random.default_rng(1), path_of(name)
+    model, plain = Model(path, device=DEVICE), Plain(path)
+    session = Session(model)
+    kinds = ["read", "verify", "draft", "back", "fork", "fail"]
+    for kind in [*kinds, *generator.choice(kinds, 18, p=[0.25, 0.25, 0.2, 0.1, 0.1, 0.1])]:
+        committed = session.tokens.tolist()
+        session.keep_states(len(committed) + generator.integers(-5, 40, 3), int(generator.integers(4)))
+        size = int(generator.integers(1, 12))
+        if kind == "read":  # perhaps in two passes
+            session.prefill(generator.integers(0, 4, generator.choice([size, 3 * size, 80])))
+        elif kind == "verify":
+            sampling = Sampling(temperature=2.0, seed=size, top_k=4)
+            session.verify(generator.integers(0, 4, size), range(-1, size - 1), sampling)
+        elif kind == "draft":  # in passes that begin behind any row, of which a path is kept
+            parents: list[int] = []
+            for _ in range(3):
+                begin = int(generator.integers(-1, len(parents))) if parents else -1
+                rows = [begin, *range(len(parents), len(parents) + size - 1)]
+                session.evaluate(generator.integers(0, 4, size), rows, 0)
+                parents += rows
+            path_kept, row = list[int](), int(generator.integers(-1, len(parents)))
+            while row >= 0:
+                path_kept, row = [row, *path_kept], parents[row]
+            session.commit(path_kept)
+        elif kind == "back":
+            asked = int(generator.integers(0, len(committed) + 1))
+            assert session.rewind(asked) == len(session.tokens) <= asked
+            assert session.tokens.tolist() == committed[: len(session.tokens)]
+        elif kind == "fork":
+            asked = int(generator.integers(0, len(committed) + 1))
+            other, session = session, session.fork(asked)
+            assert session.tokens.tolist() == committed[: other.reachable(asked)]
+            assert_goes_on_plainly(other, plain)
+        else:
+            with pytest.raises(ValueError, match="outside the vocabulary"):
+                session.verify([1, 10000], [-1, 0], Sampling())
+            assert session.tokens.tolist() == committed
+        assert_goes_on_plainly(session, plain)
+
+
+def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
+    """To every position of the last pass, if it was a chain, to states that were kept, else to its beginning."""
+    path = path_of("qwen35")
+    plain, tokens = Plain(path), np.random.default_rng(2).integers(0, 4, 120)
+    session = Session(Model(path, device=DEVICE))
+    session.keep_states([30, 70, 90, 500], 2)
+    session.prefill(tokens[:100])
+    assert [session.reachable(length) for length in (100, 99, 89, 69)] == [100, 90, 70, 0]
+    session.evaluate(tokens[100:], range(-1, 19), 0)
+    session.commit(range(20))
+    assert [session.reachable(length) for length in range(100, 121)] == list(range(100, 121))
+    for length in range(119, 99, -1):
+        assert session.rewind(length) == length
+        assert_goes_on_plainly(session.fork(length), plain)
+    assert_goes_on_plainly(session.fork(95), plain)
+    assert session.rewind(80) == 70
+    assert_goes_on_plainly(session, plain)
+    assert session.rewind(20) == 0
+    session.prefill(tokens[:10])
+    assert_goes_on_plainly(session, plain)
+
+
+def test_chains_alone(path_of: Callable[..., Path]) -> None:
+    model = Model(path_of("lfm2"), device=DEVICE)
+    session = Session(model)
+    assert (model.is_chained, model.most_pending) == (True, MOST_PENDING)
+    with pytest.raises(ValueError, match="evaluates chains: row 2 has parent 0"):
+        session.evaluate([1, 2, 3], [-1, 0, 0])
+    with pytest.raises(ValueError, match=f"has {MOST_PENDING} pending rows at most"):
+        session.evaluate(range(65), range(-1, 64))
+    assert session.num_pending == 0
+
+
+def test_memory_of_states(path_of: Callable[..., Path]) -> None:
+    """Two states, and the inputs of two chains; as many bytes of a kept one as on the CPU."""
+    path = path_of("lfm2")
+    model = Model(path, device=DEVICE)
+    layers, taps, width = 2, 3, 64
+    assert model.kept_state_bytes == Model(path).kept_state_bytes == layers * (taps - 1) * width * 4
+    assert model.state_bytes == 2 * model.kept_state_bytes + layers * 2 * MOST_PENDING * width * 4
+    session = Session(model)
+    session.keep_states([5], 1)
+    session.prefill(range(9))
+    assert session.num_bytes == 9 * model.cell_bytes + model.state_bytes + model.kept_state_bytes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "granitehybrid"])
+def test_staged_decoding_is_the_models_own(path_of: Callable[..., Path], name: str, temperature: float) -> None:
+    """Of several texts at once; a later prompt goes on from a kept state."""
+    prompt = [*range(40, 60)] * 4
+    with pystaged.load(path_of(name), draft=None, device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+        results = engine.generate(prompt, n=3, max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+        assert engine.generate([*prompt, 8], max_tokens=1).stats.reused_tokens > 0
+        assert sum(result.stats.accepted for result in results) > 0
+        session = Session(engine.model)
+        for result in results:
+            assert len(result.tokens) == 40
+            sampling = SamplingConfig(temperature, seed=result.seed)
+            difference = audit(session, np.array(prompt, np.int32), result.tokens, sampling)
+            assert difference is None or difference.gap < 2 * TOLERANCE
+
+
+def test_a_draft_on_a_device(path_of: Callable[..., Path]) -> None:
+    """It drafts chains, too, for a target that takes trees."""
+    path = path_of("qwen35")
+    options = {"max_tokens": 30, "ignore_eos": True}
+    with pystaged.load(path, draft=None) as engine:
+        expected = engine.generate([5, 6, 7], **options).tokens
+    with pystaged.load(path, draft=path, draft_device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+        result = engine.generate([5, 6, 7], **options)
+    assert result.tokens == expected
+    assert result.stats.accepted > 20
