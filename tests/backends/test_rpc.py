@@ -72,7 +72,9 @@ def test_a_sampling_is_sent_once_for_a_text(random_gguf: Callable[..., Path]) ->
     path = random_gguf(vocab_size=300, context=512)
     model, tokenizer = Model(str(path)), Tokenizer(str(path))
     wire = Wire(model)
-    remote = Decoder(RemoteSession(SimpleNamespace(servers=wire, weight_bytes=1, vocab_size=300), 512))  # type: ignore[arg-type]
+    numbers = {name: getattr(model, name) for name in ("most_pending", "state_bytes", "kept_state_bytes")}
+    there = SimpleNamespace(servers=wire, weight_bytes=1, vocab_size=300, **numbers)
+    remote = Decoder(RemoteSession(there, 512))  # type: ignore[arg-type]
     local = Decoder(Session(model))
     prompt = tokenizer.encode("the tree then the tree ")
     for seed in (1, 2):

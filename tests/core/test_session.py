@@ -286,7 +286,8 @@ class OneHost:
 
 
 def remote(model: _core.Model) -> RemoteSession:
-    stand_in = SimpleNamespace(weight_bytes=model.weight_bytes, vocab_size=model.vocab_size, servers=OneHost(model))
+    names = ("weight_bytes", "vocab_size", "most_pending", "state_bytes", "kept_state_bytes")
+    stand_in = SimpleNamespace(servers=OneHost(model), **{name: getattr(model, name) for name in names})
     return RemoteSession(cast(RemoteModel, stand_in), 0)
 
 

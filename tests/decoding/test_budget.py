@@ -141,7 +141,7 @@ class SimulatedDrafter:
 class SimulatedSession:
     """Accepts as many nodes of a chain as it is told, in the time that the costs say."""
 
-    n_ctx, weight_bytes, on_device = 10**6, 1, False
+    n_ctx, most_pending, weight_bytes, on_device = 10**6, 10**6, 1, False
 
     def __init__(self, machine: Machine, cost: PassCost, reading: float) -> None:
         self._machine, self._cost, self._reading = machine, cost, reading

@@ -468,7 +468,7 @@ def test_the_best_rows_are_verified(trees: list[list[float]], spent: float, slop
 class AcceptingSession(SimulatedSession):
     """A session whose target accepts each node of a chain with some chance."""
 
-    n_ctx, weight_bytes = 10**6, 1
+    n_ctx, most_pending, weight_bytes = 10**6, 10**6, 1
 
     def __init__(self, machine: Machine, chance: float, random: Random) -> None:
         super().__init__(machine)
