@@ -255,8 +255,12 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
         } else {
             fill();
         }
-    } catch (const std::out_of_range&) {
-        // A SentencePiece vocabulary that spells not even all bytes.
+    } catch (...) {
+        // A SentencePiece vocabulary that spells not even all bytes: std::out_of_range, which is another type where
+        // libllama has a C++ library of its own.
+        if (llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_SPM) {
+            throw;
+        }
         throw std::invalid_argument("the vocabulary has no tokens for some character of the text");
     }
     if (n < 0) {

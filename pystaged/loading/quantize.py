@@ -97,14 +97,24 @@ def quantize(
         # llama.cpp opens files on Windows by their names in the system's code page, so it may have written another.
         if not child.returncode and not part.stat().st_size:
             raise ValueError(f"{out} cannot be written by llama.cpp; choose a name and folder of ASCII letters")
-        if child.returncode:
+        if child.returncode or not _is_whole(part):
             if shutil.disk_usage(part.parent).free < needed - part.stat().st_size:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")
             _check_file(source)
             if last and (found := _REQUANTIZING.search(last[0])):
                 raise _requantizing(source, found[1])
-            reason = last[0] if last else f"the quantizer ended with {child.returncode}"
+            ended = f"the quantizer ended with {child.returncode}"
+            reason = last[0] if last else ended if child.returncode else "the file that was written is not whole"
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a written file has all tensors: where C++'s library is libc++, nobody hears of a failure at its end."""
+    try:
+        _check_file(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_file(source: Path) -> None:

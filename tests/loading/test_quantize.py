@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +24,7 @@ from support.convert import convert
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 
+from pystaged import process
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 
@@ -124,6 +126,21 @@ def test_a_full_disk(
             quantize(source, tmp_path / "out.gguf", "q4_0")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_ends_too_early(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = process.start
+
+    @contextlib.contextmanager
+    def cut(*words: Any, **options: Any) -> Iterator[Any]:
+        with start(*words, **options) as child:
+            yield child
+        os.truncate(words[2], words[2].stat().st_size - 1000)
+
+    monkeypatch.setattr(process, "start", cut)
+    with pytest.raises(ValueError, match="cannot be quantized to q4_0: the file that was written is not whole"):
+        quantize(source, tmp_path / "out.gguf", "q4_0")
     assert list(tmp_path.iterdir()) == []
 
 
