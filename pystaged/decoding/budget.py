@@ -56,7 +56,7 @@ _RETURN = 0.05  # share of the way that each new sequence moves a rate back to i
 _READ = 32  # rows of the pass whose cost estimates the time of prefill
 _DEEPEST = 8  # tokens of the longest chain by which drafters are compared
 _BLEND = 0.05  # weight of a new observation of Python's time
-_RESTING = 7  # plain steps after a step in which drafting would not pay, without asking again: costs change slowly
+_RESTING = 7  # steps after one without drafting that are plain without asking again: costs and credit change slowly
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from fuzz.target import Case, Target
 
 TARGETS = {  # by name: module and class; each of what is read without being trusted
     "gguf": "fuzz.gguf:Gguf",
+    "assistant": "fuzz.assistants:Assistants",
     "head": "fuzz.heads:Head",
     "checkpoint": "fuzz.checkpoints:Checkpoint",
     "tokenizer": "fuzz.checkpoints:Tokenizer",
