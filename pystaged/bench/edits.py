@@ -191,7 +191,7 @@ class _Script:
     """The scripted target in place of a session: it holds the number of its tokens, and takes no time itself."""
 
     on_device = False
-    n_ctx = _POSITIONS
+    n_ctx = most_pending = _POSITIONS
     weight_bytes = 1
 
     def __init__(self, vocab_size: int) -> None:
