@@ -103,8 +103,8 @@ constexpr int kFloatSums = 12;
 constexpr int kAttendRows = 6;
 constexpr int kScoreSums = 6;
 constexpr int kMixSums = 6;
-constexpr int kPrefetchBlocks = 8;
-constexpr int kPrefetchLocality = 0;
+constexpr int kPrefetchBytes = 6144;
+constexpr int kPrefetchLocality = 2;
 
 struct Bytes {
     __m256i x;

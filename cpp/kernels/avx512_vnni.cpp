@@ -96,8 +96,8 @@ constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 8;
 constexpr int kScoreSums = 16;
 constexpr int kMixSums = 16;
-constexpr int kPrefetchBlocks = 16;
-constexpr int kPrefetchLocality = 0;
+constexpr int kPrefetchBytes = 6144;
+constexpr int kPrefetchLocality = 2;
 
 struct Bytes {
     __m512i x;

@@ -51,12 +51,11 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     sum.store(e.out + at);
 }
 
-// Every `step`th line of what comes kPrefetchBlocks blocks later.
-template <class Block>
+// Every `step`th line of what comes kPrefetchBytes later, into the second cache: activations fill the first.
 inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
-    if constexpr (kPrefetchBlocks > 0) {
+    if constexpr (kPrefetchBytes > 0) {
         for (int line = first; 64 * line < bytes; line += step) {
-            __builtin_prefetch(data + kPrefetchBlocks * Block::bytes + 64 * line, 0, kPrefetchLocality);
+            __builtin_prefetch(data + kPrefetchBytes + 64 * line, 0, kPrefetchLocality);
         }
     }
 }
@@ -95,13 +94,13 @@ template <class Block, int rows>
                 sum[r] = sums[part][r];
             }
             const Header header(group, part);
-            prefetch<Block>(group, Header::bytes, part, kUnits);
+            prefetch(group, Header::bytes, part, kUnits);
             const uint8_t* data = group + Header::bytes;
             const int8_t* q = quants;
             const BlockFactors* f = factors;
             for (int b = 0; b < blocks; ++b) {
                 const Block block(header, data, part);
-                prefetch<Block>(data, Block::bytes, part, kUnits);
+                prefetch(data, Block::bytes, part, kUnits);
                 add_rows<rows, 1>(&block, sum, q, f);
                 data += Block::bytes;
                 q += size_t(x.n) * kBlock;
@@ -220,7 +219,7 @@ void integer_panels(const uint8_t* weights, int first, int last, const Activatio
             const uint8_t* data = weights + g * group_bytes + b / kPanelBlocks * panel_bytes;
             panel.take_weights(data);
             const uint8_t* next = g + 1 < last ? data + group_bytes : data - (g - first) * group_bytes + panel_bytes;
-            for (size_t line = 0; kPrefetchBlocks > 0 && line < panel_bytes; line += 64) {
+            for (size_t line = 0; kPrefetchBytes > 0 && line < panel_bytes; line += 64) {
                 __builtin_prefetch(next + line, 0, kPrefetchLocality);
             }
             for (int r = 0; r < n; r += kPanelRows) {

@@ -91,7 +91,7 @@ constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 4;
 constexpr int kScoreSums = 4;
 constexpr int kMixSums = 4;
-constexpr int kPrefetchBlocks = 8;
+constexpr int kPrefetchBytes = 4096;
 constexpr int kPrefetchLocality = 3;
 
 struct Bytes {

@@ -99,7 +99,7 @@ constexpr int kMixSums = 1;        // and rows times vectors of dimensions
 
 // Blocks of weights to prefetch ahead, and into which caches, as __builtin_prefetch counts them: by 0 past the large
 // ones, because a small pass reads weights once, and what Python needs between passes stays there.
-constexpr int kPrefetchBlocks = 0;
+constexpr int kPrefetchBytes = 0;
 constexpr int kPrefetchLocality = 0;
 
 // F::lanes times four bytes.
