@@ -104,7 +104,7 @@ constexpr int kAttendRows = 6;
 constexpr int kScoreSums = 6;
 constexpr int kMixSums = 6;
 constexpr int kPrefetchBytes = 6144;
-constexpr int kPrefetchLocality = 2;
+constexpr int kPrefetchLocality = 2;  // the second cache: activations fill the first
 
 struct Bytes {
     __m256i x;

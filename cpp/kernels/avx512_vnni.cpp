@@ -97,7 +97,7 @@ constexpr int kAttendRows = 8;
 constexpr int kScoreSums = 16;
 constexpr int kMixSums = 16;
 constexpr int kPrefetchBytes = 6144;
-constexpr int kPrefetchLocality = 2;
+constexpr int kPrefetchLocality = 2;  // the second cache: activations fill the first
 
 struct Bytes {
     __m512i x;

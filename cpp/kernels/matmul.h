@@ -51,7 +51,7 @@ inline void finish(F sum, const Epilogue& e, int row, int unit) {
     sum.store(e.out + at);
 }
 
-// Every `step`th line of what comes kPrefetchBytes later, into the second cache: activations fill the first.
+// Every `step`th line of what comes kPrefetchBytes later.
 inline void prefetch(const uint8_t* data, int bytes, int first, int step) {
     if constexpr (kPrefetchBytes > 0) {
         for (int line = first; 64 * line < bytes; line += step) {
