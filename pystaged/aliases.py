@@ -143,10 +143,8 @@ SETTINGS = {
     "format": "start with --json-schema, which takes a schema",
     "history": "/save FILE saves a conversation",
     "nohistory": "nothing is saved without /save FILE",
-    "nothink": "start with --no-think",
     "nowordwrap": "lines always break between words",
     "quiet": "write /stats off",
-    "think": "start with --think",
     "verbose": "write /stats on",
     "wordwrap": "lines always break between words",
 }

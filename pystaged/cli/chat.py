@@ -38,7 +38,7 @@ from pystaged.cli.options import (
     usage,
 )
 from pystaged.cli.raw import Raw
-from pystaged.cli.turns import Turns, take_lines
+from pystaged.cli.turns import SWITCH, Turns, take_lines
 from pystaged.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
 from pystaged.files import expanded, read_small
 from pystaged.loading.names import SMOLLM2
@@ -162,18 +162,21 @@ class Chat(Turns):
     _leaving = ("exit", "quit", "bye")
     _about = """A line you type is asked, and the model answers; exit, quit or bye alone leaves, as /bye does.
 /system TEXT   say how the model is to answer, @FILE reads it; "" takes that back, without TEXT it is shown
+/think on, off   whether a model that can think does so first
 """
 
     def __init__(self, *arguments: Any, system: str = "", think: bool | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._system = system
         self._template_options = {} if think is None else {"enable_thinking": think}
-        self._commands["/system"] = self._set_system
+        self._commands |= {"/system": self._set_system, "/think": self._set_think}
 
     def _show(self) -> None:
         super()._show()
         if self._system:
             report(f"system message: {self._system}")
+        for is_on in self._template_options.values():
+            report(f"think {'on' if is_on else 'off'}")
 
     def say(self, text: str) -> None:
         if text.strip():
@@ -200,7 +203,7 @@ class Chat(Turns):
         return sampling.config(self._engine.recommended_sampling)
 
     def _fixed_by(self) -> object:
-        return self._system, super()._fixed_by()
+        return self._system, self._template_options, super()._fixed_by()
 
     def _set_system(self, words: str) -> None:
         if words:
@@ -210,6 +213,12 @@ class Chat(Turns):
             typer.echo(self._system)
         else:
             report("there is no system message")
+
+    def _set_think(self, words: str) -> None:
+        if words not in SWITCH:
+            raise ValueError("write /think on or /think off")
+        self._template_options = {"enable_thinking": SWITCH[words]}
+        report(f"think {words}")
 
     def _saved(self) -> str:
         vocabulary = self._engine.tokenizer.fingerprint

@@ -41,7 +41,7 @@ _FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SET
 Asked = tuple[list[Any], str]
 """A turn: the state before it, and the user's text."""
 
-_SWITCH = {"on": True, "off": False}
+SWITCH = {"on": True, "off": False}
 
 _HELP = '''Lines between """ and """ form one message; a line that ends with \\ continues on the next one. Only the
 former may begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
@@ -101,7 +101,7 @@ class Turns(ABC):
         self._last: GenerationResult | None = None  # its result
         self._made_with: object = None  # the settings that it was made with
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: errors.print(f"{self._about} {_HELP}", style="dim", markup=False),
+            "/help": lambda _: errors.print(self._about + _HELP, style="dim", markup=False),
             "/clear": lambda _: self._clear(),
             "/undo": lambda _: self._undo(),
             "/retry": lambda _: self._retry(),
@@ -358,6 +358,9 @@ class Turns(ABC):
         if name == "system" and "/system" in self._commands:
             self._commands["/system"]("".join(values))
             return
+        if name in ("think", "nothink") and "/think" in self._commands:
+            self._commands["/think"]("off" if name == "nothink" else "".join(values) or "on")
+            return
         if name in SETTINGS:
             raise ValueError(f"/set {name}: {SETTINGS[name]}")
         if len(words.split()) != 2:
@@ -366,7 +369,7 @@ class Turns(ABC):
         name = _our_name(name)
         kind = _SETTABLE[name]
         try:
-            number = _SWITCH[value] if kind is bool else kind(value)
+            number = SWITCH[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
             wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None

@@ -220,6 +220,7 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         ("/set stop x", "stop is fixed when a chat starts, by --stop"),
         ("/set speculate off", "there is nothing called speculate; "),
         ("/set verbose", "/set verbose: write /stats on"),
+        ("/set think high", "write /think on or /think off"),
         ("/set zzz 0.3", "there is nothing called zzz; what can be set is temperature, "),
         ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
         ("/set top_p x", "top_p must be a number, not x"),
@@ -267,6 +268,31 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     assert "max_tokens 31, stop_loops on" in shown.err
     assert "system message: Hi,\n  you." in shown.err
     assert shown.out == "Hi,\n  you.\n"
+
+
+def test_thinking_is_switched(
+    engine: pystaged.Engine,
+    session: Callable[..., Chat],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    answer = engine.stream_chat
+
+    def stream_chat(messages: list[Message], **options: Any) -> pystaged.Stream:
+        given.append(options.pop("template_options"))
+        return answer(messages, **options)
+
+    monkeypatch.setattr(engine, "stream_chat", stream_chat)
+    made = session()
+    made.take(QUESTION)
+    for line in ("/think off", "/set think", "/set nothink"):  # of Ollama
+        made.take(line)
+        made.take("/retry")  # greedy, and another turn
+    assert given == [{}, *({"enable_thinking": each} for each in (False, True, False))]
+    capsys.readouterr()
+    made.take("/show")
+    assert "think off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["/bye", "exit", "quit", "bye "])
