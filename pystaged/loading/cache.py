@@ -18,6 +18,7 @@ from pystaged.loading.quantize import DEFAULT_TYPE
 
 _SOURCE = "source.json"
 _MOST_BYTES = 1 << 20
+_BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ def find(name: str) -> Path | None:
     """
     repository, _, wanted = hub_id(name).partition(":")
     found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
+    files = usual([_file(path) for path in found], wanted)
     if wanted:
-        files = set(fitting([_file(path) for path in found], wanted))
-        found = [path for path in found if _file(path) in files]
+        files = fitting(files, wanted)
+    found = [path for path in found if _file(path) in files]
     names = {_name(path): path for path in found}
     chosen = choose(sorted(names), "")
     if found and chosen is None:
@@ -75,10 +77,20 @@ def choose(files: Sequence[str], wanted: str) -> str | None:
 
     Returns None where no file or several fit.
     """
-    found = fitting(files, wanted) if wanted else list(files)
+    found = usual(files, wanted)
+    if wanted:
+        found = fitting(found, wanted)
     if len(found) > 1 and not wanted:
         found = fitting(found, DEFAULT_TYPE)
     return found[0] if len(found) == 1 else None
+
+
+def usual(files: Sequence[str], wanted: str) -> list[str]:
+    """The files that may be meant: where none is named, not what only belongs to a model (llama.cpp's names: mtp-*, its
+    MTP layer, and mmproj, which reads images), unless there is nothing else."""
+    if wanted.lower().endswith(".gguf"):
+        return list(files)
+    return [file for file in files if not _BESIDE.search(file)] or list(files)
 
 
 def fitting(files: Sequence[str], wanted: str) -> list[str]:

@@ -419,6 +419,18 @@ def test_files_of_one_name_in_several_folders(online: Hub, random_gguf: Callable
     assert list(cache.folder().iterdir()) == []
 
 
+def test_what_belongs_to_a_model_is_taken_by_its_file_alone(online: Hub, random_gguf: Callable[..., Path]) -> None:
+    files = ["tiny.Q8_0.gguf", "mmproj-tiny.Q8_0.gguf", "mtp-tiny.Q8_0.gguf"]
+    online.repositories[GGUFS] = Repository(dict.fromkeys(files, random_gguf("Q8_0").read_bytes()))
+    for name in (GGUFS, f"{GGUFS}:q8_0", f"{GGUFS}:mtp-tiny.Q8_0.gguf"):
+        hub.pull(name)
+    found = [names.resolve(f"{GGUFS}{wanted}").name for wanted in ("", ":q8_0", ":mtp-tiny.Q8_0.gguf")]
+    assert found == [files[0], files[0], files[2]]
+    assert [model.name for model in cache.models()] == [f"{GGUFS}:{files[2]}", f"{GGUFS}:q8_0"]
+    online.repositories[GGUFS] = Repository({"mtp/mtp-tiny.Q4_0.gguf": random_gguf("Q4_0").read_bytes()})
+    assert hub.pull(f"{GGUFS}:q4_0").name == "mtp-tiny.Q4_0.gguf"  # there is nothing else
+
+
 def test_offline_in_folders(
     online: Hub, random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
