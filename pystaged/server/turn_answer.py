@@ -91,8 +91,8 @@ class TurnAnswer(Answer):
         return parts
 
     def reasoning_tokens(self) -> int:
-        """The number of tokens of the reasoning so far; while that goes on, of at least eight ninths of it, so that
-        figures with each token do not count it anew each time."""
+        """The number of tokens of the reasoning so far, as its text is encoded, but no more than were written; while it
+        goes on, of at least eight ninths of it, so that figures with each token do not count it anew each time."""
         total = 0
         for reader in self.readers:
             for block in reader.of_kind("reasoning"):
@@ -101,7 +101,7 @@ class TurnAnswer(Answer):
                     tokens = len(self.tokenizer.encode(block.text, add_special=False, parse_special=False))
                     self._counted[id(block)] = len(block.text), tokens
                 total += tokens
-        return total
+        return min(total, sum(each.new_tokens for each in self.stats()))
 
     def usage(self) -> answer_types.Usage:
         found, tokens = super().usage(), self.reasoning_tokens()

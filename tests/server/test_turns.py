@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anthropic
@@ -222,7 +223,7 @@ def test_half_of_a_surrogate_pair_loses_no_more_than_itself(client: openai.OpenA
     assert call.input == "a ? b"
 
 
-def test_reasoning_is_not_counted_anew_with_each_token() -> None:
+def test_reasoning_is_not_counted_anew_with_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
 
     class Words:
@@ -232,12 +233,16 @@ def test_reasoning_is_not_counted_anew_with_each_token() -> None:
 
     answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), is_open=True)
     answer.readers, answer.tokenizer, answer._counted = [reader], cast("Any", Words()), {}
+    written = 1000
+    monkeypatch.setattr(answer, "stats", lambda: [SimpleNamespace(new_tokens=written)])
     for number in range(1, 1001):
         reader.push("word ")
         assert number * 7 / 8 - 2 < answer.reasoning_tokens() <= number
     reader.finish()
     assert answer.reasoning_tokens() == 1000
     assert sum(counted) < 15 * 5000
+    written = 990  # in other tokens than the text is encoded in
+    assert answer.reasoning_tokens() == 990
 
 
 def test_tools_that_are_allowed_exist(client: openai.OpenAI) -> None:
