@@ -40,7 +40,8 @@ class Runtime:
     """The models of an engine, its contexts and its scheduler.
 
     bundle: target, drafters, tokenizer. decoders: makes contexts. n_ctx: context length in tokens.
-    report: called with a line about a prompt on disk that cannot be used or written.
+    report: called with a line about a context that the memory cannot hold, or a prompt on disk that cannot be used or
+    written.
 
     Args and errors as in Engine.
     """
@@ -58,13 +59,19 @@ class Runtime:
     ) -> None:
         self.bundle = bundle
         self.decoders = decoders = DecoderFactory(bundle)
+        free, on_device = bundle.free_memory(), [bool(each.devices) for each in bundle.models]
         self.contexts = ContextPool(
             lambda source, length: decoders.decoder(n_ctx, policy, source, length),
             kv_memory,
-            free=bundle.free_memory(),
-            on_device=[bool(each.devices) for each in bundle.models],
+            free=free,
+            on_device=on_device,
         )
         self.n_ctx = self.contexts.n_ctx
+        if self.contexts.full_bytes > free and not any(on_device):
+            report(
+                f"a full context of {self.n_ctx:,} tokens takes {self.contexts.full_bytes / 1e9:.1f} GB, and "
+                f"{free / 1e9:.1f} GB are free; a smaller n_ctx (--n-ctx) keeps a long text from filling the memory"
+            )
         self._prompts: KeptPrompts | None = None
         if prompt_cache is not None:
             self._prompts = _kept_prompts(bundle, prompt_cache, self.n_ctx, prompt_cache_size, report)

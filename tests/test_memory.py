@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import pystaged
 from pystaged import DeviceError
+from pystaged.loading.bundle import Bundle
 from pystaged.memory import available_memory, loadable_memory
 
 MIB = 1 << 20
@@ -62,3 +64,17 @@ def test_a_model_that_does_not_fit(bundled_target: Path, monkeypatch: pytest.Mon
         pystaged.load(bundled_target, draft=None)
     monkeypatch.setattr("pystaged.loading.bundle.loadable_memory", lambda: size)
     pystaged.load(bundled_target, draft=None).close()
+
+
+def test_a_context_that_does_not_fit(random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told and may be used, because texts may well be shorter."""
+
+    def told(free: int) -> list[str]:
+        monkeypatch.setattr(Bundle, "free_memory", lambda _: free)
+        lines: list[str] = []
+        with pystaged.load(random_gguf(), draft=None, recycle=False, report=lines.append) as engine:
+            assert len(engine.generate("a", max_tokens=2, ignore_eos=True).tokens) == 2
+        return [line for line in lines if line.startswith("a full context of ")]
+
+    assert told(10**9) == []
+    assert len(told(1000)) == 1

@@ -230,7 +230,7 @@ def _greet(engine: Engine, settings: Settings, where: str) -> None:
     report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
-    report(f"contexts of {engine.n_ctx} tokens; {memory}, room for {room} such contexts")
+    report(f"contexts of {engine.n_ctx} tokens; {memory}, enough for {room} of them")
     sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
     report(f"default sampling: {described(sampling)}")
     report(f"listening on {where}, which has a chat page; OpenAI's clients use {where}/v1; Ctrl-C stops the server")
