@@ -19,7 +19,7 @@ from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_drafts, own_layer, substitutes
 from pystaged.loading.features import load_features
 from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.metadata import is_head, reads_target
+from pystaged.loading.metadata import is_head, read_metadata, reads_target
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
@@ -62,6 +62,8 @@ class Bundle:
     ) -> None:
         check(device, kv)
         check(draft_device)
+        if candidates(device, kv) == ["cpu"]:
+            device = "cpu"
         self.costs = Costs(report)
         progress = announced(report)
         self.path, given = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
@@ -204,6 +206,10 @@ def _tokenizer(path: Path) -> Tokenizer:
         if is_head(path) or reads_target(path):
             raise ValueError(
                 f"{path} is a draft, not a model; name the model it was made for, and pass this file as its draft"
+            ) from None
+        if read_metadata(path).get("general.architecture") == "clip":
+            raise ValueError(
+                f"{path} reads images for a model (mmproj), and models here read text only; name the model's own file"
             ) from None
         raise
 

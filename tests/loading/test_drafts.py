@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 from support.feature_drafts import Eagle3, dspark, write_dflash, write_eagle3
-from support.random_models import RandomModel, add_vocabulary, write
+from support.random_models import RandomModel, add_vocabulary, gguf_file, write
 from typer.testing import CliRunner
 
 import pystaged
@@ -141,6 +141,8 @@ def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
     assert "its own MTP layer" in shown
     cells = f" {made.features.cell_bytes / 1e3:.1f} MB of keys and values per 1,000 tokens"
     assert cells in shown.partition("draft's memory")[2]
+    monkeypatch.setattr(bundle, "candidates", lambda *_: ["cpu"])
+    assert Bundle(target, "auto", 1, lambda _: None, device="auto").features is not None
     monkeypatch.setattr(bundle, "find_distilled", lambda *_: write_dflash(tmp_path / "distilled.gguf", dspark()))
     assert Bundle(target, "auto", 1, lambda _: None).draft_path == tmp_path / "distilled.gguf"
     # A file without the layer takes another one's of the same model. Another model's file is a draft model like any.
@@ -225,3 +227,10 @@ def test_info_names_it_and_then_its_file(target: Path, monkeypatch: pytest.Monke
     path = download(DRAFT)
     said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
     assert ["draft", str(path)] in [line.split() for line in said.splitlines()]
+
+
+def test_what_reads_images_is_no_model(tmp_path: Path) -> None:
+    with gguf_file(tmp_path / "mmproj.gguf", "clip"):
+        pass
+    with pytest.raises(ValueError, match=r"mmproj.gguf reads images .* name the model's own file"):
+        pystaged.load(tmp_path / "mmproj.gguf")
