@@ -159,7 +159,11 @@ def model_name(name: str | None) -> str | Path:
 
 
 def draft_name(name: str) -> str | Path:
-    """The path of the draft that an option names; see model_name."""
+    """The path of the draft that an option names; see model_name. Raises ValueError for a number of tokens."""
+    if name.isdecimal() and not Path(name).exists():
+        raise ValueError(
+            f"--draft names a model, not a number such as {name}: how many tokens are guessed is chosen at each step"
+        )
     return name if name in ("auto", "none") else model_name(name)
 
 

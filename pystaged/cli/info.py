@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -52,7 +53,7 @@ def info(
             "name": loaded.name,
             "draft": _draft(draft, path, loaded) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
-            f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}",
+            f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}{_experts(engine.tokenizer.metadata)}",
             "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",
             "vocabulary": f"{loaded.vocab_size} tokens",
             "weights": f"{_shares(loaded.weight_types)}, {loaded.file_bytes / 1e6:.1f} MB file, "
@@ -75,6 +76,12 @@ def info(
             f"{'device':<18}{name}: {device.description}, "
             f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+
+
+def _experts(metadata: Mapping[str, str]) -> str:
+    """How many experts a token uses, in words; "" for a dense model."""
+    count, used = (metadata.get(f"{metadata['general.architecture']}.expert_{key}") for key in ("count", "used_count"))
+    return f", {used} of {count} experts" if count not in (None, "0") else ""
 
 
 def _draft(draft: Path, target_path: Path, target: Model) -> str:

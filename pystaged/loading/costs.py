@@ -174,7 +174,9 @@ class Costs:
         key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)
         if cost is None or isinstance(cost, ExpertCost) != bool(model.experts_per_row and not target):
-            self._report(f"measuring passes of {path.name} on {device}")
+            is_ahead = target is not None and model.architecture == target.architecture
+            what = f"the MTP layer in {path.name}" if is_ahead else path.name
+            self._report(f"measuring passes of {what} on {device}")
             if target:
                 cost = _measure_features(model, target)
             else:

@@ -300,6 +300,7 @@ def test_text_is_not_markup(path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_refusals(path: Path, tmp_path: Path) -> None:
     assert_refused(here("generate", "", "--model", path), "the prompt is empty")
+    assert_refused(here("generate", "a", "--model", path, "--draft", "16"), "--draft names a model, not a number")
     assert_refused(run("generate", ".", "--model", tmp_path / "none.gguf"), "none.gguf", "no model file")
     assert_refused(here("generate", "-", "--model", path, stdin=b"a b " * 250_000), "tokens", "96")
 
@@ -591,6 +592,12 @@ def test_what_a_draft_head_takes(path: Path, tmp_path: Path) -> None:
     assert_refused(
         here("tune", "--model", path, "--draft", head, "--draft-device", "ggml-cpu"), "leave out the draft's"
     )
+
+
+@pytest.mark.slow
+def test_info_of_experts(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.gguf", RandomModel("qwen3moe", experts=(8, 2, 32, 0)))
+    assert b"4 heads (2 of keys) of 16, 2 of 8 experts\n" in here("info", model).stdout
 
 
 @pytest.mark.slow
