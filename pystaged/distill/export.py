@@ -1,4 +1,4 @@
-"""Writes a block draft as GGUF of llama.cpp's architecture "dflash"."""
+"""Writes a block draft as GGUF of llama.cpp's architecture DFlash."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
 from pystaged.files import whole_file
 from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
+from pystaged.loading.families import DFLASH
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
-ARCHITECTURE = "dflash"
 
 
 def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model, quantization: str = "Q8_0") -> None:
@@ -29,7 +29,7 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
     Raises:
         OSError: the file cannot be written.
     """
-    shape, family = draft.shape, ARCHITECTURE
+    shape, family = draft.shape, DFLASH
     tensors = {name: value.detach().float().cpu() for name, value in draft.named_parameters()}
     tensors["fc"] = tensors["fc"] / scale
     with whole_file(path) as part, closing(GGUFWriter(part, family)) as writer:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from pystaged.loading.config_reader import MOST, positive
-from pystaged.loading.families import ASSISTANT_MODEL_TYPES, FEED_FORWARD, Family
-from pystaged.loading.metadata import ASSISTANT
+from pystaged.loading.families import ASSISTANT, ASSISTANT_MODEL_TYPES, FEED_FORWARD, Family
 from pystaged.loading.recurrent import Metadata
 from pystaged.loading.shapes import Shape, Wanted
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from pystaged.files import check_room
 from pystaged.loading import assistants, feature_drafts
 from pystaged.loading.config_reader import language_part
+from pystaged.loading.families import EAGLE3
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import PARD_TOKEN, About
 from pystaged.loading.pickled import tensors_of
@@ -205,7 +206,7 @@ def _write_draft(
     shape, stored = numbers.shape, _stored_tensors(folder)
     quantization = quantization or _lossless_type(shape, stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
-    adjacent = numbers.kind == feature_drafts.EAGLE3
+    adjacent = numbers.kind == EAGLE3
     tensors: list[AnyTensor] = [
         _tensor(folder, shape, wanted, [wanted.source], stored, quantization, adjacent) for wanted in plan.tensors
     ]

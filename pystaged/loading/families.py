@@ -411,7 +411,9 @@ ARCHITECTURES = (
     "falcon-h1",
     "qwen3next",
 )
-# Of drafts that read the target's hidden states; Speculators' checkpoints have a type of their own.
-DRAFT_ARCHITECTURES = ("eagle3", "dflash", "gemma4-assistant")
+# Of drafts that read their target's hidden states: of all tokens, or of the last one and the keys and values of all.
+FEATURES = EAGLE3, DFLASH = "eagle3", "dflash"  # DSpark is DFlash with more tensors
+ASSISTANT = "gemma4-assistant"
+DRAFT_ARCHITECTURES = (*FEATURES, ASSISTANT)
 ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-DRAFT_MODEL_TYPES = ("speculator_model", *ASSISTANT_MODEL_TYPES)
+DRAFT_MODEL_TYPES = ("speculator_model", *ASSISTANT_MODEL_TYPES)  # the first is of Speculators' checkpoints

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.families import DRAFT_ARCHITECTURES, HEAD_NORMS, LLAMA
+from pystaged.loading.families import DFLASH, EAGLE3, HEAD_NORMS, LLAMA
 from pystaged.loading.shapes import Shape, Wanted
 
-EAGLE3, DFLASH, *_ = DRAFT_ARCHITECTURES  # DSpark is DFlash with more tensors
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the checkpoints of some drafts
 # Names of architectures, and Speculators' of algorithms.
 _KNOWN = {

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.config import SamplingConfig
 from pystaged.files import cache_folder, keep, read_small
-from pystaged.loading.metadata import FEATURES
+from pystaged.loading.families import FEATURES
 
 _PROMPTS = (
     "Question: Why is the sky blue?\n\nAnswer:",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pystaged.loading.families import DRAFT_ARCHITECTURES
+
 
 @dataclass(frozen=True, slots=True)
 class About:
@@ -18,8 +20,6 @@ class About:
 
 
 HEAD = "draft-head"  # GGUF architecture of draft heads
-FEATURES = ("eagle3", "dflash")  # GGUF architectures of drafts that read their target's hidden states of all tokens
-ASSISTANT = "gemma4-assistant"  # of drafts that read those of the last token, and its keys and values of all
 PARD_TOKEN = "pystaged.pard_token"  # GGUF key: id of a parallel draft's mask token, as config.json's pard_token
 
 
@@ -63,7 +63,7 @@ def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
     from pystaged._core import metadata  # noqa: PLC0415
 
     found = metadata(path)
-    return found.get("general.architecture") in (*FEATURES, ASSISTANT) or (
+    return found.get("general.architecture") in DRAFT_ARCHITECTURES or (
         target is not None and predicts_ahead(found, target)
     )
 
