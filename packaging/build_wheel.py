@@ -112,8 +112,7 @@ def cross(target: str, scripts: Path) -> dict[str, str]:
 def prepare(libraries: Path, target: str | None) -> None:
     """Install what the build needs, llama-cpp-python among it, whose libraries must run on any CPU."""
     settings = _SETTINGS + (_LINUX if sys.platform == "linux" and not target else [])
-    machine = target.split("-", maxsplit=1)[0] if target else platform.machine().lower()
-    settings += _X86 if machine in ("x86_64", "amd64") else []
+    settings += _X86 if (target or platform.machine()).lower().startswith(("x86_64", "amd64")) else []
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     needed = re.findall(r'"([^"]+)"', re.findall(r"^requires = \[(.*)\]", project, re.MULTILINE)[0])
     (llama,) = (each for each in needed if each.startswith("llama-cpp-python=="))
