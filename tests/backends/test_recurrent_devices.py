@@ -14,6 +14,7 @@ import pytest
 from support.device import DEVICE, GPU_LAYERS
 from support.families import CASES
 from support.logits import llama_context, llama_pass, model_logits
+from support.plain import Plain
 from support.random_models import write
 
 import pystaged
@@ -47,24 +48,6 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-class Plain:
-    """The logits after some tokens, decoded one by one by our kernels; remembered."""
-
-    def __init__(self, path: Path, tolerance: float) -> None:
-        self.tolerance = tolerance
-        self._model = Model(path)
-        self._known: dict[tuple[int, ...], Floats] = {}
-
-    def __call__(self, tokens: list[int]) -> Floats:
-        if tuple(tokens) not in self._known:
-            session = Session(self._model)
-            for i, token in enumerate(tokens):
-                session.evaluate([token], [-1])
-                self._known[tuple(tokens[: i + 1])] = session.logits(0)
-                session.commit([0])
-        return self._known[tuple(tokens)]
-
-
 def load(path: Path, **options: Any) -> pystaged.Engine:
     # ggml's threads wait for each other busily, which takes long on a busy machine.
     return pystaged.load(path, **{"draft": None, "num_threads": 1} | options)
@@ -80,13 +63,13 @@ def logprobs(logits: Floats) -> Floats:
     return result
 
 
-def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
+def assert_goes_on_plainly(session: Session, plain: Plain, tolerance: float = 1e-3) -> None:
     """A chain behind the text has the logits of single rows."""
     committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1]
     session.evaluate(tokens, range(-1, 4))
     for row in range(5):
         expected = plain([*committed, *tokens[: row + 1]])
-        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= plain.tolerance
+        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= tolerance
     session.discard()
 
 
@@ -118,7 +101,7 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
 def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
     """A text that reads, verifies, drafts, commits, goes back and forks; some passes fail."""
     generator, path = np.random.default_rng(1), path_of(name)
-    model, plain = on_device(path), Plain(path, TOLERANCES[name])
+    model, plain = on_device(path), Plain(path)
     session = Session(model)
     kinds = ["read", "verify", "draft", "back", "fork", "fail"]
     for kind in [*kinds, *generator.choice(kinds, 18, p=[0.25, 0.25, 0.2, 0.1, 0.1, 0.1])]:
@@ -149,18 +132,18 @@ def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
             asked = int(generator.integers(0, len(committed) + 1))
             other, session = session, session.fork(asked)
             assert session.tokens.tolist() == committed[: other.reachable(asked)]
-            assert_goes_on_plainly(other, plain)
+            assert_goes_on_plainly(other, plain, TOLERANCES[name])
         else:
             with pytest.raises(ValueError, match="outside the vocabulary"):
                 session.verify([1, 10000], [-1, 0], Sampling())
             assert session.tokens.tolist() == committed
-        assert_goes_on_plainly(session, plain)
+        assert_goes_on_plainly(session, plain, TOLERANCES[name])
 
 
 def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
     """To every position of the last pass, if it was a chain, to states that were kept, else to its beginning."""
     path = path_of("qwen35 without attention")
-    plain, tokens = Plain(path, 1e-3), np.random.default_rng(2).integers(0, 4, 120)
+    plain, tokens = Plain(path), np.random.default_rng(2).integers(0, 4, 120)
     session = Session(on_device(path))
     session.keep_states([30, 70, 90, 500], 2)
     session.prefill(tokens[:100])

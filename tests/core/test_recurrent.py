@@ -10,15 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.memory import resident
+from support.plain import Plain
 from support.random_models import RandomModel, write
 
 from pystaged import _core
 from pystaged._core import LogitRules, ModelError, Sampling, Session, Work
-
-Floats = npt.NDArray[np.float32]
 
 SCHEDULES = int(os.environ.get("PYSTAGED_SCHEDULES", "6"))
 MOST_PENDING = 512
@@ -62,23 +60,6 @@ TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("recurrent")
     return cache(lambda name: write(folder / f"{name}.gguf", MODELS[name]))
-
-
-class Plain:
-    """The logits after some tokens, decoded one by one in a new session of one thread; remembered."""
-
-    def __init__(self, path: Path) -> None:
-        self._model = _core.Model(path, "", 1)
-        self._known: dict[tuple[int, ...], Floats] = {}
-
-    def __call__(self, tokens: list[int]) -> Floats:
-        if tuple(tokens) not in self._known:
-            session = Session(self._model)
-            for i, token in enumerate(tokens):
-                session.evaluate([token], [-1])
-                self._known[tuple(tokens[: i + 1])] = session.logits(0)
-                session.commit([0])
-        return self._known[tuple(tokens)]
 
 
 def branches(generator: np.random.Generator, most: int) -> tuple[list[int], list[int]]:
