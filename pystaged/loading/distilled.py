@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pystaged._core import Tokenizer, metadata
 from pystaged.files import cache_folder
+from pystaged.loading.families import DFLASH
 from pystaged.loading.kept import KeptFiles
-from pystaged.loading.metadata import depth_and_width, first_with
+from pystaged.loading.metadata import depth_and_width, those_with
 
 # GGUF keys: the target's vocabulary and depth, and the identity of its file.
 VOCABULARY, DEPTH, TARGET = "pystaged.vocabulary", "pystaged.target_depth", "pystaged.target"
-_WIDTH = "dflash.target_hidden_size"
+_WIDTH = f"{DFLASH}.target_hidden_size"
 _NAME = "draft of "
 _PART = 1 << 20  # bytes
 
@@ -58,13 +59,12 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     wanted = {VOCABULARY: tokenizer.fingerprint, _WIDTH: str(width), DEPTH: str(depth)}
     own = DISTILLED.path(model)
     paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
-    draft = first_with(paths, wanted, report)
-    if draft is None:
+    fitting = dict(those_with(paths, wanted, report))
+    if not fitting:
         return None
-    made_for = wanted | {TARGET: identity(model)}
-    if exact := first_with(paths, made_for, lambda _: None):
-        return exact
-    if TARGET in metadata(draft):
+    made_for = identity(model)
+    draft = next((path for path, found in fitting.items() if found.get(TARGET) == made_for), next(iter(fitting)))
+    if fitting[draft].get(TARGET, made_for) != made_for:
         report(
             f"the draft {draft.name} was distilled for another file than {model.name}; "
             f"`pystaged info` shows how often it is right here, `pystaged distill` makes a new one"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pystaged._core import DraftHead, Model, Tokenizer, metadata
 from pystaged.loading import names
-from pystaged.loading.metadata import HEAD, depth_and_width, first_with
+from pystaged.loading.metadata import HEAD, depth_and_width, those_with
 
 
 def load_head(path: Path, target: Model, tokenizer: Tokenizer) -> DraftHead:
@@ -48,4 +48,5 @@ def find_head(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: No
         f"{HEAD}.embedding_length": str(width),
         f"{HEAD}.target_layers": str(depth),
     }
-    return first_with((path for path in names.heads() if path.exists()), wanted, report)
+    heads = (path for path in names.heads() if path.exists())
+    return next((path for path, _ in those_with(heads, wanted, report)), None)

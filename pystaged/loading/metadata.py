@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,10 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
-def first_with(paths: Iterable[Path], wanted: Mapping[str, str | None], report: Callable[[str], None]) -> Path | None:
-    """The first of some GGUF files whose metadata have the wanted values; None where there is none.
+def those_with(
+    paths: Iterable[Path], wanted: Mapping[str, str | None], report: Callable[[str], None]
+) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Those of some GGUF files whose metadata have the wanted values, with their metadata.
 
     Args:
         report: called with a line about a file that cannot be read.
@@ -44,11 +46,11 @@ def first_with(paths: Iterable[Path], wanted: Mapping[str, str | None], report: 
     for path in paths:
         try:
             found = metadata(path)
-            if all(found.get(key) == value for key, value in wanted.items()):
-                return path
         except OSError as error:
             report(f"passed over: {error}")
-    return None
+            continue
+        if all(found.get(key) == value for key, value in wanted.items()):
+            yield path, found
 
 
 def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
