@@ -134,10 +134,12 @@ def _reversed_call(source: Source) -> Parser[bool]:
 
 def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match[str] | None]:
     """Wait until a pattern matches what comes next; None once it cannot."""
+    searched = 0  # characters, among which no end begins
     while True:
         found = pattern.match(source.text)
-        if found or (end and end in source.text):
+        if found or (end and source.text.find(end, searched) >= 0):
             return found
+        searched = max(0, len(source.text) - len(end))
         if len(source.text) > _LONGEST_HEAD and not (end and _REVERSED.match(source.text)):
             return None
         if not (yield from source.more()):
