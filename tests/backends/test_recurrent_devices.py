@@ -189,12 +189,15 @@ def test_memory_of_states(path_of: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["lfm2", "qwen35", "granitehybrid"])
 def test_staged_decoding_is_the_models_own(path_of: Callable[..., Path], name: str, temperature: float) -> None:
-    """Of several texts at once; a later prompt goes on from a kept state."""
+    """Of several texts at once, and behind one that is cancelled; a later prompt goes on from a kept state."""
     prompt = [*range(40, 60)] * 4
     options = {"max_tokens": 40, "temperature": temperature, "seed": 3}
     with load(path_of(name), device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
         plain = engine.generate(prompt, speculate=False, **options)
         results = engine.generate(prompt, n=3, prediction=plain.tokens, **options)
+        with engine.stream(prompt, **options) as cancelled:
+            next(iter(cancelled))
+        results.append(engine.generate(prompt, **options | {"seed": 4}))
         assert engine.generate([*prompt, 8], max_tokens=1).stats.reused_tokens > 0
         assert sum(result.stats.accepted for result in results) > 0
         session = Session(engine.model)
