@@ -25,7 +25,10 @@ from fuzz.target import Case, Target
 
 TARGETS = {  # by name: module and class; each of what is read without being trusted
     "gguf": "fuzz.gguf:Gguf",
-    "assistant": "fuzz.assistants:Assistants",
+    "assistant": "fuzz.drafts:Assistants",
+    "eagle3": "fuzz.drafts:Eagles",
+    "mtp": "fuzz.drafts:Ahead",
+    "dflash": "fuzz.drafts:Blocks",
     "head": "fuzz.heads:Head",
     "checkpoint": "fuzz.checkpoints:Checkpoint",
     "tokenizer": "fuzz.checkpoints:Tokenizer",
