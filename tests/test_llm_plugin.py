@@ -19,6 +19,7 @@ import llm
 import pytest
 from llm.parts import AttachmentPart, Message, ReasoningPart, TextPart
 from pydantic import ValidationError
+from support.libraries import of_llama_cpp
 from support.scheduling import wait_until
 
 import pystaged
@@ -342,6 +343,7 @@ def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
     assert f"{second.stats.prompt_tokens} input, 8 output" in done.stderr
 
 
+@of_llama_cpp
 @pytest.mark.slow
 def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pystaged/bundled", "Hello", LLAMA_CPP_LIB_PATH="/opt/llama")

@@ -14,6 +14,7 @@ import pytest
 from grow import grow
 from support.device import DEVICE, GPU_LAYERS
 from support.family_reference import FamilyReference
+from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_output, llama_pass
 from support.random_models import RandomModel, write
 from typer.testing import CliRunner
@@ -86,7 +87,7 @@ def assert_as_llama_cpp(path: Path, text: list[int], mine: npt.NDArray[np.intp])
         session.evaluate(tokens, parents)
         actual.append(np.stack([session.logits(row) for row in range(12)]))
         expected.append(llama_tree(context, tokens, parents, len(session.tokens)))
-    assert np.abs(np.concatenate(actual) - np.concatenate(expected))[:, mine].max() <= 1e-3
+    assert np.abs(np.concatenate(actual) - np.concatenate(expected))[:, mine].max() <= LLAMA_TOLERANCE
 
 
 def llama_tree(context: Any, tokens: list[int], parents: list[int], position: int) -> Floats:

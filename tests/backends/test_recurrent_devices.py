@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from support.device import DEVICE, GPU_LAYERS
 from support.families import CASES
+from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.plain import Plain
 from support.random_models import write
@@ -91,7 +92,7 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
             expected.append(llama_pass(context, tokens[first : first + 20], first))
     logits = np.concatenate(found)
     assert logits.std() > 0.1
-    assert np.abs(logits - np.concatenate(expected)).max() <= 1e-3
+    assert np.abs(logits - np.concatenate(expected)).max() <= LLAMA_TOLERANCE
     # ggml rounds quantized products otherwise than our kernels do.
     tolerance = TOLERANCES[name] if quantization == "F32" else 0.2
     assert np.abs(logprobs(logits) - logprobs(own)).max() <= tolerance

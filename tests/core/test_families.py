@@ -18,6 +18,7 @@ from support.commands import run_python
 from support.device import DEVICE, GPU_LAYERS
 from support.families import CASES, ON_DEVICES
 from support.family_reference import FamilyReference
+from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.random_models import Change, RandomModel, quantize, split, write
 
@@ -65,7 +66,7 @@ def test_devices_against_llama_cpp(written: Callable[[str], Path], case: str) ->
     expected = llama_logits(path, tokens, GPU_LAYERS)
     assert expected.std() > 0.1
     found = model_logits(Model(str(path), device=DEVICE), tokens)
-    assert np.abs(found - expected).max() <= 1e-3
+    assert np.abs(found - expected).max() <= LLAMA_TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)

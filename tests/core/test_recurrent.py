@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.memory import resident
+from support.memory import held
 from support.plain import Plain
 from support.random_models import RandomModel, write
 
@@ -242,8 +242,8 @@ def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
         session.prefill(tokens[:1])
         session.evaluate([1], [-1], 0)
         session.commit([0])
-        before = before or resident()  # the first text brings what passes need
-    assert resident() - before < 4 * (model.state_bytes + (1 << 20))
+        before = before or held()  # the first text brings what passes need
+    assert held() - before < sum(session.num_bytes + (1 << 20) for session in texts[1:])
     assert all(session.num_bytes <= model.state_bytes + 3 * model.cell_bytes for session in texts)
 
 

@@ -25,6 +25,7 @@ from random_weights import write_random_gpt2
 from support.children import forks, in_child
 from support.commands import run_python
 from support.kernels import KERNELS
+from support.libraries import of_llama_cpp
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -697,10 +698,7 @@ def test_floats_of_the_calling_thread_do_not_matter(random_gguf: Callable[..., P
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
-OWN_LIBRARIES = pytest.mark.skipif(bool(_llama._inside), reason="this wheel has its own libraries")
-
-
-@OWN_LIBRARIES
+@of_llama_cpp
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize("order", ["pystaged, llama_cpp, pystaged._core", "pystaged._core, llama_cpp"])
 def test_one_copy_of_each_library(order: str) -> None:
@@ -741,7 +739,7 @@ def test_one_version_of_llama_cpp() -> None:
     assert named == [_llama.VERSION] * 2  # to build with and to run with
 
 
-@OWN_LIBRARIES
+@of_llama_cpp
 def test_llama_cpp_that_fits() -> None:
     _llama.check(_llama.VERSION, None)
     with pytest.raises(ImportError, match=r"no libllama in .*; run: pip install"):

@@ -24,13 +24,24 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def held() -> int:
+    """The same without what its heaps have free, which is a matter of what lies above it there."""
+    heaps = _heaps()
+    return resident() - (heaps.fordblks if heaps else 0)
+
+
 def used() -> int:
     """Bytes that this process has asked for and not given back; what its heaps hold between those comes and goes."""
     gc.collect()
+    heaps = _heaps()
+    return int(heaps.uordblks + heaps.hblkhd) if heaps else int(psutil.Process().memory_info().rss)
+
+
+def _heaps() -> Mallinfo | None:
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):  # glibc's alone
-        return int(psutil.Process().memory_info().rss)
+        return None
     mallinfo.restype = Mallinfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    info: Mallinfo = mallinfo()
+    return info
