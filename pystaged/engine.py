@@ -100,8 +100,8 @@ class Engine:
             states, for prompts that begin like them, also after a restart; "auto" for one in the cache folder, None
             for none. The text is the same. The files hold what was said, readable for this user only. On the CPU only.
         prompt_cache_size: bytes of these files; the texts used longest ago are removed first.
-        long_context: with n_ctx 0, take up to 32,768 tokens, or 16,384 or 8,192 where a quarter of the free memory (or
-            kv_memory) holds no longer context; on the CPU only. The server does so.
+        long_context: with n_ctx 0, take up to 32,768, 16,384 or 8,192 tokens, the most that fit into kv_memory or a
+            quarter of the free memory; on the CPU only. The server does so.
         policy: decides how trees grow, in all contexts and threads; by default GainPolicy with measured costs.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds; each such pass prefills at least 8
             tokens.

@@ -95,7 +95,7 @@ class SamplingOptions(TypedDict, total=False):
         "Keep the smallest set of tokens whose surprise, -log p, is nearest to its mean and whose total probability "
         "exceeds this; 1 keeps all.")]
     xtc_probability: Annotated[float, Option(0.0, ge=0, le=1, help=
-        "Probability that XTC, at a position, excludes all top choices but the least likely one; 0 is never.")]
+        "Probability that XTC, at a position, excludes all top choices but the least likely one; 0 is off.")]
     xtc_threshold: Annotated[float, Option(0.1, ge=0, le=1, help=
         "Probability from which XTC counts a token as a top choice; above 0.5 it is off.")]
     temperature_last: Annotated[bool, Option(False, "Apply the temperature after all filters, as llama.cpp does.")]
@@ -131,7 +131,7 @@ class TextFields(SamplingOptions, total=False):
 
     max_tokens: Annotated[int, Option(128, "Maximum number of new tokens.", ge=1, flags=("--max-tokens", "-n"))]
     stop: Annotated[str | Sequence[str], Option((), help=
-        "String, or several, that ends the text and is no part of it; at most 65,536 characters in all.")]
+        "String or strings that end the text and are not part of it; at most 65,536 characters in all.")]
     stop_loops: Annotated[bool, Option(False, flags=("--stop-loops/--no-stop-loops",), help=
         "End a text whose last tokens repeat one span of 1 to 512 tokens at least three times, over at least 128 "
         "tokens in all. Its finish_reason is then 'loop'.")]

@@ -86,7 +86,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         (["bench", "smollm2"], "No such command 'smollm2'. Name a model with --model"),
         (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
         (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
-        (["chat", "bundled", "--raw", "--think"], "--system and --think are of messages"),
+        (["chat", "bundled", "--raw", "--think"], "--system and --think do not apply to --raw"),
         (["ngram", "build"], "name the model whose text is counted"),
         (["generate", "smollm2", "Hi"], 'write: pystaged generate "SEVERAL WORDS" --model MODEL'),
         (["chat", "smollm2", "Why", "not?"], 'write: pystaged chat MODEL "SEVERAL WORDS"'),

@@ -562,7 +562,7 @@ def test_commands_that_are_refused(path: Path, bundled_draft: Path, tmp_path: Pa
     assert_refused(here("verify", bundled_draft), "is no receipt")
     done = here("generate", PROMPT, "--model", path, "--n", "2", "--receipt", file)
     assert done.returncode == 2
-    assert b"--receipt is of one text" in done.stderr
+    assert b"--receipt saves one text" in done.stderr
     done = here("generate", PROMPT, "--model", path, "--receipt", "-")
     assert done.returncode == 2
     assert b"--receipt names a file" in done.stderr

@@ -19,7 +19,7 @@ from pystaged.cli.command import Command, Group, UsageError
 # holds `app` for a group of commands, or the command as a function of that name.
 _COMMANDS = {
     "generate": "Continue a prompt.",
-    "chat": "Talk with a model.",
+    "chat": "Chat with a model.",
     "serve": "Run a server for clients of OpenAI, Anthropic and Ollama, with a chat page.",
     "models": "List the models on this machine, or remove one.",
     "pull": "Download a model into the cache and print its path.",
@@ -31,7 +31,7 @@ _COMMANDS = {
     "verify": "Generate the text of a receipt again, and compare.",
     "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
     "distill": "Train a draft on what a model writes, to draft for it.",
-    "ngram": "Build tables of n-grams, the lowest stage.",
+    "ngram": "Build tables of n-grams to draft from.",
 }
 
 

@@ -99,7 +99,7 @@ def bench(
         int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.", callback=check)
     ] = 128,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Time for all prompts; no other one is begun after it.", callback=check)
+        float, typer.Option(min=0, help="Minutes for all prompts; no prompt begins later.", callback=check)
     ] = 20,
     threads: Threads = 0,
     baselines: Annotated[
@@ -134,11 +134,11 @@ def bench(
     if context.invoked_subcommand:
         given = [context.get_parameter_source(name) for name in context.params]
         if any(source and source.name == "COMMANDLINE" for source in given):
-            raise typer.BadParameter(f"the options of {context.invoked_subcommand} stand after its name")
+            raise typer.BadParameter(f"write the options of {context.invoked_subcommand} after its name")
         return
     rates = _rates(accept) if accept is not None else []
     if rates and warm:
-        raise typer.BadParameter("--accept measures nothing that remembers; leave --warm out")
+        raise typer.BadParameter("--accept simulates a draft, which does not use --warm; leave one of them out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
     setup = {"draft": models.find_draft(model, found_draft, report)}
@@ -159,7 +159,7 @@ def bench(
         warm=warm,
     )
     if out:
-        # Now, not after half an hour.
+        # Fails now, not after the measurements.
         out.mkdir(parents=True, exist_ok=True)
         if not find_spec("matplotlib"):
             report("there will be no pictures: matplotlib is not installed; run: pip install 'pystaged[bench]'")
@@ -181,7 +181,7 @@ def bench(
         for part in found.terminal(console.width):
             console.print(part, soft_wrap=not console.is_terminal)
     if not found.outcome.complete:
-        report("these are the results until then")
+        report("stopped early: these are the results until then")
         raise typer.Exit(130)
 
 
@@ -272,7 +272,9 @@ def edits(
     form: Annotated[str, typer.Option(help="Form of the prompts: 'sweep' or 'zeta'.")] = "sweep",
     repo: Annotated[
         Path | None,
-        typer.Option(help="Clone whose latest small edits of Python are the cases; else 200 packaged ones."),
+        typer.Option(
+            help="Git clone whose latest small edits of Python files are the cases; by default 200 packaged edits."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of edits.", callback=check)] = 200,
     pass_ms: Annotated[

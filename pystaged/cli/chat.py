@@ -99,7 +99,7 @@ def chat(
     color: Colors = Color.NONE,
     show_tree: ShowTree = False,
 ) -> None:
-    """Talk with a model by its own chat template. It stays loaded, and each turn evaluates new tokens only.
+    """Chat with a model, using its chat template. The model stays loaded; each turn evaluates new tokens only.
 
     The model is smollm2 unless you name another, and sampling is what its makers recommend. Piped input is one
     question; with --raw, which is greedy, each line is a turn.
@@ -121,7 +121,7 @@ def chat(
     if alone and re.search(r"[ ?!]|^-$", alone) and not expanded(alone).exists():
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     if raw and (system or think is not None):
-        raise typer.BadParameter("--system and --think are of messages, which --raw has none of")
+        raise typer.BadParameter("--system and --think do not apply to --raw")
     limit = (64 if raw else ANSWER_TOKENS) if max_tokens is None else max(max_tokens, 0)
     with usage():
         GenerationConfig(max_tokens=limit or NO_LIMIT, sampling=sampling.config(), stop=stop or (), **constraint)
@@ -136,7 +136,7 @@ def chat(
     with open_engine(name, loading) as engine, Interrupts() as interrupts:
         if question is not None and not question.strip():
             raise ValueError("nothing is asked: the question is empty")
-        # Refuses what cannot be used; nobody reads it.
+        # Raises for options that cannot be used; the stream is not read.
         engine.stream(" ", sampling=replace(sampling.config(), min_tokens=0), **constraint)
         options: dict[str, Any] = {"show_tree": show_tree, "stats": stats, "stop": stop or (), "constraint": constraint}
         options["stop_loops"] = not raw if stop_loops is None else stop_loops
@@ -208,7 +208,7 @@ class Chat(Turns):
     def _set_system(self, words: str) -> None:
         if words:
             self._system = "" if words == '""' else read_system(words)
-            report("the model is told that before all else" if self._system else "there is no system message any more")
+            report("the system message is set" if self._system else "there is no system message any more")
         elif self._system:
             typer.echo(self._system)
         else:

@@ -94,7 +94,7 @@ def distill(
         if target == read.resolve():
             raise typer.BadParameter(f"--out {out} would replace {read}, which is read; name another file")
     with part_file(target):
-        pass  # that a file can be made there is known before the work, not after it
+        pass  # fails now, not after the work, if no file can be made there
     work = folder or work_folder(path)
     work.mkdir(parents=True, exist_ok=True)
     with alone(work), orderly_end(), progress_bars() as progress:

@@ -79,7 +79,10 @@ def generate(
     system: System = "",
     think: Think = None,
     suffix: Annotated[
-        str, typer.Option(help="Write the text between the prompt and this, with a model that can, such as coders.")
+        str,
+        typer.Option(
+            help="Write the text between the prompt and this, with a model trained for it, such as Qwen2.5-Coder."
+        ),
     ] = "",
     stop: Stop = None,
     stop_loops: StopLoops = None,
@@ -138,13 +141,15 @@ def generate(
     if several and (color is not Color.NONE or show_tree):
         raise typer.BadParameter("--color and --show-tree show one text, not several")
     if several and receipt:
-        raise typer.BadParameter("--receipt is of one text, not several; in Python each has one: result.receipt")
+        raise typer.BadParameter(
+            "--receipt saves one text, not several; in Python each result has a receipt: result.receipt"
+        )
     if not chat and (system or think is not None):
         raise typer.BadParameter("--system and --think are for --chat")
     if chat and suffix:
         raise typer.BadParameter("--suffix is for prompts that are continued, not for --chat")
     if logprobs is not None and not as_json:
-        raise typer.BadParameter("--logprobs are shown by --json")
+        raise typer.BadParameter("--logprobs needs --json")
     if receipt == Path("-"):
         raise typer.BadParameter("--receipt names a file; standard output has the text")
     if receipt:

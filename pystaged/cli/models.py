@@ -65,7 +65,7 @@ def models(context: typer.Context) -> None:
     if leftovers:
         size = sum(part.stat().st_size for part in leftovers)
         report(
-            f"and {_count(len(leftovers))} of writers that were killed, {size / 1e6:.1f} MB; "
+            f"and {_count(len(leftovers))} of killed processes, {size / 1e6:.1f} MB; "
             "remove with: pystaged models remove --leftovers"
         )
 
@@ -84,8 +84,8 @@ def remove(
         bool, typer.Option("--distilled", help="Only distilled drafts: of the named model, or of all.")
     ] = False,
 ) -> None:
-    """Remove a model from the cache, with its packed weights and recycled candidates. Files that other programs put
-    into Hugging Face's cache, or still use there, stay.
+    """Remove a model from the cache, with its packed weights, recycled candidates and n-gram table. Files that other
+    programs put into Hugging Face's cache, or still use there, stay.
 
     Example: pystaged models remove openai-community/gpt2:q8_0
 

@@ -24,7 +24,7 @@ from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
 
-app = typer.Typer(help="Build tables of n-grams, the lowest stage.", no_args_is_help=True)
+app = typer.Typer(help="Build tables of n-grams to draft from.", no_args_is_help=True)
 
 
 @app.command(cls=Command)
@@ -34,7 +34,9 @@ def build(
     named: ModelToo = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write; beside the draft if not given, where generate finds it.", show_default=False),
+        typer.Option(
+            help="File to write; by default beside the model's file, where generate finds it.", show_default=False
+        ),
     ] = None,
     tokens: Annotated[
         int,
@@ -52,8 +54,7 @@ def build(
     threads: Threads = 0,
 ) -> None:
     """Sample text from a model and count its n-grams, to draft for a model with the same vocabulary. Ctrl-C ends the
-    sampling early, and the text until then is counted. An existing table that counts at least
-    twice --tokens is not replaced.
+    sampling early and counts the text so far. An existing table that counts at least twice --tokens is not replaced.
 
     A model with a chat template asks itself questions and answers them; every second answer is greedy.
 
@@ -69,7 +70,7 @@ def build(
     path = names.resolve(model_name(name))
     target = destination(out or table_path(path))
     with part_file(target):
-        pass  # that a file can be made there is known before the work, not after it
+        pass  # fails now, not after the work, if no file can be made there
     tokenizer = _core.Tokenizer(os.fsencode(path))
     before = _counted(target, tokenizer.fingerprint)
     if before >= 2 * tokens:
@@ -99,7 +100,7 @@ def build(
         interrupted = True
     table = NgramTable.build(sampled, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
     if before > table.num_tokens:
-        report(f"left {target} as it is: it was counted on {before} tokens, and {table.num_tokens} were sampled by now")
+        report(f"{target} is kept: it was counted on {before} tokens, and only {table.num_tokens} are sampled so far")
         raise typer.Exit(130)
     table.save(target)
     report(f"{table.num_tokens} tokens counted, {target.stat().st_size / 1e6:.2f} MB in {target}")
@@ -111,7 +112,7 @@ def build(
             "it is for targets with exactly this vocabulary"
         )
     if interrupted:
-        report("it is of the texts until then")
+        report("stopped early: the table counts the texts until then")
         raise typer.Exit(130)
 
 

@@ -78,7 +78,7 @@ def check_type(name: str | None) -> str | None:
 def check_kv(value: str) -> str:
     """Refuse an unknown type of KV cache; "" stands for none."""
     if value not in ("", "f16", "q8_0"):
-        raise typer.BadParameter(f"f16 or q8_0, not {value}")
+        raise typer.BadParameter(f"must be f16 or q8_0, not {value}")
     return value
 
 
@@ -139,7 +139,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "seed": {"callback": None},  # has 64 bits
 }
 _MORE = {
-    "dry_sequence_breakers": " May be repeated; 'none' for no such text.",
+    "dry_sequence_breakers": " May be repeated; 'none' for no strings.",
     "logit_bias": " Written 15043+1, 15043-inf or ' Hello=-2.5'; may be repeated.",
     "stop": " May be repeated.",
 }
@@ -158,7 +158,7 @@ def spelled(name: str, **settings: Any) -> Any:
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
-LIMIT_HELP = "New tokens at most; 0 or -1 for as many as the context has room for"
+LIMIT_HELP = "Maximum number of new tokens; 0 or -1 for as many as the context has room for"
 MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'bundled'."
 DEFAULT_MODEL = "smollm2; bundled where that is not installed"  # names.default_model
 ModelName = Annotated[
@@ -192,7 +192,9 @@ System = Annotated[
 ]
 Think = Annotated[
     bool | None,
-    typer.Option("--think/--no-think", help="Whether a model that can think does so first; by default it decides."),
+    typer.Option(
+        "--think/--no-think", help="Whether a model that can think does so first; by default its template decides."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 

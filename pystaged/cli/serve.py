@@ -107,12 +107,12 @@ class SharedOptions(LoadOptions):
     settings: ClassVar = {
         "recycle": {
             "default": False,
-            "help": "Draft from likely tokens of all users' earlier texts: the time that a text takes may reveal "
-            "others' texts.",
+            "help": "Draft from likely tokens of all users' earlier texts; the speed of a text may then reveal others' "
+            "texts.",
         },
         "n_ctx": {
             "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
-            "or 16384 or 8192 where a quarter of the free memory holds no longer context.",
+            "16384 or 8192, the largest that fits into a quarter of the free memory.",
         },
     }
 
@@ -150,7 +150,7 @@ def serve(
         bool,
         typer.Option(
             "--billing-header",
-            help="Keep Claude Code's x-anthropic-billing-header line in prompts, which then begin anew at every turn.",
+            help="Keep Claude Code's line x-anthropic-billing-header, whose change at every turn prevents reuse.",
         ),
     ] = False,
     sampling: SamplingOptions,

@@ -12,15 +12,14 @@ Costs are counted in tokens of plain decoding, each of which takes a pass over o
 
 and gains its tokens after the first. T(n) is the time of a pass over n rows, measured when the model is loaded and
 refined since; `drafting` is the time to propose the tree and to learn from the result. All times are processor time,
-which excludes other programs. A drafter's first draft in a context uses memory and code for the first time, which says
-nothing of the next ones: it is charged its estimated price. Each step subtracts its price from the credit and adds its
+which excludes other programs. A drafter's first draft in a context takes longer, because it uses memory and code for
+the first time, so it is charged its estimated price. Each step subtracts its price from the credit and adds its
 gain. A drafter is used only while the credit covers its smallest draft. A tree is cut to the nodes that the credit
 covers, but at least to its first guess. The next sequence inherits the remaining credit.
 
 The drafter with the most expected tokens per second drafts. The score of a drafter is how often its first guess for
 the next token is right: it is updated when the drafter drafts, and at times by a guess that is not verified (full
-information, arXiv 2510.20064). No drafter is used where even the best one would not gain; after such a step the
-question is asked again 8 steps later.
+information, arXiv 2510.20064). If even the best drafter would not gain, this step and the next 7 are plain.
 
 In a batch, a plain step is a pass over one row of each sequence, and all sequences wait while one of them drafts:
 T(1) becomes T(sequences), and a price counts once for each sequence.
@@ -56,7 +55,7 @@ _RETURN = 0.05  # share of the way that each new sequence moves a rate back to i
 _READ = 32  # rows of the pass whose cost estimates the time of prefill
 _DEEPEST = 8  # tokens of the longest chain by which drafters are compared
 _BLEND = 0.05  # weight of a new observation of Python's time
-_RESTING = 7  # steps after one without drafting that are plain without asking again: costs and credit change slowly
+_PAUSE = 7  # plain steps after a step in which no drafter would gain: costs and credit change slowly
 
 
 @dataclass(slots=True)
@@ -91,12 +90,12 @@ class Budget:
         self._kinds = {greedy: _Known(self._first.copy(), [_PRIOR] * len(self._first)) for greedy in (True, False)}
         self._known = self._kinds[True]  # of the sequence's kind
         self._past = 0  # past length of the step's rows
-        self._token = math.inf  # seconds of one token of plain decoding, in a batch the pass divided by the sequences
+        self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its sequences
         self._least = 0.0  # seconds that the chosen drafter needs at least
         self._unused = set(range(len(rates)))  # drafters that have not drafted in this context
         self._most_drafting = math.inf  # seconds of drafting that the step is charged at most
         self._scoring = 0.0  # tokens of credit for scoring
-        self._resting = 0  # steps until it is looked again whether drafting pays
+        self._pause = 0  # plain steps left until drafters are considered again
         self._last_shadow = 0
         self._python = 0.0  # seconds of a step outside the pass and drafting
         self._begin = self._drafted = 0.0  # when the step began, and when its tree was drafted
@@ -119,7 +118,7 @@ class Budget:
         """
         known = self._known = self._kinds[greedy]
         self.credit = max(LEAST, known.left)
-        self._scoring, self.chosen, self._resting = _FIRST_SCORING, None, 0
+        self._scoring, self.chosen, self._pause = _FIRST_SCORING, None, 0
         if self._cost is None or not drafters:
             return
         self._price_token(prompt_tokens - 1)
@@ -150,8 +149,8 @@ class Budget:
         self._price_token(past)
         if self.credit <= 0:
             return
-        if self._resting > 0:
-            self._resting -= 1
+        if self._pause > 0:
+            self._pause -= 1
             return
         self._known.left = 0.0
         prices = [drafter.price() / self._token for drafter in drafters]
@@ -171,7 +170,7 @@ class Budget:
                 break
         drafting = {i for i in (self.chosen, self.shadow[0] if self.shadow else None) if i is not None}
         if not drafting:
-            self._resting = _RESTING
+            self._pause = _PAUSE
         if drafting & self._unused:
             self._unused -= drafting
             self._most_drafting = sum(least[i] for i in drafting) * self._token
@@ -245,8 +244,9 @@ class Budget:
         """The drafter with the most tokens per second; None where none is faster than plain decoding. prices: of each
         drafter, in tokens.
 
-        Where each row has experts of its own, guesses of the average rate seldom pay, but the surer ones do, to which
-        trees are cut. Then the drafter that would gain most if it knew when it is right drafts, if that is a gain."""
+        In a mixture of experts the average guess seldom pays, but the likeliest guesses may, and trees are cut to
+        these. So if no drafter gains on average, the one that would gain most by guessing only where it is right is
+        chosen, if that is a gain."""
         extra = cache(self._extra)  # each drafter needs the same few values
         best, most = None, 1.0
         for i in among:

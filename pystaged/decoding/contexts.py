@@ -21,8 +21,8 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.process import ProcessLock
 
 _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context
-_WORTH_WAITING = 64  # tokens of prefill from which on waiting to copy another sequence's is faster than repeating it
-_SHARE = 16  # a text on disk is worth reading if it saves the prefill of one of so many of its tokens
+_WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another sequence's and copy it
+_SHARE = 16  # a text on disk is read if it saves the prefill of at least its tokens divided by this
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 FREE_SHARE = 4  # contexts get the free memory divided by this
@@ -149,8 +149,9 @@ class ContextPool:
         self._n_ctx = first.target.n_ctx
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
-        # Of each context, the end of the last prompt that did not go on from all that was held. If prompts have gone on
-        # since, as they do while tools are called, the next one may part there: a template drops reasoning then.
+        # For each context, the number of tokens after which recurrent layers keep a state for the next user turn: at
+        # that turn a template may drop the reasoning after it. Prompts that extend the whole text, as after tool calls,
+        # leave it unchanged.
         self._anchors = weakref.WeakKeyDictionary[Decoder, int]()
         self._closed = False
         self._process = os.getpid()
@@ -277,13 +278,13 @@ class ContextPool:
             context.close()
 
     def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
-        """Read a text from disk into a context at rest, if it begins so much more like the prompt than those here, of
-        which `length` tokens are there."""
+        """Read a text from disk into a context at rest, if that saves enough prefill; returns whether it did.
+        length: tokens of the prompt that a context here can supply."""
         found = self.prompts.find(prompt, self._n_ctx) if self.prompts else None
         if not self.prompts or not found:
             return False
         path, tokens = found
-        # Its whole file is read, and takes the place of others.
+        # The whole file is read, and other contexts may lose their memory to it.
         if common_prefix(tokens, prompt) - length < max(_WORTH_WAITING, len(tokens) // _SHARE):
             return False
         if any(np.array_equal(held.tokens[: len(tokens)], tokens) for held in self._at_rest.values()):
@@ -388,7 +389,7 @@ class ContextPool:
 
     def _keep_states(self, context: Decoder, loan: _Loan) -> None:
         """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
-        # One reading keeps all that are wanted until it ends, so their number is limited here, too.
+        # A prefill keeps all of them until it ends, so their number is limited here, too.
         partings = nlargest(self._num_kept, loan.partings)
         wanted = [*partings, *(len(loan.prompt) - 1 - before for before in _BEFORE_END)]
         for session in context.sessions:

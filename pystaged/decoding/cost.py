@@ -112,8 +112,8 @@ def measure(
 ) -> PassCost:
     """Time passes of 1 to `most_rows` rows in turn for about a second; the median of each counts.
 
-    Beside other programs a pass takes one of two times, by whether its threads ran at once. Of minima one may be of the
-    first kind and the next of the second, which says that more rows cost twice as much; medians are of the same kind.
+    Medians, not minima: while other programs run, a pass takes about twice as long if its threads do not run at the
+    same time. The minimum for one number of rows may be a short time and that for the next a long one.
 
     Args:
         run_pass: makes a pass over the given number of rows with the given past length.

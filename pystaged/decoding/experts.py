@@ -13,8 +13,8 @@ from pystaged.decoding.cost import PassCost, place, surprise
 from pystaged.decoding.tree import Node, Stage
 
 _BLEND = 0.05  # weight of a new observation of distinct experts
-_PRIOR, _KEPT = 50.0, 0.998  # weight of the measured price, in passes; what is left of it and of the others after each
-_USUAL = 0.1  # such a pass's difference from the usual number of experts, as a share of those of one row
+_PRIOR, _KEPT = 50.0, 0.998  # weight of the measured price, in passes; factor of all earlier weights at each pass
+_USUAL = 0.1  # assumed difference of those passes from the usual number of experts, as a share of one row's
 _LEAST = 0.25  # least time of a pass, as a share of one that uses the usual number
 _KNOWN = 8192  # most tokens whose experts are kept
 _COMPARED = 8  # guesses that are compared for each place in a tree
@@ -125,9 +125,9 @@ class ExpertCost(PassCost):
             for node in islice((node for node in left if nodes[node].parent in placed), _COMPARED):
                 mask, more = self._masks.get(nodes[node].token), usual
                 if mask is not None:
-                    more = (usual + (mask & ~seen).bit_count()) / 2  # its last use tells about half
+                    more = (usual + (mask & ~seen).bit_count()) / 2  # mean of usual rows and of the token's last use
                 rate = nodes[node].score / max(1e-9, after - before + price * (more - usual))
-                if nodes[node].stage is Stage.GRAMMAR:  # forced ones come first
+                if nodes[node].stage is Stage.GRAMMAR:  # forced tokens come first
                     rate = math.inf
                 if rate > best_rate:
                     best, best_rate, best_more = node, rate, more

@@ -25,8 +25,8 @@ class Growth:
     scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that are not expanded yet,
     descending. passes: number of drafting passes so far, the root's included; seconds: their time.
     cells: past length: tokens of the sequence before the root, which every pass attends to.
-    experts: of a mixture, when nodes are kept: the distinct experts that the first n of them with the root are
-    predicted to use, n from 0 on; then the scores are in the order of the nodes' gain by seconds.
+    experts: in `keep` of a mixture: predicted number of distinct experts of the root and the first n nodes, for n = 0,
+    1, ...; the scores are then in the order of the nodes' gain per second, not descending.
     child: score of the best child divided by its parent's, for the best of the nodes expanded last; 0 if it has none.
     """
 

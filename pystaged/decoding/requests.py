@@ -115,7 +115,7 @@ class Propose(_OfSession):
     """Request to evaluate rows, which stay pending. The result is the k best candidates after each of the last `judged`
     rows, best first: their tokens, -1 where there are fewer, and their scores.
     masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all. hidden: for each token the
-    hidden states that a draft of EAGLE-3 reads."""
+    hidden states that a draft reads, as in Read."""
 
     session: Session
     past: int

@@ -1,8 +1,8 @@
 """Speculative decoding of one sequence in its simplest form.
 
 The rest of this package adds to it: `stepper` decodes batches, `budget` decides whether a step drafts, `constraint`
-enforces grammars, and `contexts` reuses KV caches. Apart from constraints none of them changes a token, so `speculate`
-emits the tokens that the engine emits, which tests check.
+enforces grammars, and `contexts` reuses KV caches. Only constraints change tokens, so `speculate` emits the tokens that
+the engine emits, which tests check.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         kind = wanted.lower() or DEFAULT_TYPE
         if kind not in FILE_TYPES:
             raise FileNotFoundError(
-                f"{repository_name} has no {wanted}; its checkpoint can be made: {', '.join(FILE_TYPES)}"
+                f"{repository_name} has no {wanted}; its checkpoint can be converted to: {', '.join(FILE_TYPES)}"
             )
         repository.check_family(checkpoint=True)
         return _convert(repository, kind)
@@ -152,7 +152,7 @@ class _Repository:
 
     @classmethod
     def open(cls, name: str, progress: Progress) -> _Repository:
-        """As it is on the hub, or as the cache has it where the hub cannot be asked."""
+        """The repository on the hub, or its copy in the cache if the hub cannot be reached."""
         from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
 
         try:
@@ -178,7 +178,7 @@ class _Repository:
         )
 
     def check_family(self, checkpoint: bool) -> None:
-        """Refuse what the hub knows to be of another kind, before it is downloaded."""
+        """Refuse an unsupported architecture, if the hub states it, before the download."""
         found, known = (
             (self.model_type, (*MODEL_TYPES, *DRAFT_MODEL_TYPES))
             if checkpoint
@@ -200,7 +200,7 @@ class _Repository:
         check_room(Path(constants.HF_HUB_CACHE), size)
         bar = _bar(lambda done: self.progress(f"downloading {name}", done, size))
         with _errors(self.name):
-            # Of the branch, not the commit: so that it is found by its name without a network.
+            # By branch, not by commit, so that it is found by name without a network.
             path = Path(_retried(lambda: hf_hub_download(self.name, name, endpoint=_endpoint(), tqdm_class=bar)))
         if not path.as_posix().endswith(f"/{self.revision}/{name}"):
             raise OSError(f"{self.name} was changed while it was downloaded; try again")
@@ -251,7 +251,7 @@ def _errors(name: str) -> Iterator[None]:
         raise ConnectionError(f"{name} is not in the cache, and HF_HUB_OFFLINE forbids asking {hub}") from None
     except errors.HfHubHTTPError as error:
         status, said = error.response.status_code, error.response.headers.get("X-Error-Message", "")
-        # To those it does not know, the hub says 401 of what does not exist too.
+        # Without a valid token the hub answers 401 for repositories that do not exist, too.
         if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and "Invalid credentials" not in said):
             raise FileNotFoundError(
                 f"there is no model {name} at {hub}, or it is private: check the name, or {login}"

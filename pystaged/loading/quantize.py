@@ -104,12 +104,12 @@ def quantize(
             if last and (found := _REQUANTIZING.search(last[0])):
                 raise _requantizing(source, found[1])
             ended = f"the quantizer ended with {child.returncode}"
-            reason = last[0] if last else ended if child.returncode else "the file that was written is not whole"
+            reason = last[0] if last else ended if child.returncode else "the written file is incomplete"
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a written file has all tensors: where C++'s library is libc++, nobody hears of a failure at its end."""
+    """Whether a written file is complete: with libc++ libllama does not notice that its last write failed."""
     try:
         _check_file(path)
     except ValueError:
@@ -160,6 +160,6 @@ def main() -> int:
     source, out, file_type, allow_requantize = sys.argv[1:]
 
     done = False
-    for dry_run in (True, False):  # the first says how large the file will be
+    for dry_run in (True, False):  # the first logs the file's size
         done = _core.quantize(source, out, int(file_type), allow_requantize == "1", dry_run)
     return int(not done)

@@ -560,7 +560,7 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
 def test_options_before_the_name_of_a_part_are_not_lost() -> None:
     done = here("bench", "--model", "grown", "passes")
     assert (done.returncode, done.stdout) == (2, b"")
-    assert b"the options of passes stand after its name" in done.stderr
+    assert b"write the options of passes after its name" in done.stderr
 
 
 def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:

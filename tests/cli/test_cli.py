@@ -114,7 +114,7 @@ def test_rules_and_logprobs(path: Path) -> None:
         (["-l", "300+1"], 1, "logit_bias names token 300, but the vocabulary has 300"),
         (["--repeat-penalty", "0"], 2, "repeat_penalty must be above 0"),
         (["--min-tokens", "200"], 2, "min_tokens, 200, must be at most max_tokens, 128"),
-        (["--logprobs", "2"], 2, "--logprobs are shown by --json"),
+        (["--logprobs", "2"], 2, "--logprobs needs --json"),
     ],
     ids=str,
 )

@@ -668,7 +668,7 @@ main()
 def test_ctrl_c_counts_what_was_sampled(draft: Path) -> None:
     done = interrupted(draft, is_early=False)
     assert done.returncode == 130, done.stderr
-    assert b"it is of the texts until then" in done.stderr
+    assert b"stopped early: the table counts the texts until then" in done.stderr
     texts = islice(sample_documents(Model(os.fsencode(draft)), 0, 10**6, temperature=1.5), 20)
     found = find_table(draft, None, Tokenizer(os.fsencode(draft)))
     assert found is not None

@@ -365,7 +365,7 @@ def test_no_such_file() -> None:
 def test_no_such_type() -> None:
     with pytest.raises(ValueError, match="unknown type 'q9': choose from f32"):
         hub.pull(TINY, "q9")
-    with pytest.raises(FileNotFoundError, match="has no q9; its checkpoint can be made: f32"):
+    with pytest.raises(FileNotFoundError, match="has no q9; its checkpoint can be converted to: f32"):
         hub.pull(f"{TINY}:q9")
 
 
@@ -671,7 +671,7 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     assert run("info", "tiny", **home).returncode == 0
     unfinished = path.with_name(f"{path.name}.{'0' * 16}.part")
     unfinished.write_bytes(bytes(3_000_000))
-    assert b"1 unfinished file of writers that were killed, 3.0 MB" in run("models", **home).stderr
+    assert b"1 unfinished file of killed processes, 3.0 MB" in run("models", **home).stderr
     assert run("models", "remove", "--leftovers", **home).stderr == b"removed 1 unfinished file, 3.0 MB freed\n"
     assert not unfinished.exists()
     assert b"removed, 0." in run("models", "remove", "tiny", **home).stderr

@@ -139,7 +139,7 @@ def test_a_file_that_ends_too_early(source: Path, tmp_path: Path, monkeypatch: p
         os.truncate(words[2], words[2].stat().st_size - 1000)
 
     monkeypatch.setattr(process, "start", cut)
-    with pytest.raises(ValueError, match="cannot be quantized to q4_0: the file that was written is not whole"):
+    with pytest.raises(ValueError, match="cannot be quantized to q4_0: the written file is incomplete"):
         quantize(source, tmp_path / "out.gguf", "q4_0")
     assert list(tmp_path.iterdir()) == []
 
