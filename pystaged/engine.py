@@ -218,10 +218,10 @@ class Engine:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """The model's chat format, from its own chat template."""
+        """The model's chat format, from its chat template."""
         with self._lock.here():
             if self._chat_format is None:
-                from pystaged.chat.format import ChatFormat  # noqa: PLC0415  brings jinja2
+                from pystaged.chat.format import ChatFormat  # noqa: PLC0415  imports jinja2
 
                 self._chat_format = ChatFormat(self.tokenizer.metadata, self.tokenizer, self._warn)
             return self._chat_format

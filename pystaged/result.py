@@ -119,7 +119,7 @@ class GenerationResult:
     text that repeats itself (see stop_loops), "cancelled" for a stream that was closed early.
     seed: given or drawn.
     logprobs: one per token, None if not asked for; prompt_logprobs: one per prompt token from prompt_logprobs_start on,
-    but none for the first of the prompt, or None.
+    except the prompt's first, or None.
     origin: inputs of the text, for `receipt`; None for a result that no Engine made.
     """
 
@@ -162,7 +162,7 @@ class GenerationResult:
         ]
 
     def json(self) -> Any:
-        """Parse the text as JSON, such as one with a json_schema. Raises ValueError if it is cut off or no JSON."""
+        """Parse the text as JSON, such as one with a json_schema. Raises ValueError if it is cut off or not JSON."""
         return json.loads(self.text)
 
     def __str__(self) -> str:

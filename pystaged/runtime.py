@@ -197,7 +197,7 @@ class Runtime:
             return None
         with self._lock.here():
             if self._grammars is None:
-                from pystaged.grammars import Grammars  # noqa: PLC0415  brings llguidance
+                from pystaged.grammars import Grammars  # noqa: PLC0415  imports llguidance
 
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(grammar)

@@ -35,7 +35,7 @@ def lock(file: IO[Any], *, shared: bool = False, wait: bool = False) -> None:
         return
     import msvcrt  # noqa: PLC0415
 
-    # A byte far behind the file's end: whoever locks a byte keeps others from reading it.
+    # A byte far beyond the file's end: a lock keeps others from reading the byte.
     place = _Overlapped(offset_high=1 << 30)
     flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
     handle = ctypes.c_void_p(msvcrt.get_osfhandle(file.fileno()))  # type: ignore[attr-defined]

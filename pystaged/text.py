@@ -32,7 +32,7 @@ class TextBuffer:
     """Decodes bytes to text, and holds back the end where a character or a stop string may be incomplete.
 
     Args:
-        stop: strings that end the text and are no part of it.
+        stop: strings that end the text and are not part of it.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:

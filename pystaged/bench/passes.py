@@ -116,7 +116,7 @@ def measure(
     lengths = sorted(set(contexts)) or [min(CONTEXT_TOKENS, model.max_context // 2)]
     if lengths[0] < 0 or lengths[-1] >= model.max_context:
         raise ValueError(
-            f"{path.name} can be measured behind 0 to {model.max_context - 1} tokens of context, "
+            f"{path.name} can be measured after 0 to {model.max_context - 1} tokens of context, "
             f"not {lengths[0] if lengths[0] < 0 else lengths[-1]}"
         )
     session = Session(model, min(lengths[-1] + ROWS[-1], model.max_context))

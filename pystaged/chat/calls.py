@@ -316,7 +316,7 @@ _GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
 
 
 def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
-    """Wait for text that a pattern is found in; returns whether it came. A long word is so read but once."""
+    """Wait for text that a pattern is found in; returns whether it came. So a long word is read only once."""
     before = len(source.text)
     while (yield from source.more()):
         if pattern.search(source.text, before):
@@ -449,7 +449,7 @@ def _python_value(source: Source, depth: int = 0) -> Parser[bool]:
 
 
 def _python_key(source: Source) -> Parser[bool]:
-    """Pass on a key of an object and the colon behind it."""
+    """Pass on a key of an object and the colon after it."""
     if (yield from _next(source)) in ("'", '"'):
         if not (yield from _python_text(source)):
             return False

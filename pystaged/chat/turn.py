@@ -163,7 +163,7 @@ def calls_of(text: str) -> list[Block]:
 
 
 def quoted(answer: str) -> str:
-    """An answer as messages of later prompts have it: of gpt-oss's, whose template refuses channels, the text alone."""
+    """An answer as a message's content; for gpt-oss, whose template refuses channels, only its text."""
     if not answer.startswith("<|channel|>"):
         return answer
     reader = TurnReader(CHANNELS)

@@ -124,7 +124,7 @@ def _shares(types: dict[str, int]) -> str:
 def _behind(model: _core.Model) -> str:
     """Memory of tokens that are outside all attention windows, in words; "" for a model without windows."""
     kept = model.cell_bytes - model.windowed_cell_bytes
-    return f", {kept / 1e3:.1f} MB behind windows" if kept < model.cell_bytes else ""
+    return f", {kept / 1e3:.1f} MB outside attention windows" if kept < model.cell_bytes else ""
 
 
 def _states(model: _core.Model) -> str:

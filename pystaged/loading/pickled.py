@@ -103,7 +103,7 @@ def _place(file: io.BufferedReader, archive: zipfile.ZipFile, folder: str, tenso
     if any(own != stride for own, stride, rows in zip(strides, usual, shape, strict=True) if rows != 1):
         raise ValueError("a tensor is not stored row after row")
     if start + prod(shape) > count:
-        raise ValueError("a tensor ends behind its storage")
+        raise ValueError("a tensor ends beyond its storage")
     entry = _entry(archive, folder + _text(key), size * count)
     file.seek(entry.header_offset + 26)
     begin = entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))

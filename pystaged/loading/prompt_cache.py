@@ -75,7 +75,7 @@ class KeptPrompts:
 
     def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None:
         """Write the text of a context in the background, unless nearly all of it is kept, or too many are being
-        written; the last ones of an engine are written unless all of them is kept."""
+        written. last: write it unless all of it is kept."""
         tokens = sessions[0].tokens
         if len(tokens) < _LEAST or os.getpid() != self._process or self._is_writing():
             return

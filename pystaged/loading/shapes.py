@@ -58,7 +58,7 @@ class Shape:
     Args:
         architecture: GGUF's name.
         experts, expert_width: of a mixture, else 0.
-        ahead: blocks for multi-token prediction, behind the layers.
+        ahead: blocks for multi-token prediction, after the layers.
         metadata: entries that only some families have, by GGUF key.
         computed: tensors that no checkpoint stores, by name.
     """

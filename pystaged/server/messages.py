@@ -27,7 +27,7 @@ _DELTAS = {
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
 _MOST = 4096  # parts of a message
-# Claude Code's first line, which changes with every turn; behind it, no prompt would begin like the one before.
+# Claude Code's first line, which changes with every turn, so that no prompt would begin like the one before.
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 

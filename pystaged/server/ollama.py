@@ -76,7 +76,7 @@ class OllamaMessage(Open):
 
 
 class _Request(ModelRequest):
-    """What requests for texts share."""
+    """Members that requests for texts share."""
 
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class ShowRequest(ModelRequest):
 
 
 class _Answered(TypedDict):
-    """What all answers have; durations are in nanoseconds."""
+    """Members that all answers have; durations are in nanoseconds."""
 
     model: str
     created_at: str

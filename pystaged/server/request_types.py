@@ -124,7 +124,7 @@ class CompletionRequest(TextRequest):
 
 
 class _NativeRequest(TextRequest):
-    """What the requests of llama-server's own share; n_predict is renamed to max_tokens."""
+    """Members that llama-server's own requests share; n_predict is renamed to max_tokens."""
 
     n_probs: Annotated[int, Field(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
@@ -244,7 +244,7 @@ class Prediction(BaseModel):
 
 
 class TurnRequest(TextRequest):
-    """What the requests for answers of all interfaces share."""
+    """Members that requests for answers share in all interfaces."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

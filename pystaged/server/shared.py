@@ -167,8 +167,8 @@ def main() -> int:
 
 
 def _in_background(starter: Connection) -> Connection:
-    """Go on in a process that is no child of the tests, which may wait for all of theirs; this one passes on its
-    message and ends. Returns the connection for the message."""
+    """Continue in a process that is not a child of the tests, which may wait for all their children. This process
+    passes on the other's message and exits. Returns the connection for the message."""
     reader, writer = Pipe(duplex=False)
     server = os.fork()  # nothing that has threads is imported yet
     if server == 0:

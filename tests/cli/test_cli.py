@@ -608,7 +608,7 @@ def test_info_of_a_context(path: Path) -> None:
 
 def test_info_of_a_model_with_windows(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", RandomModel("gemma3", layers=6, metadata={"attention.sliding_window": 16}))
-    assert b"0.8 MB per 1,000 tokens, 0.1 MB behind windows; " in here("info", path).stdout
+    assert b"0.8 MB per 1,000 tokens, 0.1 MB outside attention windows; " in here("info", path).stdout
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a deep key": (changed((b"X\x01\x00\x00\x00w", DEEP)), "not that of a dictionary"),
     "a deep storage": (changed((b"X\x03\x00\x00\x00cpu", DEEP), (b"X\x01\x00\x00\x000", DEEP)), "not that of a dict"),
     "a call of a tuple": (changed((REBUILD, DEEP)), "not that of a dictionary"),
-    "sizes beyond the storage": (changed((b"(" + TWO, b"(J\xff\xff\xff\x7f")), "ends behind its storage"),
+    "sizes beyond the storage": (changed((b"(" + TWO, b"(J\xff\xff\xff\x7f")), "ends beyond its storage"),
     "a negative size": (changed((b"(" + TWO, b"(J\xfe\xff\xff\xff")), "impossible sizes"),
     "many sizes": (changed((b"(" + TWO, b"(" + TWO * 9)), "impossible sizes"),
     "other strides": (changed((b"t(", b"t(" + TWO), (TWO, b"")), "cannot be read"),
