@@ -91,8 +91,8 @@ class TurnAnswer(Answer):
         return parts
 
     def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens so far, by encoding the text, but at most those written. While the reasoning grows,
-        up to a ninth of its text is not counted yet, so that it is not tokenized again for each token."""
+        """Number of reasoning tokens so far, by encoding the text, but at most those written. While the reasoning
+        grows, up to a ninth of its text is not counted yet, so that it is not tokenized again for each token."""
         total = 0
         for reader in self.readers:
             for block in reader.of_kind("reasoning"):
