@@ -30,7 +30,7 @@ _COMMANDS = {
     "diff": "Compare two models, quantizations or KV types on the same prompts.",
     "verify": "Generate the text of a receipt again, and compare.",
     "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
-    "distill": "Train a draft on what a model writes, to draft for it.",
+    "distill": "Train a draft for a model on the model's own answers.",
     "ngram": "Build tables of n-grams to draft from.",
 }
 
@@ -84,7 +84,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Staged speculative decoding for GGUF models on your own laptop.",
     epilog="Exit status: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted by Ctrl-C, "
-    "141 the reader of the output has gone.",
+    "141 output pipe closed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

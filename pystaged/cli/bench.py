@@ -108,7 +108,7 @@ def bench(
     ] = "all",
     llama_cpp: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of a build of llama.cpp or ik_llama.cpp: it takes part, too. Repeatable."),
+        typer.Option(help="Folder of a llama.cpp or ik_llama.cpp build to measure, too; may be repeated."),
     ] = None,
     accept: Annotated[
         str | None,
@@ -122,8 +122,8 @@ def bench(
 ) -> None:
     """Measure speed on this machine: our decoding methods beside other engines (baselines), by category of prompts.
 
-    Greedy and at T = 1, top-k 50; the same files and prompts for all, in turn. Ctrl-C ends it early, and what was
-    measured by then is reported.
+    All run in turn with the same files and prompts, greedily and at T = 1, top-k 50. Ctrl-C ends the measurement early
+    and reports the results so far.
 
     Example: pystaged bench --model smollm2 --minutes 10
 

@@ -57,7 +57,7 @@ def diff(
 
     A continues prompts greedily (it answers messages in its chat format), and both models evaluate what it wrote. Shown
     are where B's greedy text would differ or end, how often both find the same token likeliest, the Kullback-Leibler
-    divergence in nats, and the perplexities of A's text; from ten texts on with 95 % intervals by the bootstrap.
+    divergence in nats, and the perplexities of A's text; with ten texts or more also 95 % intervals by the bootstrap.
 
     Example: pystaged diff model.Q8_0.gguf model.Q4_K_M.gguf
 

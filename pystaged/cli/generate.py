@@ -74,7 +74,7 @@ def generate(
         spelled("max_tokens", min=-1, callback=token_limit, help=f"{LIMIT_HELP}; 128 unless given, 2048 with --chat."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a question; ask it by the model's chat template.")
+        bool, typer.Option("--chat", help="Answer the prompt as a question, with the model's chat template.")
     ] = False,
     system: System = "",
     think: Think = None,

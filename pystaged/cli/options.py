@@ -160,7 +160,7 @@ def spelled(name: str, **settings: Any) -> Any:
 
 LIMIT_HELP = "Maximum number of new tokens; 0 or -1 for as many as the context has room for"
 MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'bundled'."
-DEFAULT_MODEL = "smollm2; bundled where that is not installed"  # names.default_model
+DEFAULT_MODEL = "smollm2; bundled if that is not installed"  # names.default_model
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -246,7 +246,7 @@ def _sampling_settings() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, option in SAMPLING.items():
         shown: dict[str, Any] = {"rich_help_panel": "Penalties and other rules", "show_default": str(option.default)}
         if name in of_answers:
-            shown = {"show_default": f"{option.default}; of answers {of_answers[name]}"}
+            shown = {"show_default": f"{option.default}; in answers {of_answers[name]}"}
         elif name == "dry_sequence_breakers":
             shown["show_default"] = "a new line, a colon, a quote and an asterisk"
         elif not option.default:

@@ -98,7 +98,9 @@ class QueueOptions:
     ] = 64
     timeout: Annotated[float, typer.Option(min=1, help="Longest time of a request, in seconds.")] = 3600.0
     queue_timeout: Annotated[float, typer.Option(min=1, help="Longest wait in the queue, in seconds.")] = 600.0
-    grace: Annotated[int, typer.Option(min=0, help="Seconds for sequences in progress when the server stops.")] = 30
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds that sequences in progress may take when the server stops.")
+    ] = 30
 
 
 class SharedOptions(LoadOptions):
@@ -135,7 +137,7 @@ def serve(
             "-n",
             min=-1,
             callback=token_limit,
-            help="Default and limit of a request's max_tokens, 0 or -1 for none; unless given the default is 2048.",
+            help="Default and maximum of a request's max_tokens, 0 or -1 for the context length; 2048 by default.",
         ),
     ] = None,
     stop_loops: StopLoops = None,
