@@ -1,8 +1,8 @@
 // Recycled candidates: what a target found likeliest after a token, and after a pair of tokens, in earlier passes.
 //
-// Every row of a verified tree says what the target would go on with, the rejected ones too; "Turning Trash into
-// Treasure" (Luo et al. 2024, arXiv 2408.08696) drafts from that. Here candidates keep their chances, to be mixed with
-// those of n-grams and ranked under the shared noise.
+// Each row of a verified tree, rejected ones included, has the target's prediction after it, from which later trees are
+// drafted ("Turning Trash into Treasure", Luo et al. 2024, arXiv 2408.08696). Here candidates keep their probabilities,
+// which are mixed with those of n-grams and ranked under the shared noise.
 #pragma once
 
 #include <array>
@@ -13,8 +13,8 @@
 
 namespace pystaged {
 
-// Two direct-mapped tables, one of tokens and one of pairs. All of their memory is taken at once, because memory that
-// comes little by little looks like a leak. One for all texts of a model, which take turns.
+// Two direct-mapped tables, one of tokens and one of pairs, shared by all texts of a model. All memory is allocated at
+// once, because slow growth would look like a leak.
 class RecycledCandidates {
 public:
     static constexpr int num_candidates = 16;  // of a token or a pair

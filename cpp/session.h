@@ -1,7 +1,7 @@
-// A model with the context of one text: evaluates trees of tokens, judges which path of them stands, keeps that path.
+// The context of one text: evaluates trees of tokens, chooses the accepted path and commits it.
 //
-// The context is the committed tokens; behind them lie the pending rows of the tree in hand, numbered from 0 in the
-// order they were evaluated. A failed call leaves both as they were.
+// It holds the committed tokens, and after them the pending rows of the current tree, numbered from 0 in the order of
+// their evaluation. A call that fails changes neither.
 //
 // Calls of one session from several threads wait for each other, and passes of a model's sessions take turns; see
 // work.h for passes that several share. A call from inside another one of the same thread (a signal handler during a
@@ -46,7 +46,7 @@ struct UsedExperts {
     int distinct = 0;
 };
 
-// A text: its committed tokens and the pending rows behind them. Session::Turn alone hands it out.
+// A text: its committed tokens and the pending rows after them. Only Session::Turn gives access to it.
 struct Text {
     struct Row {
         int32_t token, parent, position;

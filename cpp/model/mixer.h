@@ -87,8 +87,8 @@ struct DeltaNet {
     }
 };
 
-// Mamba-2. W_input makes gates, values, inputs and outputs of states, and steps of a row; but for gates and steps these
-// are convolved over a few rows. Each head's state takes in its value by as much as the step says.
+// Mamba-2. W_input makes of a row: gates, values, inputs and outputs of states, and steps. All but gates and steps are
+// convolved over a few rows. Each head decays its state and adds its value, both by its step.
 struct StateSpace {
     std::vector<Linear> input;  // one
     Vector taps, taps_bias;     // [taps][channels], the oldest row's first; [channels], or none

@@ -1,9 +1,9 @@
-// Where a device has what the recurrent layers of a text carry: two states, and the inputs of rows that the text's
-// state does not include. The memory itself is elsewhere.
+// Bookkeeping of a text's recurrent layers on a device: which of two buffers holds the state, and where the inputs of
+// rows are that this state does not include. The buffers themselves are elsewhere.
 //
-// A pass over a tree, which is a chain, applies the rows that were committed since the last one, writes the state after
-// them to the other place, and goes on from there without writing: so nothing is lost when it fails, or when its rows
-// are not committed. A reading is committed whole or not at all: its passes write the state after all their rows.
+// A pass over a tree, which is a chain, applies the rows committed since the last one, writes the state after them to
+// the other buffer, and goes on without writing: nothing is lost if it fails or its rows are not committed. A prefill
+// (a reading, here) is committed whole or not at all: its passes write the state after all their rows.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Earlier states of a text that it can go back to.
+// Earlier states of a text that it can be rewound to.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ public:
     }
     const std::vector<int>& asked() const { return asked_; }
     bool is_asked(int length) const { return std::binary_search(asked_.begin(), asked_.end(), length); }
-    // Where there are too many, that one goes which is nearest to the one before it, as seen from the end: so they lie
-    // the closer the nearer the end is. The anchor stays if there is room for it and the last one.
+    // If there are too many, drops the one with the least distance from the one before it, relative to that one's
+    // distance from the end: states are denser near the end. The anchor stays if there is room for it and the last one.
     void keep(const Kept& state) {
         if (!kept_.empty() && kept_.back().length >= state.length) {
             return;
@@ -46,7 +46,7 @@ public:
             kept_.erase(kept_.begin() + least);
         }
     }
-    // The most rows of `length` at most after which there is a state; 0 for none.
+    // The largest length, at most `length`, with a kept state; 0 for none.
     int reachable(int length) const {
         int found = 0;
         for (const Kept& kept : kept_) {
@@ -54,7 +54,7 @@ public:
         }
         return found;
     }
-    // The state after exactly so many rows, or null.
+    // The state after exactly `length` rows, or null.
     const Values* at(int length) const {
         for (const Kept& kept : kept_) {
             if (kept.length == length) {
@@ -69,9 +69,9 @@ public:
         }
     }
     const std::vector<Kept>& all() const { return kept_; }
-    // In place of what was kept, in a state resumed from a file.
+    // Replaces all kept states, when a text is read from a file.
     void set(std::vector<Kept> kept) { kept_ = std::move(kept); }
-    // Takes over what another text kept, but not what it was asked for.
+    // Copies another text's kept states, but not its requests.
     void copy(const KeptStates& from) { kept_ = from.kept_; }
 
 private:

@@ -28,7 +28,7 @@ public:
     std::vector<int32_t> shape() const { return kept_.shape(); }
     void add_pieces(int length, std::vector<Piece>& pieces);
     bool resume(int length, const std::vector<int32_t>& shape) { return kept_.resume(length, shape); }
-    // Gives the memory of rows [first, last), which the text has lost, back to the system.
+    // Returns the memory of rows [first, last), which the text has dropped, to the system.
     void release(int first, int last) { cache_.release(first, last); }
     size_t num_bytes(int length) const { return cache_.cell_bytes() * kept_.count(length); }
 
@@ -47,7 +47,7 @@ public:
     void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
     void keep_states(const std::vector<int>& lengths, int most, int anchor) override;
     int reachable(int length) const override;
-    // Gives memory back to the system where it is much.
+    // Returns memory to the system if it is large.
     int cut(int length) override;
     int copy(const TextState& from, int length) override;
     void stretch(int length, int longer) override;

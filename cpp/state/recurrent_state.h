@@ -2,8 +2,8 @@
 //
 // A row cannot be undone in a state, so a pass stores the inputs of a tree's rows, not their states. The next pass
 // first applies the inputs of the rows that were committed meanwhile, in order, and then computes its tree from there.
-// A reading is committed whole or not at all, so its passes store no inputs: they write the state after its rows beside
-// the text's, which it replaces when the rows are committed.
+// A prefill (a reading, here) is committed whole or not at all, so its passes store no inputs: they write the state
+// after its rows beside the text's, which it replaces when the rows are committed.
 #pragma once
 
 #include <algorithm>
@@ -26,18 +26,18 @@ public:
     // States that a file may keep of a text.
     static constexpr int kMostKept = 64;
 
-    // The state after so many rows, and where to write it.
+    // A state to compute: after how many rows, and where to write it.
     struct Stop {
         int rows;
         float* state;
     };
 
-    // In floats: a state, which is of zeros before a text, and the inputs of a row.
+    // Sizes in floats: of a state, which is zero before a text, and of a row's inputs.
     RecurrentState(size_t state_size, size_t input_size);
 
     // For a pass, in this order. It computes pending rows from `first` on, of a reading or else of a tree.
     void begin(int first, int num_rows, bool is_reading);
-    // Reserves memory; if it throws, nothing has changed. The inputs of a reading's rows go to `inputs` meanwhile.
+    // Reserves memory; if it throws, nothing has changed. inputs: where a reading's rows put their inputs.
     void reserve(float* inputs);
     // Rows of the pass that are of a reading.
     int num_reading() const { return num_reading_; }
@@ -69,7 +69,7 @@ public:
     std::vector<int32_t> shape() const;
     void add_pieces(int length, std::vector<Piece>& pieces);
     bool resume(int length, const std::vector<int32_t>& shape);
-    // Rows of the text have no memory of their own here.
+    // Does nothing: rows of the text have no memory of their own here.
     void release(int, int) {}
     size_t num_bytes(int length) const;
 
@@ -80,7 +80,7 @@ private:
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
     std::vector<Kept> states_to_keep(int length, int num_rows) const;
     void drop_reading();
-    // Gives the memory of many rows' inputs that are needed no more back to the system.
+    // Returns the memory of inputs that are no longer needed to the system, if it is large.
     void release_inputs();
 
     size_t state_size_, input_size_;
