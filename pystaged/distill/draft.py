@@ -75,7 +75,9 @@ class Target:
         base = reader.fields.get(f"{family}.rope.freq_base")
         self.logit_scale = float(scale.contents()) if scale else 1.0
         self.rope_base = float(base.contents()) if base else 10000.0
-        for name in ("token_embd.weight", "output_norm.weight"):
+        of_lfm2 = "token_embd_norm.weight"  # LFM2's files call the last norm so
+        self._norm = of_lfm2 if of_lfm2 in self._tensors else "output_norm.weight"
+        for name in ("token_embd.weight", self._norm):
             self._tensor(name)
 
     def embedding(self, tokens: Any) -> Any:
@@ -104,7 +106,7 @@ class Target:
     @cached_property
     def norm(self) -> Any:
         """The norm before the head, float32[width]."""
-        return torch.from_numpy(np.array(self._tensor("output_norm.weight").data, np.float32))
+        return torch.from_numpy(np.array(self._tensor(self._norm).data, np.float32))
 
     def _rows(self, name: str, tokens: Any) -> Any:
         tensor = self._tensor(name)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from support.families import CASES
 from support.feature_drafts import BlockTwin, Contents
 from support.random_models import RandomModel, add_vocabulary, write
 from typer.testing import CliRunner
@@ -100,6 +101,11 @@ def trainer(target: Path, answers: Answers) -> Callable[..., Trainer]:
         return Trainer(draft, lender, answers, answers.texts([1, 2]), answers.texts([0]), steps)
 
     return make
+
+
+def test_the_last_norm_of_lfm2_has_another_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "target.gguf", CASES["lfm2"])
+    np.testing.assert_array_equal(Target(path).norm, Contents.of(path).tensors["token_embd_norm.weight"])
 
 
 def test_answers_are_what_the_target_computes(target: Path, answers: Answers) -> None:
