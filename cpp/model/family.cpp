@@ -89,7 +89,9 @@ const Family& find_family(const GgufFile& file) {
         if (name == family.name) {
             found = &family;
         }
-        names += std::string(names.empty() ? "" : ", ") + family.name;
+        if (family.reads == Reads::nothing) {
+            names += std::string(names.empty() ? "" : ", ") + family.name;
+        }
         if (family.rules & kRecurrent) {
             recurrent += std::string(recurrent.empty() ? "" : ", ") + family.name;
         }

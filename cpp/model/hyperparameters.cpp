@@ -694,8 +694,8 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     const bool borrows =
         lender && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
     if (borrows && lender->width != h.width) {
-        file.fail("the model is " + std::to_string(h.width) + " wide, but the one whose embedding it borrows " +
-                  std::to_string(lender->width));
+        file.fail("the draft borrows the embedding of its target, and was made for one that is " +
+                  std::to_string(h.width) + " wide, but this one is " + std::to_string(lender->width) + " wide");
     }
     const int64_t vocab_size = borrows ? lender->vocab_size : file.tensor(kEmbedding).ne[1];
     if (vocab_size < 1 || vocab_size > kMostNumbers) {

@@ -395,6 +395,12 @@ def test_keys_beyond_f16_are_refused(tmp_path: Path, device: str) -> None:
         session.evaluate(np.arange(8, dtype=np.int32), np.arange(-1, 7, dtype=np.int32))
 
 
+def test_drafts_are_not_among_the_supported_architectures(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", RandomModel("mpt"))
+    with pytest.raises(ModelError, match=r"qwen3next$"):
+        Model(path)
+
+
 def drop(*names: str) -> Change:
     return lambda tensors: [tensors.pop(name) for name in names]
 

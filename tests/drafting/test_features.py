@@ -331,7 +331,7 @@ def test_a_draft_for_another_target_is_refused(tmp_path: Path) -> None:
     target = write(tmp_path / "target.gguf", TARGET)
     draft = write_draft(tmp_path / "draft.gguf", DRAFTS["eagle"])
     other = write(tmp_path / "wide.gguf", RandomModel("llama", width=96, layers=3, heads=6, kv_heads=3))
-    with pytest.raises(ModelError, match="borrows 96"):
+    with pytest.raises(ModelError, match="this one is 96 wide"):
         Engine(other, draft=draft)
     with pytest.raises(ValueError, match="pass this file as its draft"):
         Engine(draft)
