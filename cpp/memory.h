@@ -21,8 +21,14 @@ struct LineAllocator {
     LineAllocator() = default;
     template <class U>
     LineAllocator(const LineAllocator<U>&) {}
-    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kCacheLine))); }
-    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(kCacheLine)); }
+    // Within a block of the usual kind: glibc seldom hands out again what an aligned one leaves behind.
+    T* allocate(size_t n) {
+        void* const block = ::operator new(n * sizeof(T) + kCacheLine);
+        const uintptr_t line = (reinterpret_cast<uintptr_t>(block) / kCacheLine + 1) * kCacheLine;
+        reinterpret_cast<void**>(line)[-1] = block;
+        return reinterpret_cast<T*>(line);
+    }
+    void deallocate(T* p, size_t) { ::operator delete(reinterpret_cast<void**>(p)[-1]); }
     friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
     friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
 };
