@@ -16,7 +16,8 @@ assert _core is not None and _core.origin is not None  # noqa: PT018  else the p
 # The build writes the version of pyproject.toml into this file; packaging/build_wheel.py adds the word "inside" if the
 # package has its own copy of the libraries, which the extension finds by itself.
 with open(os.path.join(os.path.dirname(_core.origin), "llama_cpp_version.txt")) as _file:  # noqa: PTH118, PTH120, PTH123
-    VERSION, *_inside = _file.read().split()
+    VERSION, *_word = _file.read().split()
+IS_INSIDE = bool(_word)
 
 
 def check(installed: str | None, redirected: str | None) -> None:
@@ -92,7 +93,7 @@ def _load(package: str) -> None:
 
 
 check_lock(getattr(sys, "_is_gil_enabled", lambda: True)(), getattr(sys.flags, "gil", None) == 0)
-if not _inside:
+if not IS_INSIDE:
     _folder = _package()
     check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))
     if _folder:

@@ -69,7 +69,7 @@ def check_server(endpoint: str) -> None:
     if major != own[0] or minor > own[1]:
         raise DeviceError(
             f"RPC server {endpoint} has version {major}.{minor} of the protocol, this machine has {own[0]}.{own[1]}; "
-            "install the same llama-cpp-python on both machines"
+            "install the same version of pystaged on both machines"
         )
 
 

@@ -46,7 +46,7 @@ def info(
         )
         rows = {
             "pystaged": pystaged.__version__,
-            "llama-cpp-python": _llama.VERSION,
+            "llama.cpp": f"of llama-cpp-python {_llama.VERSION}{', inside this package' if _llama.IS_INSIDE else ''}",
             "kernel": f"{loaded.kernel} (of {', '.join(_core.kernels())})",
             "threads": str(loaded.num_threads),
             "model": str(path),

@@ -6,8 +6,7 @@ import pytest
 
 from pystaged import _llama
 
-OWN_LIBRARIES = bool(_llama._inside)
-of_llama_cpp = pytest.mark.skipif(OWN_LIBRARIES, reason="this wheel has its own libraries")
+of_llama_cpp = pytest.mark.skipif(_llama.IS_INSIDE, reason="this wheel has its own libraries")
 # How far logits on ggml may be from llama.cpp's in the same passes. Two builds of ggml, for other CPUs, round products
 # as differently as ggml and our kernels do.
-LLAMA_TOLERANCE = 0.2 if OWN_LIBRARIES else 1e-3
+LLAMA_TOLERANCE = 0.2 if _llama.IS_INSIDE else 1e-3
