@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.families import FAMILIES, MODEL_TYPES, WITH_PICTURES, Family
+from pystaged.loading.families import FAMILIES, GGUF_INSTEAD, MODEL_TYPES, WITH_PICTURES, Family
 
 MOST = 1 << 24  # far beyond any model
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -30,9 +30,14 @@ class ConfigReader:
             older = {key: config[old] for key, old in family.older.items() if config.get(old) is not None}
             config = {**family.defaults, **config, **older}
         if any(config.get(key) for key in _EXPERTS) and not (family and family.experts):
-            raise ValueError(f"{path}: the architecture {kind!r} is a mixture of experts that cannot be converted")
+            raise ValueError(
+                f"{path}: the architecture {kind!r} is a mixture of experts that cannot be converted; {GGUF_INSTEAD}"
+            )
         if family is None:
-            raise ValueError(f"{path}: the architecture {kind!r} is not supported, only {', '.join(MODEL_TYPES)}")
+            known = ", ".join(MODEL_TYPES)
+            raise ValueError(
+                f"{path}: checkpoints of {kind!r} cannot be converted, only those of {known}; {GGUF_INSTEAD}"
+            )
         quantized = config.get("quantization_config")
         in_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4" and family.fused_experts
         if quantized and not in_mxfp4:

@@ -375,6 +375,7 @@ FAMILIES: Mapping[str, Family] = {
 # Checkpoints of text and images, of which only the language model is converted.
 WITH_PICTURES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 MODEL_TYPES = (*FAMILIES, *WITH_PICTURES)
+GGUF_INSTEAD = "a GGUF file of the model may be supported"
 # Architectures that the engine loads from GGUF files; not all can be converted. It also loads dense models of
 # qwen3next, but all published ones are mixtures of experts.
 ARCHITECTURES = (

@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 from pystaged.aliases import hub_id
 from pystaged.files import check_room, update
 from pystaged.loading import cache
-from pystaged.loading.families import ARCHITECTURES, DRAFT_ARCHITECTURES, DRAFT_MODEL_TYPES, MODEL_TYPES
+from pystaged.loading.families import (
+    ARCHITECTURES,
+    DRAFT_ARCHITECTURES,
+    DRAFT_MODEL_TYPES,
+    GGUF_INSTEAD,
+    MODEL_TYPES,
+)
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import About
 from pystaged.loading.progress import Progress
@@ -184,6 +190,11 @@ class _Repository:
             if checkpoint
             else (self.architecture, (*ARCHITECTURES, *DRAFT_ARCHITECTURES))
         )
+        if found not in (None, *known) and checkpoint:
+            raise ValueError(
+                f"{self.name}: checkpoints of {found!r} cannot be converted, only those of {', '.join(known)}; "
+                f"{GGUF_INSTEAD}"
+            )
         if found not in (None, *known):
             raise ValueError(f"{self.name}: the architecture {found!r} is not supported, only {', '.join(known)}")
 

@@ -605,7 +605,7 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
         f"pard_token is {NUM_TOKENS}, which is no",
     ),
     "mask-word": ("llama", {"pard_token": "<mask>"}, "pard_token is <mask>, which is no token"),
-    "unknown": ("falcon", {}, "the architecture 'falcon' is not supported, only gpt2, llama, mistral"),
+    "unknown": ("falcon", {}, "checkpoints of 'falcon' cannot be converted, only those of gpt2, llama, mistral"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "is quantized already"),
     "activation": ("qwen2", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
     "window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),

@@ -301,7 +301,11 @@ def test_failures_that_stay(online: Hub) -> None:
     [
         ({"private": True}, FileNotFoundError, "there is no model someone/tiny at .*, or it is private: check the"),
         ({"gated": True}, PermissionError, "someone/tiny is gated: accept its conditions at .*/someone/tiny, then log"),
-        ({"about": {"config": {"model_type": "mamba"}}}, ValueError, "the architecture 'mamba' is not supported, only"),
+        (
+            {"about": {"config": {"model_type": "mamba"}}},
+            ValueError,
+            "checkpoints of 'mamba' cannot be converted, only",
+        ),
         ({"files": {}}, FileNotFoundError, "has no suitable file: neither a whole GGUF file nor config.json with"),
         ({"files": {"config.json": b"{}", "pytorch_model-1.bin": b""}}, FileNotFoundError, "no suitable file"),
         ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
@@ -343,7 +347,7 @@ def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_architecture_in_the_config(tiny: Repository, online: Hub) -> None:
     tiny.about, tiny.files["config.json"] = {}, b'{"model_type": "bert"}'
-    with pytest.raises(ValueError, match="the architecture 'bert' is not supported"):
+    with pytest.raises(ValueError, match="checkpoints of 'bert' cannot be converted"):
         hub.pull(TINY)
     assert downloads(online) == []
 
