@@ -234,11 +234,14 @@ Vector PackedLoader::taps(Role role) {
     return result;
 }
 
-ShortConvolution PackedLoader::short_convolution() {
-    return {{linear(Role::conv_input)}, taps(Role::conv_taps), linear(Role::conv_output)};
+// A file has them as columns.
+Vector PackedLoader::per_head(Role role) {
+    Vector result;
+    result.values = read_floats(file_, *find(role));
+    return result;
 }
 
-DeltaNet PackedLoader::delta_net() {
+DeltaNet PackedLoader::delta_inputs() {
     DeltaNet result;
     const DeltaNumbers& delta = numbers_.delta;
     std::vector<Part> parts;
@@ -263,30 +266,6 @@ DeltaNet PackedLoader::delta_net() {
     if (find(Role::delta_beta_alpha)) {
         result.alpha_at = result.beta_at + delta.value_heads;
     }
-    result.taps = taps(Role::delta_taps);
-    result.decay = vector(Role::delta_decay);
-    result.step = vector(Role::delta_step);
-    result.norm = vector(Role::delta_norm);
-    result.output = linear(Role::delta_output);
-    return result;
-}
-
-StateSpace PackedLoader::state_space() {
-    // Files have these as columns.
-    const auto column = [&](Role role) {
-        Vector result;
-        result.values = read_floats(file_, *find(role));
-        return result;
-    };
-    StateSpace result;
-    result.input.push_back(linear(Role::space_input));
-    result.taps = taps(Role::space_taps);
-    result.taps_bias = vector(Role::space_taps_bias);
-    result.decay = column(Role::space_decay);
-    result.step = vector(Role::space_step);
-    result.skip = column(Role::space_skip);
-    result.norm = vector(Role::space_norm);
-    result.output = linear(Role::space_output);
     return result;
 }
 
@@ -505,33 +484,11 @@ Attention DeviceLoader::attention() {
     return result;
 }
 
-ShortConvolution DeviceLoader::short_convolution() {
-    return {{linear(Role::conv_input)}, vector(Role::conv_taps), linear(Role::conv_output)};
-}
-
-DeltaNet DeviceLoader::delta_net() {
+DeltaNet DeviceLoader::delta_inputs() {
     DeltaNet result;
     for (const Role role : {Role::delta_qkv, Role::delta_gate, Role::delta_beta, Role::delta_alpha}) {
         result.input.push_back(linear(role));
     }
-    result.taps = vector(Role::delta_taps);
-    result.decay = vector(Role::delta_decay);
-    result.step = vector(Role::delta_step);
-    result.norm = vector(Role::delta_norm);
-    result.output = linear(Role::delta_output);
-    return result;
-}
-
-StateSpace DeviceLoader::state_space() {
-    StateSpace result;
-    result.input.push_back(linear(Role::space_input));
-    result.taps = vector(Role::space_taps);
-    result.taps_bias = vector(Role::space_taps_bias);
-    result.decay = vector(Role::space_decay);
-    result.step = vector(Role::space_step);
-    result.skip = vector(Role::space_skip);
-    result.norm = vector(Role::space_norm);
-    result.output = linear(Role::space_output);
     return result;
 }
 

@@ -25,14 +25,14 @@ public:
     Linear token_embedding() { return find(Role::token_embedding) ? linear(Role::token_embedding) : Linear(); }
     Linear head() { return manifest_.find(Role::head) ? linear(Role::head) : Linear(); }
     Vector vector(Role role);
+    Vector taps(Role role);
+    Vector per_head(Role role);  // a number for each head
     Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
     Linear linear(Role weight);
     Linear linear(Role weight, Role bias);
     Attention attention();
     LatentAttention latent_attention();
-    ShortConvolution short_convolution();
-    DeltaNet delta_net();
-    StateSpace state_space();
+    DeltaNet delta_inputs();  // a delta net's matrices for its input, and where their products are
     Dense dense();
     Experts experts();
     // The memory that the matrices are in, and how much of it they take.
@@ -65,7 +65,6 @@ private:
     };
     // Joins neighbours of one type; `stride` is of a row of all products, each matrix padded to kBlock.
     std::vector<Linear> pack_side_by_side(const std::vector<Part>& parts, size_t& stride);
-    Vector taps(Role role);
 
     const GgufFile& file_;
     const Manifest& manifest_;
@@ -91,14 +90,14 @@ public:
     Linear token_embedding();
     Linear head();
     Vector vector(Role role);
+    Vector taps(Role role) { return vector(role); }
+    Vector per_head(Role role) { return vector(role); }
     Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
     Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
     Linear linear(Role weight, Role bias);
     Attention attention();
     LatentAttention latent_attention() { return {}; }  // models that have it are not loaded into devices
-    ShortConvolution short_convolution();
-    DeltaNet delta_net();
-    StateSpace state_space();
+    DeltaNet delta_inputs();
     Dense dense();
     Experts experts() { return {}; }  // models that have them are not loaded into devices
 

@@ -96,6 +96,36 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     }
 }
 
+template <class Loader>
+ShortConvolution load_short_convolution(Loader& loader) {
+    return {{loader.linear(Role::conv_input)}, loader.taps(Role::conv_taps), loader.linear(Role::conv_output)};
+}
+
+template <class Loader>
+DeltaNet load_delta_net(Loader& loader) {
+    DeltaNet result = loader.delta_inputs();
+    result.taps = loader.taps(Role::delta_taps);
+    result.decay = loader.vector(Role::delta_decay);
+    result.step = loader.vector(Role::delta_step);
+    result.norm = loader.vector(Role::delta_norm);
+    result.output = loader.linear(Role::delta_output);
+    return result;
+}
+
+template <class Loader>
+StateSpace load_state_space(Loader& loader) {
+    StateSpace result;
+    result.input.push_back(loader.linear(Role::space_input));
+    result.taps = loader.taps(Role::space_taps);
+    result.taps_bias = loader.vector(Role::space_taps_bias);
+    result.decay = loader.per_head(Role::space_decay);
+    result.step = loader.vector(Role::space_step);
+    result.skip = loader.per_head(Role::space_skip);
+    result.norm = loader.vector(Role::space_norm);
+    result.output = loader.linear(Role::space_output);
+    return result;
+}
+
 }  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
@@ -279,9 +309,9 @@ void Model::load(Loader& loader) {
                         layer.mixers.emplace_back(loader.attention());
                     }
                     break;
-                case MixerKind::short_convolution: layer.mixers.emplace_back(loader.short_convolution()); break;
-                case MixerKind::delta_net: layer.mixers.emplace_back(loader.delta_net()); break;
-                case MixerKind::state_space: layer.mixers.emplace_back(loader.state_space()); break;
+                case MixerKind::short_convolution: layer.mixers.emplace_back(load_short_convolution(loader)); break;
+                case MixerKind::delta_net: layer.mixers.emplace_back(load_delta_net(loader)); break;
+                case MixerKind::state_space: layer.mixers.emplace_back(load_state_space(loader)); break;
             }
         }
         layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
