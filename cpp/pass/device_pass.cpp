@@ -19,6 +19,18 @@ namespace {
 constexpr int kCells = 256;
 constexpr int kShortlist = 64;
 
+// Calls act(); some backends throw exceptions of their own.
+template <class Act>
+void with_device_errors(const Act& act) {
+    try {
+        act();
+    } catch (const std::bad_alloc&) {
+        throw;
+    } catch (const std::exception& error) {
+        throw DeviceError(error.what());
+    }
+}
+
 }  // namespace
 
 DevicePass::DevicePass(const Model& model, int num_cells, int context)
@@ -414,26 +426,24 @@ void DevicePass::compute_piece(const Pass& pass, const DeviceStates::Plan& plan)
     const Shape shape{pass.num_rows,    pass.num_logits, num_cells, static_cast<int>(plan.earlier.size()),
                       plan.num_applied, plan.own.empty()};
     try {
-        if (!built_ || !(built_->shape == shape)) {
-            built_.reset();
-            ggml_backend_sched_reset(scheduler_.get());
-            build_graph(shape);
-            if (!ggml_backend_sched_alloc_graph(scheduler_.get(), built_->graph)) {
-                throw DeviceError("there is too little memory on the device for the values of a pass");
+        with_device_errors([&] {
+            if (!built_ || !(built_->shape == shape)) {
+                built_.reset();
+                ggml_backend_sched_reset(scheduler_.get());
+                build_graph(shape);
+                if (!ggml_backend_sched_alloc_graph(scheduler_.get(), built_->graph)) {
+                    throw DeviceError("there is too little memory on the device for the values of a pass");
+                }
             }
-        }
-        set_inputs(pass, plan);
-        const ggml_status status = ggml_backend_sched_graph_compute(scheduler_.get(), built_->graph);
-        if (status != GGML_STATUS_SUCCESS) {
-            throw DeviceError(std::string("the pass failed on the device: ") + ggml_status_to_string(status));
-        }
-    } catch (const std::bad_alloc&) {
+            set_inputs(pass, plan);
+            const ggml_status status = ggml_backend_sched_graph_compute(scheduler_.get(), built_->graph);
+            if (status != GGML_STATUS_SUCCESS) {
+                throw DeviceError(std::string("the pass failed on the device: ") + ggml_status_to_string(status));
+            }
+        });
+    } catch (...) {
         built_.reset();
         throw;
-    } catch (const std::exception& error) {
-        // Some backends throw exceptions of their own.
-        built_.reset();
-        throw DeviceError(error.what());
     }
 }
 
@@ -490,15 +500,17 @@ void DevicePass::keep(int length, const std::vector<int32_t>& path, bool was_rea
 
 template <class Act>
 void DevicePass::for_each_part(const Act& act) const {
-    size_t first = 0;
-    for (const Recurrent& layer : recurrent_) {
-        for (ggml_tensor* part : {layer.tail, layer.state}) {
-            if (part) {
-                act(part, first);
-                first += part->ne[0];
+    with_device_errors([&] {
+        size_t first = 0;
+        for (const Recurrent& layer : recurrent_) {
+            for (ggml_tensor* part : {layer.tail, layer.state}) {
+                if (part) {
+                    act(part, first);
+                    first += part->ne[0];
+                }
             }
         }
-    }
+    });
 }
 
 std::shared_ptr<KeptStates::Values> DevicePass::state_values(int64_t place) const {
@@ -547,21 +559,23 @@ int DevicePass::copy(const TextState& from, int length) {
         return part;
     };
     const bool has_state = length >= source.states_.length();
-    for (size_t layer = 0; layer < keys_.size(); ++layer) {
-        if (keys_[layer]) {
-            ggml_backend_tensor_copy(view(source.keys_[layer], 0, end), view(keys_[layer], 0, end));
-            ggml_backend_tensor_copy(view(source.values_[layer], 0, end), view(values_[layer], 0, end));
-        }
-        const Recurrent &theirs = source.recurrent_[layer], &own = recurrent_[layer];
-        if (own.tail && has_state) {
-            const int place = source.states_.state();
-            ggml_backend_tensor_copy(view(theirs.tail, place, 1), view(own.tail, 0, 1));
-            if (own.state) {
-                ggml_backend_tensor_copy(view(theirs.state, place, 1), view(own.state, 0, 1));
+    with_device_errors([&] {
+        for (size_t layer = 0; layer < keys_.size(); ++layer) {
+            if (keys_[layer]) {
+                ggml_backend_tensor_copy(view(source.keys_[layer], 0, end), view(keys_[layer], 0, end));
+                ggml_backend_tensor_copy(view(source.values_[layer], 0, end), view(values_[layer], 0, end));
             }
-            ggml_backend_tensor_copy(theirs.inputs, own.inputs);
+            const Recurrent &theirs = source.recurrent_[layer], &own = recurrent_[layer];
+            if (own.tail && has_state) {
+                const int place = source.states_.state();
+                ggml_backend_tensor_copy(view(theirs.tail, place, 1), view(own.tail, 0, 1));
+                if (own.state) {
+                    ggml_backend_tensor_copy(view(theirs.state, place, 1), view(own.state, 0, 1));
+                }
+                ggml_backend_tensor_copy(theirs.inputs, own.inputs);
+            }
         }
-    }
+    });
     places_ = source.places_;
     if (is_recurrent()) {
         states_.copy(source.states_);
@@ -574,15 +588,19 @@ int DevicePass::copy(const TextState& from, int length) {
 }
 
 void DevicePass::read_shortlist(int32_t* tokens, float* logits) const {
-    ggml_backend_tensor_get(built_->shortlist, tokens, 0, ggml_nbytes(built_->shortlist));
-    ggml_backend_tensor_get(built_->shortlist_logits, logits, 0, ggml_nbytes(built_->shortlist_logits));
+    with_device_errors([&] {
+        ggml_backend_tensor_get(built_->shortlist, tokens, 0, ggml_nbytes(built_->shortlist));
+        ggml_backend_tensor_get(built_->shortlist_logits, logits, 0, ggml_nbytes(built_->shortlist_logits));
+    });
 }
 
 void DevicePass::read_logits(float* logits, float* maxima) const {
     const size_t vocab = model_.numbers().vocab_size, stride = model_.numbers().logits_stride();
     const int num_logits = built_->shape.num_logits;
-    ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), num_logits, built_->logits->nb[1],
-                               stride * sizeof(float));
+    with_device_errors([&] {
+        ggml_backend_tensor_get_2d(built_->logits, logits, 0, vocab * sizeof(float), num_logits, built_->logits->nb[1],
+                                   stride * sizeof(float));
+    });
     ThreadPool::shared().run(num_logits, model_.num_threads(), [&](int i, int) {
         find_maxima(model_.kernel(), logits + i * stride, static_cast<int>(vocab), static_cast<int>(stride),
                     maxima + i * stride / kRun);
