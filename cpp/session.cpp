@@ -61,9 +61,10 @@ Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
     const size_t num_texts = sessions.size();
     for (size_t i = 0; i < num_texts; ++i) {
         texts_.push_back(&sessions[i]->text_);
-        Session* target = sessions[i]->target_.get();
-        if (target && std::find(sessions.begin(), sessions.end(), target) == sessions.end()) {
-            sessions.push_back(target);
+        const std::shared_ptr<Session> target = std::atomic_load(&sessions[i]->target_);
+        if (target && std::find(sessions.begin(), sessions.end(), target.get()) == sessions.end()) {
+            sessions.push_back(target.get());
+            targets_.push_back(target);
         }
     }
     std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
@@ -544,6 +545,8 @@ void Session::close() {
     text_.hidden = {};
     text_.state.reset();
     text_.executor.reset();
+    text_.target = nullptr;
+    std::atomic_store(&target_, std::shared_ptr<Session>());
 }
 
 void Session::logits(int row, float* out) {

@@ -115,6 +115,7 @@ public:
     private:
         Turn() = default;
 
+        std::vector<std::shared_ptr<Session>> targets_;  // of drafts, which another thread may be about to close
         std::vector<Session*> entered_;
         std::vector<Text*> texts_;
         FloatEnvironment floats_;
@@ -199,7 +200,7 @@ private:
     // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.
     std::atomic<int> process_{0};
     std::atomic<std::thread::id> caller_{};  // whose turn it is
-    std::shared_ptr<Session> target_;        // of a draft without keys and values, else none
+    std::shared_ptr<Session> target_;  // of a draft without keys and values, until it is closed, else none; atomic
     Text text_;
 };
 

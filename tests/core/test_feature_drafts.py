@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.families import CASES
 from support.family_reference import FamilyReference
 from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
 from support.logits import llama_ahead, llama_assistant
+from support.memory import resident
 from support.random_models import Floats, RandomModel, write
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
@@ -351,6 +353,20 @@ def test_an_assistant_needs_its_targets_text(tmp_path: Path) -> None:
     session.close()
     with pytest.raises(ValueError, match="the session is closed"):
         run([row])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_an_assistant_that_is_closed_lets_go_of_its_targets_text(tmp_path: Path) -> None:
+    model = GEMMA4["gemma4"]
+    path = write_assistant(tmp_path / "draft.gguf", Assistant(model))
+    target, draft = load(write(tmp_path / "target.gguf", model), path)
+    source = Session(target)
+    source.prefill(TOKENS)
+    drafts = [Session(draft, target=source.fork(len(TOKENS))) for _ in range(20)]
+    before = resident()
+    for session in drafts:
+        session.close()
+    assert before - resident() > 10 * source.num_bytes
 
 
 def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) -> None:
