@@ -40,8 +40,11 @@ struct Share {
     int first_row = 0;
     int numbers = 0;  // rows times query heads; see HeadChunk
     int first_chunk = INT_MAX, last_chunk = 0;
-    int parts = 1;      // that the numbers are split into, each a task
-    size_t totals = 0;  // where its own begin in AttentionScratch::totals
+    int parts = 1;          // that the numbers are split into, each a task
+    size_t totals = 0;      // where its own begin in AttentionScratch::totals
+    size_t unfinished = 0;  // where those of its parts begin in AttentionScratch::unfinished
+
+    int first_of(int part) const { return numbers * part / parts; }
 
     // How many of its chunks are in the round that goes through `at_once` of them after the first `done`.
     int chunks(int64_t done, int at_once) const {
@@ -119,18 +122,21 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     const bool uneven = tasks % num_threads != 0 && tasks < kTasksEnough * num_threads;
     const int split = uneven ? num_threads / std::gcd(num_threads, static_cast<int>(tasks)) : 1;
     const int64_t most_numbers = std::max<int64_t>(1, num_kv_heads * chunk_numbers / (kTasksEnough * num_threads));
+    size_t all_parts = 0;
     for (Share& share : shares) {
         const int64_t parts = num_segments == 1 ? 1 : (share.numbers + most_numbers - 1) / most_numbers;
         share.parts =
             static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.numbers)));
+        share.unfinished = all_parts;
+        all_parts += size_t(num_kv_heads) * share.parts;
     }
 
     const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
         const KvCache& cache = *rows.segments[s].cache;
         const Share& share = shares[s];
         HeadChunk task;
-        task.first = share.numbers * part / share.parts;
-        task.last = share.numbers * (part + 1) / share.parts;
+        task.first = share.first_of(part);
+        task.last = share.first_of(part + 1);
         task.begin = chunk * kChunk;
         task.group = group;
         task.head_dim = head_dim;
@@ -149,9 +155,9 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.partials = partials;
         kernel.attend(task);
     };
-    const auto fold = [&](const Share& share, int kv_head, const float* partials, int count, bool done) {
+    const auto fold = [&](const Share& share, int kv_head, int part, const float* partials, int count, bool done) {
         const size_t next = share.numbers * stride;
-        for (int i = 0; i < share.numbers; ++i) {
+        for (int i = share.first_of(part); i < share.first_of(part + 1); ++i) {
             const int row = share.first_row - rows.first_row + i / group, head = kv_head * group + i % group;
             float* to = out + row * out_stride + size_t(head) * value_dim;
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
@@ -160,8 +166,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
                 const float* state = total + padded(value_dim, kLanes);
                 const double sum = state[kPartialSum];
                 const double sink = own_exp(how.sinks[head] - double(state[kPartialTop]) * state[kPartialScale]);
-                const float part = static_cast<float>(sum / (sum + sink));
-                std::transform(to, to + value_dim, to, [part](float x) { return x * part; });
+                const float kept = static_cast<float>(sum / (sum + sink));
+                std::transform(to, to + value_dim, to, [kept](float x) { return x * kept; });
             }
             if (done && rows.gate_at > 0) {
                 const float* gates = rows.qkv + (rows.first_row + row - rows.begin) * rows.stride + rows.gate_at;
@@ -174,8 +180,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     };
 
     scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
-    if (scratch.unfinished.size() < size_t(num_segments) * num_kv_heads) {
-        scratch.unfinished = std::vector<std::atomic<int>>(size_t(num_segments) * num_kv_heads);
+    if (scratch.unfinished.size() < all_parts) {
+        scratch.unfinished = std::vector<std::atomic<int>>(all_parts);
     }
     std::vector<Round> rounds(num_segments);
     for (int64_t done = 0; done < most_chunks; done += at_once) {
@@ -183,9 +189,9 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         size_t floats = 0;
         for (int s = 0; s < num_segments; ++s) {
             rounds[s] = {num_tasks, shares[s].chunks(done, at_once), floats};
-            const int per_head = rounds[s].chunks * shares[s].parts;
-            std::fill_n(&scratch.unfinished[s * num_kv_heads], num_kv_heads, per_head);
-            num_tasks += num_kv_heads * per_head;
+            const int num_parts = num_kv_heads * shares[s].parts;
+            std::fill_n(&scratch.unfinished[shares[s].unfinished], num_parts, rounds[s].chunks);
+            num_tasks += num_parts * rounds[s].chunks;
             floats += size_t(num_kv_heads) * rounds[s].chunks * shares[s].numbers * stride;
         }
         scratch.partials.resize(std::max(scratch.partials.size(), floats));
@@ -202,8 +208,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             float* partials = scratch.partials.data() + round.partials + kv_head * round.chunks * chunk_floats;
             const int first = share.first_chunk + static_cast<int>(done);
             attend(s, kv_head, first + at, part, partials + at * chunk_floats, worker);
-            if (--scratch.unfinished[s * num_kv_heads + kv_head] == 0) {
-                fold(share, kv_head, partials, round.chunks, first + round.chunks == share.last_chunk);
+            if (--scratch.unfinished[share.unfinished + kv_head * share.parts + part] == 0) {
+                fold(share, kv_head, part, partials, round.chunks, first + round.chunks == share.last_chunk);
             }
         });
     }

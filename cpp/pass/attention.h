@@ -62,7 +62,7 @@ struct AttentionScratch {
     Lines<float> scores;    // [threads][attention_scratch()]
     Lines<float> partials;  // of each segment [kv heads][chunks of a round][numbers][partial_stride()]; see HeadChunk
     Lines<float> totals;    // of each segment [kv heads][numbers][partial_stride()]
-    std::vector<std::atomic<int>> unfinished;  // [segments][kv heads], tasks of a round
+    std::vector<std::atomic<int>> unfinished;  // of each segment [kv heads][parts], chunks of a round
 };
 
 // Prepares the head that begins at `at` in all rows: queries and keys are normed and rotated in place, keys and values
