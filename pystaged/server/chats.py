@@ -52,7 +52,7 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Turns:
     engine, tools, settings = state.engine, offered(request), state.settings
     prompt, dialect = _prompt(state, request, param)
     if len(prompt) > engine.n_ctx:
-        raise too_long(len(prompt), engine.n_ctx, param)
+        raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
     splits = request.reasoning_format != "none"
     manner = Manner(dialect, splits, dialect.is_thinking(prompt.tolist(), engine.tokenizer), schemas_of(tools))
     of_calls = None

@@ -57,7 +57,7 @@ def texts(
             if request.suffix:
                 ids = engine.infill_prompt(_text(prompt), request.suffix, max_tokens=config.max_tokens)
             if len(ids) > engine.n_ctx:
-                raise too_long(len(ids), engine.n_ctx, "prompt")
+                raise too_long(len(ids), engine.n_ctx, engine.model.max_context, "prompt")
             tokens.append(engine.encode(ids))
         except UnicodeError:
             raise ApiError(400, "the prompt is not valid Unicode text", param="prompt") from None

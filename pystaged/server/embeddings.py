@@ -60,7 +60,7 @@ def _tokens(engine: Engine, texts: list[Prompt]) -> list[Prompt]:
         except UnicodeError:
             raise ApiError(400, "the input is not valid Unicode text", param="input") from None
         if len(ids) > engine.n_ctx:
-            raise too_long(len(ids), engine.n_ctx, "input")
+            raise too_long(len(ids), engine.n_ctx, engine.model.max_context, "input")
         tokens.append(ids)
     if (count := sum(map(len, tokens))) > _MOST_TOKENS:
         raise ApiError(400, f"the input has {count} tokens; send at most {_MOST_TOKENS} at once", param="input")

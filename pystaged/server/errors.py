@@ -75,12 +75,14 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, why, param=param, code="unsupported_parameter")
 
 
-def too_long(num_tokens: int, n_ctx: int, param: str) -> ApiError:
-    """The error for a prompt longer than the context, in the words that clients search for."""
+def too_long(num_tokens: int, n_ctx: int, most: int, param: str) -> ApiError:
+    """The error for a prompt longer than the context, in the words that clients search for. most: the context length of
+    the model."""
+    more = ", or start the server with a longer context (--n-ctx)" if most > n_ctx else ""
     return ApiError(
         400,
-        f"This model's maximum context length is {n_ctx} tokens, but the prompt has {num_tokens}. Shorten the prompt, "
-        "or start the server with a longer context (--n-ctx).",
+        f"This model's maximum context length is {n_ctx} tokens, but the prompt has {num_tokens}. Shorten the "
+        f"prompt{more}.",
         param=param,
         code="context_length_exceeded",
         kind="exceed_context_size_error",

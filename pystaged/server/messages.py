@@ -159,7 +159,8 @@ def _too_long(error: ApiError) -> ApiError:
     if "n_prompt_tokens" not in body:
         return error
     words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
-    return ApiError(400, f"{words}; the server's --n-ctx allows more", param="messages", code=body["code"])
+    more = "; the server's --n-ctx allows more" if "--n-ctx" in body["message"] else ""
+    return ApiError(400, words + more, param="messages", code=body["code"])
 
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:

@@ -10,6 +10,7 @@ import pytest
 from support.server import NAME, Server
 
 from pystaged.engine import Engine
+from pystaged.server.errors import too_long
 
 PATH = "/v1/completions"
 PROMPT = "the tree then "
@@ -237,6 +238,8 @@ def test_a_prompt_that_is_too_long(server: Server, engine: Engine) -> None:
         assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
         assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, engine.n_ctx)
         assert "maximum context length is 512 tokens" in error["message"]
+        assert "--n-ctx" not in error["message"]  # the model's own context is no longer
+    assert "with a longer context (--n-ctx)" in too_long(600, 512, 513, "prompt").body["error"]["message"]
 
 
 def test_a_text_ends_with_the_context(server: Server, engine: Engine) -> None:
