@@ -644,9 +644,9 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         h.num_layers = h.num_ahead;
         h.num_ahead = 0;
     } else if (h.num_ahead > 0 && !has_layer(file, 0)) {
-        file.fail(
-            "the file has only a model's layer that predicts further tokens (MTP); load the model, and name this "
-            "file as its draft");
+        file.fail("the file has only the layer that predicts further tokens (MTP) of a model of " +
+                  std::to_string(h.num_layers) + " layers, " + std::to_string(h.width) +
+                  " wide; load that model, and name this file as its draft");
     }
     h.layers.resize(h.num_layers);
     read_mixers(file, family, keys, h);
