@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support.scheduling import wait_until
 from typer.testing import CliRunner
 
 from pystaged import process
@@ -181,6 +183,26 @@ def test_a_worker_that_owes_an_answer_is_ended(workers: process.Workers, monkeyp
     assert ask(workers, "pid") != first
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+ORPHAN = """
+from pystaged import process
+child = process.Child("bounded_job_of_test")
+print(child.call("pid", timeout=600), flush=True)
+child.call("sleep", timeout=600)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not tell a child that its parent has ended")
+def test_a_child_ends_in_a_call_whose_parent_was_killed(workers: process.Workers) -> None:
+    del workers  # whose folder is on the path
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{ORPHAN}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE)  # if its new parent does not ask for it
 
 
 def test_after_an_answer_that_was_cut_off_a_child_is_ended(
