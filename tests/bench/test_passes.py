@@ -122,7 +122,7 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
         ("256,x", 2, "--context takes numbers, as 1,16,256; not '256,x'"),
         ("", 2, "--context takes numbers"),
         ("20,-1", 2, "--context takes numbers from 0 to"),
-        ("20,1300", 1, "behind 0 to 1299 tokens of context, not 1300"),
+        ("20,1300", 1, "after 0 to 1299 tokens of context, not 1300"),
     ],
 )
 def test_contexts_that_cannot_be(path: Path, context: str, status: int, words: str) -> None:
