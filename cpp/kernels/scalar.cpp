@@ -97,8 +97,7 @@ constexpr int kAttendRows = 1;     // rows that attention takes at a time
 constexpr int kScoreSums = 1;      // its sums in registers: rows times blocks of cells
 constexpr int kMixSums = 1;        // and rows times vectors of dimensions
 
-// Blocks of weights to prefetch ahead, and into which caches, as __builtin_prefetch counts them: by 0 past the large
-// ones, because a small pass reads weights once, and what Python needs between passes stays there.
+// How far ahead weights are prefetched, and into which caches, as __builtin_prefetch counts them.
 constexpr int kPrefetchBytes = 0;
 constexpr int kPrefetchLocality = 0;
 
