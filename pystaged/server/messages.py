@@ -145,7 +145,7 @@ def begin(state: State, request: MessageRequest) -> MessageAnswer:
     try:
         return MessageAnswer(state, request, chats.turns(state, _chat(state, request)))
     except ApiError as error:
-        raise _too_long(error) from None
+        raise _too_long(error, state.engine.model.max_context) from None
 
 
 def count(state: State, request: MessageRequest) -> TokenCount:
@@ -153,13 +153,16 @@ def count(state: State, request: MessageRequest) -> TokenCount:
     return {"input_tokens": chats.count(state, _chat(state, request))}
 
 
-def _too_long(error: ApiError) -> ApiError:
-    """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged."""
+def _too_long(error: ApiError, most: int) -> ApiError:
+    """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged.
+
+    most: the context length of the model.
+    """
     body = error.body["error"]
     if "n_prompt_tokens" not in body:
         return error
     words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
-    more = "; the server's --n-ctx allows more" if "--n-ctx" in body["message"] else ""
+    more = "; the server's --n-ctx allows more" if most > body["n_ctx"] else ""
     return ApiError(400, words + more, param="messages", code=body["code"])
 
 
