@@ -18,6 +18,7 @@ from pystaged.loading.quantize import DEFAULT_TYPE
 
 _SOURCE = "source.json"
 _MOST_BYTES = 1 << 20
+# What llama.cpp keeps beside a model: its MTP layer, and what reads images for it.
 _BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
 
 
@@ -61,9 +62,7 @@ def find(name: str) -> Path | None:
     """
     repository, _, wanted = hub_id(name).partition(":")
     found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
-    files = usual([_file(path) for path in found], wanted)
-    if wanted:
-        files = fitting(files, wanted)
+    files = _fitting([_file(path) for path in found], wanted)
     found = [path for path in found if _file(path) in files]
     names = {_name(path): path for path in found}
     chosen = choose(sorted(names), "")
@@ -77,25 +76,20 @@ def choose(files: Sequence[str], wanted: str) -> str | None:
 
     Returns None where no file or several fit.
     """
-    found = usual(files, wanted)
-    if wanted:
-        found = fitting(found, wanted)
+    found = _fitting(files, wanted)
     if len(found) > 1 and not wanted:
-        found = fitting(found, DEFAULT_TYPE)
+        found = _fitting(found, DEFAULT_TYPE)
     return found[0] if len(found) == 1 else None
 
 
-def usual(files: Sequence[str], wanted: str) -> list[str]:
-    """The files that may be meant: where none is named, not what only belongs to a model (llama.cpp's names: mtp-*, its
-    MTP layer, and mmproj, which reads images), unless there is nothing else."""
-    if wanted.lower().endswith(".gguf"):
-        return list(files)
-    return [file for file in files if not _BESIDE.search(file)] or list(files)
-
-
-def fitting(files: Sequence[str], wanted: str) -> list[str]:
-    """The files of that name, or else those whose name or folder says that type."""
+def _fitting(files: Sequence[str], wanted: str) -> list[str]:
+    """The files of a wanted name, or else those whose name or folder says that type, all where none is wanted. Where no
+    file is named, what only belongs to a model is left out, unless there is nothing else."""
     wanted = wanted.lower()
+    if not wanted.endswith(".gguf"):
+        files = [file for file in files if not _BESIDE.search(file)] or files
+    if not wanted:
+        return list(files)
     kind = re.compile(rf"(^|[.:_/-]){re.escape(wanted)}(\.gguf$|/|$)")
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 

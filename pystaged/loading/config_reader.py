@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.families import FAMILIES, GGUF_INSTEAD, MODEL_TYPES, WITH_PICTURES, Family
+from pystaged.loading.families import FAMILIES, GGUF_INSTEAD, MODEL_TYPES, WITH_PICTURES, Family, not_converted
 
 MOST = 1 << 24  # far beyond any model
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -34,10 +34,7 @@ class ConfigReader:
                 f"{path}: the architecture {kind!r} is a mixture of experts that cannot be converted; {GGUF_INSTEAD}"
             )
         if family is None:
-            known = ", ".join(MODEL_TYPES)
-            raise ValueError(
-                f"{path}: checkpoints of {kind!r} cannot be converted, only those of {known}; {GGUF_INSTEAD}"
-            )
+            raise ValueError(f"{path}: {not_converted(kind, MODEL_TYPES)}")
         quantized = config.get("quantization_config")
         in_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4" and family.fused_experts
         if quantized and not in_mxfp4:

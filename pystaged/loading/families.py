@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -418,3 +418,8 @@ ASSISTANT = "gemma4-assistant"
 DRAFT_ARCHITECTURES = (*FEATURES, ASSISTANT)
 ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 DRAFT_MODEL_TYPES = ("speculator_model", *ASSISTANT_MODEL_TYPES)  # the first is of Speculators' checkpoints
+
+
+def not_converted(kind: object, known: Iterable[str]) -> str:
+    """Why checkpoints of an unknown type are refused, in words."""
+    return f"checkpoints of {kind!r} cannot be converted, only those of {', '.join(known)}; {GGUF_INSTEAD}"

@@ -20,8 +20,8 @@ from pystaged.loading.families import (
     ARCHITECTURES,
     DRAFT_ARCHITECTURES,
     DRAFT_MODEL_TYPES,
-    GGUF_INSTEAD,
     MODEL_TYPES,
+    not_converted,
 )
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import About
@@ -190,13 +190,9 @@ class _Repository:
             if checkpoint
             else (self.architecture, (*ARCHITECTURES, *DRAFT_ARCHITECTURES))
         )
-        if found not in (None, *known) and checkpoint:
-            raise ValueError(
-                f"{self.name}: checkpoints of {found!r} cannot be converted, only those of {', '.join(known)}; "
-                f"{GGUF_INSTEAD}"
-            )
         if found not in (None, *known):
-            raise ValueError(f"{self.name}: the architecture {found!r} is not supported, only {', '.join(known)}")
+            unknown = f"the architecture {found!r} is not supported, only {', '.join(known)}"
+            raise ValueError(f"{self.name}: {not_converted(found, known) if checkpoint else unknown}")
 
     def fetch(self, name: str) -> Path:
         """A file, in Hugging Face's cache; downloaded and verified where it is not there yet."""
