@@ -24,7 +24,7 @@ _ROWS = 2  # tokens of prompt and answer for each token of the answer, about
 _READING = 1.6  # time of making and reading prompts and writing answers, relative to writing alone
 # Share of the matrix products' measured speed that training reaches on a GPU and on a CPU, where the optimizer and
 # operations that are no products take most of the time.
-_USE, _USE_OF_CPU = 0.4, 0.1
+_USE, _USE_OF_CPU = 0.4, 0.25
 
 
 @dataclass(frozen=True)

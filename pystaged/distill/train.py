@@ -71,7 +71,7 @@ class Trainer:
         self._target, self._answers, self._texts, self._held_out = target, answers, texts, held_out
         self._seed, self._device, self._kind = seed, device, getattr(torch, kind)
         self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
-        self._optimizers = optimizers(self.draft)
+        self._optimizers = optimizers(self.draft, self._kind)
         self._rates = [each.param_groups[0]["lr"] for each in self._optimizers]
 
     def advance(self) -> float:
