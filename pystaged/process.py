@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ except ImportError:  # Windows
 _HAS_LIMITS = resource is not None
 
 _SECONDS_TO_END = 10.0
+_SECONDS_BETWEEN_LOOKS = 1.0  # of a child at its parent
 # glibc's parameters of mallopt, and their values.
 _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # bytes
 _M_ARENA_MAX, _HEAPS = -8, 2
@@ -126,7 +128,7 @@ class Child:
             self._process = start(
                 module,
                 number,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 env=os.environ | environment,
@@ -275,8 +277,6 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, l
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a zombie
         system.end(process)
     process.wait()
-    if process.stdin:
-        process.stdin.close()
     log.close()
 
 
@@ -308,9 +308,16 @@ def parent() -> Connection:
     return system.inherited(sys.argv[1])
 
 
+def _exit_after(parent: int) -> None:
+    """Exit when the parent has ended, even during a call. On Windows the parent's number never changes."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
+
+
 def serve(connection: Connection, host: object) -> None:
-    """In a Child: answer calls with a host's methods until the parent ends."""
-    end_with_parent()  # during a call, too
+    """In a child: answer calls with a host's methods until the parent ends."""
+    threading.Thread(target=_exit_after, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
             number, name, args = connection.recv()

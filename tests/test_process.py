@@ -193,6 +193,7 @@ child.call("sleep", timeout=600)
 """
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not tell a child that its parent has ended")
 def test_a_child_ends_in_a_call_whose_parent_was_killed(workers: process.Workers) -> None:
     del workers  # whose folder is on the path
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{ORPHAN}"]
