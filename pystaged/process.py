@@ -309,10 +309,11 @@ def parent() -> Connection:
 
 
 def _exit_after(parent: int) -> None:
-    """Exit when the parent has ended, even during a call. On Windows the parent's number never changes."""
+    """Exit with all children when the parent has ended, even during a call. On Windows the parent's number never
+    changes."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def serve(connection: Connection, host: object) -> None:

@@ -101,7 +101,7 @@ def test_a_server_bounds_its_heaps_before_it_loads_a_model(monkeypatch: pytest.M
 
 
 JOB = """
-import os, time
+import os, subprocess, sys, time
 from pystaged import process
 
 class Host:
@@ -123,6 +123,9 @@ class Host:
 
     def sleep(self):
         time.sleep(600)
+
+    def start(self):
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
     def end(self):
         os._exit(3)
@@ -188,21 +191,22 @@ def test_a_worker_that_owes_an_answer_is_ended(workers: process.Workers, monkeyp
 ORPHAN = """
 from pystaged import process
 child = process.Child("bounded_job_of_test")
-print(child.call("pid", timeout=600), flush=True)
+print(child.call("pid", timeout=600), child.call("start", timeout=600), flush=True)
 child.call("sleep", timeout=600)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not tell a child that its parent has ended")
-def test_a_child_ends_in_a_call_whose_parent_was_killed(workers: process.Workers) -> None:
+def test_a_child_and_its_own_end_in_a_call_whose_parent_was_killed(workers: process.Workers) -> None:
     del workers  # whose folder is on the path
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{ORPHAN}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
-        child = psutil.Process(int(parent.stdout.readline()))
+        children = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
         parent.kill()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE)  # if its new parent does not ask for it
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wait_until(lambda child=child: child.status() == psutil.STATUS_ZOMBIE)  # its new parent may not ask for it
 
 
 def test_after_an_answer_that_was_cut_off_a_child_is_ended(
