@@ -18,9 +18,6 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
 _LEAST = 1e-6  # shortest time of a pass, in seconds
 _BLEND = 0.05  # weight of a new observation, for passes of any size; the first ones of a process weigh more
 _OWN_BLEND = 0.02  # additional weight, for passes of its own size
-# So many passes' worth is the first estimate for a number of rows, by whether passes take longer or less: other
-# programs make passes longer, and if passes seem too long, they are not run, and the error stays.
-_TRUST, _TRUST_OF_LESS = 8, 2
 
 
 class PassCost:
@@ -43,7 +40,6 @@ class PassCost:
         self._slopes = [slopes[n] for n in self._rows]
         self._scale = 1.0
         self._observed = 0.0  # passes
-        self._seen = [0.0] * len(self._rows)  # passes, by number of rows
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -84,18 +80,13 @@ class PassCost:
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
-        self._observed += share
-        common = max(_BLEND, 1 / (1 + self._observed)) * share * change
         for knot, weight in ((i, 1 - along), (i + 1, along)):
-            self._seen[knot] += share * weight
-            trusted = _TRUST_OF_LESS if change < 0 else _TRUST
-            blend = max(_OWN_BLEND, 1 / (trusted + self._seen[knot]))
-            own = blend * share * weight * (change - common)
+            own = _OWN_BLEND * share * weight * change
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-        self._knots[: i + 2] = _rising(self._knots[: i + 2])
-        self._scale *= 1 + common
+        self._observed += share
+        self._scale *= 1 + max(_BLEND, 1 / (1 + self._observed)) * share * change
 
 
 @lru_cache(maxsize=1024)  # each step needs the same few values
