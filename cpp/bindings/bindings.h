@@ -26,6 +26,12 @@ py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts);
 std::string to_path(const py::object& path);
 // Throws what a signal handler of Python's raised.
 void check_signals();
+// The result of act(), which needs no interpreter.
+template <class Act>
+auto without_interpreter(const Act& act) {
+    const py::gil_scoped_release release;
+    return act();
+}
 
 void add_kernels(py::module_& m);
 void add_sampling(py::module_& m);

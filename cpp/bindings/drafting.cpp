@@ -77,11 +77,10 @@ void add_drafting(py::module_& m) {
                 float* after_data = after.mutable_data();
                 int32_t* candidate_data = candidates.mutable_data();
                 float* logprob_data = logprobs.mutable_data();
-                {
-                    const py::gil_scoped_release release;
+                without_interpreter([&] {
                     self.step(target, states.data(), ids.data(), static_cast<int>(n), k, after_data, candidate_data,
                               logprob_data);
-                }
+                });
                 return py::make_tuple(after, candidates, logprobs);
             },
             py::arg("target"), py::arg("states"), py::arg("tokens"), py::arg("k"));

@@ -69,12 +69,8 @@ void add_models(py::module_& m) {
             [](const Tokenizer& self, const py::str& text, bool add_special, bool parse_special) {
                 // By Python's own encoder, whose error says what is wrong.
                 const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
-                std::vector<int32_t> tokens;
-                {
-                    const py::gil_scoped_release release;
-                    tokens = self.encode(bytes, add_special, parse_special, check_signals);
-                }
-                return to_array(tokens);
+                return to_array(
+                    without_interpreter([&] { return self.encode(bytes, add_special, parse_special, check_signals); }));
             },
             py::arg("text"), py::arg("add_special") = true, py::arg("parse_special") = true)
         .def(

@@ -43,10 +43,7 @@ void check_count(const Session& session, const char* name, int least, int count)
 // A property that waits for its turn without the interpreter.
 template <class T>
 auto waiting(T (Session::*get)()) {
-    return [get](Session& self) {
-        const py::gil_scoped_release release;
-        return (self.*get)();
-    };
+    return [get](Session& self) { return without_interpreter([&] { return (self.*get)(); }); };
 }
 
 // float32[rows, width].
@@ -76,6 +73,18 @@ py::tuple to_tuple(const Followed& followed) {
         }
     }
     return found + py::make_tuple(py::make_tuple(of_tokens, best, of_best));
+}
+
+// What find(tokens, scores) writes, [rows, k] each.
+template <class Find>
+py::tuple find_best(size_t num_rows, int k, const Find& find) {
+    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
+    py::array_t<int32_t> tokens(shape);
+    py::array_t<float> scores(shape);
+    int32_t* token_data = tokens.mutable_data();
+    float* score_data = scores.mutable_data();
+    without_interpreter([&] { find(token_data, score_data); });
+    return py::make_tuple(tokens, scores);
 }
 
 py::tuple to_candidates(const Outcome& outcome, size_t num_rows, int k) {
@@ -112,11 +121,7 @@ py::list run_works(const py::object& works) {
             interrupted = check_signals;
         }
     }
-    std::vector<Outcome> outcomes;
-    {
-        const py::gil_scoped_release release;
-        outcomes = run(native, interrupted);
-    }
+    const std::vector<Outcome> outcomes = without_interpreter([&] { return run(native, interrupted); });
     py::list results;
     for (size_t i = 0; i < native.size(); ++i) {
         results.append(to_result(*native[i], outcomes[i]));
@@ -189,15 +194,9 @@ void add_sessions(py::module_& m) {
                 const Masks allowed = to_masks(masks);
                 const std::vector<int32_t> indices = to_ints(rows, "rows");
                 check_count(self, "k", 1, k);
-                py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
-                py::array_t<float> scores({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
-                int32_t* token_data = tokens.mutable_data();
-                float* score_data = scores.mutable_data();
-                {
-                    const py::gil_scoped_release release;
-                    self.candidates(samplings, indices, k, token_data, score_data, allowed);
-                }
-                return py::make_tuple(tokens, scores);
+                return find_best(indices.size(), k, [&](int32_t* tokens, float* scores) {
+                    self.candidates(samplings, indices, k, tokens, scores, allowed);
+                });
             },
             py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
         .def(
@@ -205,26 +204,15 @@ void add_sessions(py::module_& m) {
             [](Session& self, const py::object& rows, const py::object& before, int k) {
                 const std::vector<int32_t> indices = to_ints(rows, "rows"), tokens_before = to_ints(before, "before");
                 check_count(self, "k", 1, k);
-                py::array_t<int32_t> tokens({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
-                py::array_t<float> logprobs({static_cast<py::ssize_t>(indices.size()), static_cast<py::ssize_t>(k)});
-                int32_t* token_data = tokens.mutable_data();
-                float* logprob_data = logprobs.mutable_data();
-                {
-                    const py::gil_scoped_release release;
-                    self.likeliest(indices, tokens_before, k, token_data, logprob_data);
-                }
-                return py::make_tuple(tokens, logprobs);
+                return find_best(indices.size(), k, [&](int32_t* tokens, float* logprobs) {
+                    self.likeliest(indices, tokens_before, k, tokens, logprobs);
+                });
             },
             py::arg("rows"), py::arg("before"), py::arg("k"))
         .def(
             "follow",
             [](Session& self, const Sampling& sampling, int root) {
-                Followed followed;
-                {
-                    const py::gil_scoped_release release;
-                    followed = self.follow(sampling, root);
-                }
-                return to_tuple(followed);
+                return to_tuple(without_interpreter([&] { return self.follow(sampling, root); }));
             },
             py::arg("sampling"), py::arg("root") = 0)
         .def(
@@ -234,11 +222,8 @@ void add_sessions(py::module_& m) {
                 const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
                 check_count(self, "num_candidates", 0, num_candidates);
                 const Masks allowed = to_masks(masks);
-                Outcome outcome;
-                {
-                    const py::gil_scoped_release release;
-                    outcome = self.verify(ids, before, sampling, num_candidates, allowed);
-                }
+                const Outcome outcome =
+                    without_interpreter([&] { return self.verify(ids, before, sampling, num_candidates, allowed); });
                 return to_verified(outcome, ids.size(), num_candidates);
             },
             py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0,
