@@ -123,28 +123,6 @@ std::vector<float> DraftHead::normed(const float* x, int n, const std::vector<fl
     return result;
 }
 
-// W x and the epilogue for n rows, [n][padded rows]; for maxima the rows are padded to whole runs.
-std::vector<float> DraftHead::product(int num_threads, const PackedMatrix& weights, const std::vector<float>& x, int n,
-                                      Epilogue epilogue, float* maxima) const {
-    const int cols = weights.padded_cols();
-    Activations rows{n, cols, x.data(), {}};
-    std::vector<int8_t> quants;
-    std::vector<BlockFactors> factors;
-    if (weights.integer()) {
-        quants.resize(x.size());
-        factors.resize(x.size() / kBlock);
-        rows.quantized = {n, weights.packing(), quants.data(), factors.data()};
-        for (int i = 0; i < n; ++i) {
-            kernel_.quantize(x.data() + size_t(i) * cols, cols, i, rows.quantized);
-        }
-    }
-    epilogue.stride = maxima ? padded(weights.rows(), kRun) : weights.padded_rows();
-    std::vector<float> out(n * epilogue.stride);
-    epilogue.out = out.data();
-    multiply(kernel_, {{&weights, rows, epilogue, nullptr, nullptr, maxima}}, num_threads);
-    return out;
-}
-
 void DraftHead::begin(const Model& target, const float* states, float* out) const {
     check(target);
     const FloatEnvironment pinned;
@@ -156,7 +134,7 @@ void DraftHead::begin(const Model& target, const float* states, float* out) cons
         kernel_.rms_norm(states + i * target.numbers().width, &state_norm_[i * width_], epsilon_, width_, width_,
                          &x[i * width_]);
     }
-    const std::vector<float> result = product(threads, state_, x, 1, {});
+    const std::vector<float> result = multiply(kernel_, state_, x, 1, {}, threads);
     std::copy_n(result.data(), width_, out);
 }
 
@@ -181,17 +159,18 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
     }
     Epilogue sum;
     sum.residual = states;
-    std::vector<float> state = product(threads, step_, x, n, sum);
+    std::vector<float> state = multiply(kernel_, step_, x, n, sum, threads);
     for (const Block& block : blocks_) {
         const std::vector<float> input = normed(state.data(), n, block.norm);
         Epilogue silu;
         silu.activation = Activation::silu;
-        const std::vector<float> gate = product(threads, block.gate, input, n, silu);
+        const std::vector<float> gate = multiply(kernel_, block.gate, input, n, silu, threads);
         Epilogue gated;
         gated.gate = gate.data();
         Epilogue residual;
         residual.residual = state.data();
-        state = product(threads, block.down, product(threads, block.up, input, n, gated), n, residual);
+        state =
+            multiply(kernel_, block.down, multiply(kernel_, block.up, input, n, gated, threads), n, residual, threads);
     }
     std::copy(state.begin(), state.end(), out);
     if (k == 0) {
@@ -200,7 +179,7 @@ void DraftHead::step(const Model& target, const float* states, const int32_t* to
     const int size = static_cast<int>(tokens_.size()), stride = padded(size, kRun);
     std::vector<float> maxima(size_t(n) * stride / kRun);
     const std::vector<float> logits =
-        product(threads, output_, normed(state.data(), n, output_norm_), n, {}, maxima.data());
+        multiply(kernel_, output_, normed(state.data(), n, output_norm_), n, {}, threads, maxima.data());
     if (!std::all_of(maxima.begin(), maxima.end(), [](float top) { return std::isfinite(top); })) {
         throw ModelError("the draft head's logits are not finite");
     }

@@ -44,8 +44,6 @@ private:
     };
 
     PackedMatrix matrix(const class GgufFile& file, const std::string& name, int cols, int rows);
-    std::vector<float> product(int num_threads, const PackedMatrix& weights, const std::vector<float>& x, int n,
-                               Epilogue epilogue, float* maxima = nullptr) const;
     std::vector<float> normed(const float* x, int n, const std::vector<float>& weight) const;
 
     const Kernel& kernel_;

@@ -25,6 +25,11 @@ struct Product {
 // All of them in one join.
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
 
+// The same of one matrix for n rows of x, [n][padded inputs], without a place for the outputs: [n][padded outputs], or
+// where maxima are wanted [n][outputs, padded to kRun].
+std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
+                            Epilogue epilogue, int num_threads, float* maxima = nullptr);
+
 // The maxima of the runs of x[size], one of them NaN where not all of x is finite. What is behind them becomes -inf, up
 // to x[n], n a multiple of kRun.
 void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima);

@@ -42,18 +42,10 @@ py::array_t<float> multiply_arrays(const std::string& type, const py::bytes& wei
                               num_threads);
     const int width = matrix.padded_cols();
     std::vector<float> values(size_t(n) * width);
-    std::vector<int8_t> quants(values.size());
-    std::vector<BlockFactors> factors(values.size() / kBlock);
-    const QuantizedRows quantized{n, matrix.packing(), quants.data(), factors.data()};
     for (int i = 0; i < n; ++i) {
         std::copy_n(x.data() + size_t(i) * cols, cols, values.data() + size_t(i) * width);
-        kernel.quantize(values.data() + size_t(i) * width, width, i, quantized);
     }
-    std::vector<float> out(size_t(n) * matrix.padded_rows());
-    Epilogue epilogue;
-    epilogue.out = out.data();
-    epilogue.stride = matrix.padded_rows();
-    multiply(kernel, {{&matrix, {n, width, values.data(), quantized}, epilogue}}, num_threads);
+    const std::vector<float> out = multiply(kernel, matrix, values, n, {}, num_threads);
     py::array_t<float> result({n, rows});
     for (int i = 0; i < n; ++i) {
         std::copy_n(out.data() + size_t(i) * matrix.padded_rows(), rows, result.mutable_data() + size_t(i) * rows);
