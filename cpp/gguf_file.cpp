@@ -266,17 +266,11 @@ std::vector<std::pair<std::string, std::string>> GgufFile::spelled() const {
         switch (gguf_get_kv_type(context, id)) {
             case GGUF_TYPE_STRING: value = gguf_get_val_str(context, id); break;
             case GGUF_TYPE_BOOL: value = gguf_get_val_bool(context, id) ? "true" : "false"; break;
-            case GGUF_TYPE_UINT8: value = std::to_string(gguf_get_val_u8(context, id)); break;
-            case GGUF_TYPE_INT8: value = std::to_string(gguf_get_val_i8(context, id)); break;
-            case GGUF_TYPE_UINT16: value = std::to_string(gguf_get_val_u16(context, id)); break;
-            case GGUF_TYPE_INT16: value = std::to_string(gguf_get_val_i16(context, id)); break;
-            case GGUF_TYPE_UINT32: value = std::to_string(gguf_get_val_u32(context, id)); break;
-            case GGUF_TYPE_INT32: value = std::to_string(gguf_get_val_i32(context, id)); break;
             case GGUF_TYPE_UINT64: value = std::to_string(gguf_get_val_u64(context, id)); break;
-            case GGUF_TYPE_INT64: value = std::to_string(gguf_get_val_i64(context, id)); break;
             case GGUF_TYPE_FLOAT32: value = std::to_string(gguf_get_val_f32(context, id)); break;
             case GGUF_TYPE_FLOAT64: value = std::to_string(gguf_get_val_f64(context, id)); break;
-            default: continue;
+            case GGUF_TYPE_ARRAY: continue;
+            default: value = std::to_string(integer(gguf_get_key(context, id), INT64_MIN, INT64_MAX));
         }
         result.emplace_back(gguf_get_key(context, id), std::move(value));
     }

@@ -50,18 +50,6 @@ RowOrder gate_in_turns(int rows) {
     return order;
 }
 
-RowOrder gates_behind(int num_heads, int head_dim) {
-    RowOrder order;
-    for (const int first : {0, head_dim}) {
-        for (int head = 0; head < num_heads; ++head) {
-            for (int i = 0; i < head_dim; ++i) {
-                order.push_back(2 * head * head_dim + first + i);
-            }
-        }
-    }
-    return order;
-}
-
 RowOrder part_by_part(int num_groups, const std::vector<int>& sizes) {
     const int stride = std::accumulate(sizes.begin(), sizes.end(), 0);
     RowOrder order;

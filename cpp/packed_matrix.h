@@ -20,8 +20,6 @@ RowOrder halves_of_pairs(int rows, int head_dim, int rotary);
 // A gate's `rows` rows and then as many of what it opens, in turns of kLanes, for Epilogue::gated; padded to kBlock
 // each.
 RowOrder gate_in_turns(int rows);
-// Of heads that have `head_dim` rows of a query each and as many of a gate behind it: all queries, then all gates.
-RowOrder gates_behind(int num_heads, int head_dim);
 // Of `num_groups` that have a part of each of these sizes: the first part of all groups, then the second, and so on.
 RowOrder part_by_part(int num_groups, const std::vector<int>& sizes);
 // `order`, and then the rows of another tensor.

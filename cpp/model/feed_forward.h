@@ -12,14 +12,6 @@ namespace pystaged {
 struct Dense {
     Linear gate;  // empty where there is none, or where it is a part of `up`
     Linear up, down;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        act(gate);
-        act(up);
-        act(down);
-    }
 };
 
 // A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): a router chooses a few networks for each row, and may
@@ -34,19 +26,6 @@ struct Experts {
     // results, and factors of the experts' results, [experts].
     Norm router_norm, norm, post_norm, all_post_norm;
     Vector factors;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        act(router);
-        for (const Dense& expert : each) {
-            expert.for_each(act);
-        }
-        if (all) {
-            all->for_each(act);
-            act(gate);
-        }
-    }
 };
 
 using FeedForward = std::variant<Dense, Experts>;

@@ -577,40 +577,22 @@ float Hyperparameters::query_scale(int position) const {
     return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
 }
 
-size_t Hyperparameters::state_size(int layer) const {
+RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
+    const size_t before = std::max(0, conv_taps - 1);
     switch (layers[layer].recurrence()) {
-        case MixerKind::delta_net: return size_t(delta.values()) * delta.head_dim + tail_size(layer);
-        case MixerKind::state_space: return size_t(space.inner()) * space.state_dim + tail_size(layer);
-        default: return tail_size(layer);
-    }
-}
-
-size_t Hyperparameters::tail_size(int layer) const {
-    switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return size_t(conv_taps - 1) * width;
-        case MixerKind::delta_net: return size_t(conv_taps - 1) * delta.channels();
-        case MixerKind::state_space: return size_t(conv_taps - 1) * space.channels();
-        default: return 0;
-    }
-}
-
-size_t Hyperparameters::input_size(int layer) const {
-    switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return width;
-        case MixerKind::delta_net:
-            return size_t(delta.channels()) + delta.keys() + delta.values() + padded(delta.value_heads, kLanes);
-        case MixerKind::state_space:
-            return size_t(space.channels()) + space.keys() + space.inner() + padded(space.heads, kLanes);
-        default: return 0;
-    }
-}
-
-size_t Hyperparameters::own_input_size(int layer) const {
-    switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return width;
-        case MixerKind::delta_net: return size_t(delta.channels()) + 2 * delta.value_heads;
-        case MixerKind::state_space: return size_t(space.channels()) + space.heads;
-        default: return 0;
+        case MixerKind::short_convolution: return {before * width, before * width, size_t(width), size_t(width)};
+        case MixerKind::delta_net: {
+            const size_t channels = delta.channels(), tail = before * channels;
+            return {size_t(delta.values()) * delta.head_dim + tail, tail,
+                    channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes),
+                    channels + 2 * delta.value_heads};
+        }
+        case MixerKind::state_space: {
+            const size_t channels = space.channels(), tail = before * channels;
+            return {size_t(space.inner()) * space.state_dim + tail, tail,
+                    channels + space.keys() + space.inner() + padded(space.heads, kLanes), channels + space.heads};
+        }
+        default: return {};
     }
 }
 

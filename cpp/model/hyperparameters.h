@@ -90,6 +90,12 @@ struct ExpertNumbers {
     size_t num_bytes() const { return (size_t(layers) * count + 7) / 8; }
 };
 
+// Floats of a recurrent layer; 0 of other layers.
+struct RecurrentSizes {
+    size_t state = 0, tail = 0;       // that it carries from row to row; of these, what a convolution goes on from
+    size_t input = 0, own_input = 0;  // of a row that change them; of these, what the others are made of
+};
+
 struct Hyperparameters {
     int vocab_size = 0;
     int max_context = 0;       // positions the model was trained for
@@ -135,12 +141,7 @@ struct Hyperparameters {
     int q_width() const { return num_heads * head_dim; }
     bool is_recurrent() const { return conv_taps > 0; }
     int kv_width() const { return num_kv_heads * head_dim; }
-    // Floats that a recurrent layer carries from row to row, and those of a row that change them; 0 of other layers.
-    size_t state_size(int layer) const;
-    size_t input_size(int layer) const;
-    // Of the former, those that a convolution goes on from; of the latter, those that the others are made of.
-    size_t tail_size(int layer) const;
-    size_t own_input_size(int layer) const;
+    RecurrentSizes recurrent_sizes(int layer) const;
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(head_size, kRun); }

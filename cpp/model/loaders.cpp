@@ -131,16 +131,10 @@ Linear PackedLoader::pack(const Parts& parts) {
     return result;
 }
 
-Linear PackedLoader::linear(Role weight) {
-    const TensorView& tensor = *find(weight);
-    return pack({{&tensor}, {}, in_order(int(tensor.ne[1]))});
-}
-
-Linear PackedLoader::linear(Role weight, Role bias) {
-    const TensorView& tensor = *find(weight);
-    Parts parts{{&tensor}, {}, in_order(int(tensor.ne[1]))};
-    if (find(bias)) {
-        parts.biases = {find(bias)};
+Linear PackedLoader::pack_alone(const TensorView& weight, const TensorView* bias) {
+    Parts parts{{&weight}, {}, in_order(int(weight.ne[1]))};
+    if (bias) {
+        parts.biases = {bias};
     }
     return pack(parts);
 }
@@ -178,7 +172,7 @@ LatentAttention PackedLoader::latent_attention() {
             part.bytes /= part.ne[2];
             part.at += head * part.bytes;
             part.ne[2] = 1;
-            result.push_back(pack({{&part}, {}, in_order(int(part.ne[1]))}));
+            result.push_back(pack_alone(part));
         }
         return result;
     };
@@ -318,8 +312,8 @@ void PackedLoader::pack_qkv(Attention& attention) {
     }
     RowOrder queries = turned(q);
     if (family_.has(kGatedAttention)) {
-        queries = gates_behind(numbers_.num_heads, numbers_.head_dim);
-        attention.gate_at = q;  // behind the queries, which come first
+        queries = part_by_part(numbers_.num_heads, {numbers_.head_dim, numbers_.head_dim});
+        attention.gate_at = q;  // a file has each head's gate behind its query, here all come behind all
     }
     size_t q_at = 0;
     std::vector<Part> parts = {{find(Role::attn_q), find(Role::attn_q_bias), queries, &q_at}};
@@ -339,33 +333,23 @@ void PackedLoader::pack_qkv(Attention& attention) {
 }
 
 Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
-    const auto alone = [&](const TensorView* weight, const TensorView* bias) {
-        Parts of_one{{weight}, {}, in_order(int(weight->ne[1]))};
-        if (bias) {
-            of_one.biases = {bias};
-        }
-        return pack(of_one);
-    };
     Dense result;
-    if (family_.gate != Gate::none && !parts.gate) {
+    if (parts.gate ? parts.gate->type == parts.up->type : family_.gate != Gate::none) {
         Parts both{{parts.up}, {}, gate_in_turns(width)};
-        if (parts.gate_bias) {
-            both.biases = {parts.gate_bias, parts.up_bias};
+        if (parts.gate) {
+            both.weights = {parts.gate, parts.up};
         }
-        result.up = pack(both);
-    } else if (parts.gate && parts.gate->type == parts.up->type) {
-        Parts both{{parts.gate, parts.up}, {}, gate_in_turns(width)};
         if (parts.gate_bias) {
             both.biases = {parts.gate_bias, parts.up_bias};
         }
         result.up = pack(both);
     } else {
         if (parts.gate) {
-            result.gate = alone(parts.gate, parts.gate_bias);
+            result.gate = pack_alone(*parts.gate, parts.gate_bias);
         }
-        result.up = alone(parts.up, parts.up_bias);
+        result.up = pack_alone(*parts.up, parts.up_bias);
     }
-    result.down = alone(parts.down, parts.down_bias);
+    result.down = pack_alone(*parts.down, parts.down_bias);
     return result;
 }
 

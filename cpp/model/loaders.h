@@ -28,8 +28,8 @@ public:
     Vector taps(Role role);
     Vector per_head(Role role);  // a number for each head
     Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
-    Linear linear(Role weight);
-    Linear linear(Role weight, Role bias);
+    Linear linear(Role weight) { return pack_alone(*find(weight)); }
+    Linear linear(Role weight, Role bias) { return pack_alone(*find(weight), find(bias)); }
     Attention attention();
     LatentAttention latent_attention();
     DeltaNet delta_inputs();  // a delta net's matrices for its input, and where their products are
@@ -50,6 +50,7 @@ private:
 
     const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
     Linear pack(const Parts& parts);
+    Linear pack_alone(const TensorView& weight, const TensorView* bias = nullptr);
     // Matrices and biases of a network that is `width` wide; the gate may be null, and each bias.
     struct DenseParts {
         const TensorView *gate, *up, *down, *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;

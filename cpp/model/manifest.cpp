@@ -1,6 +1,7 @@
 #include "model/manifest.h"
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_set>
 
 namespace pystaged {
@@ -314,54 +315,19 @@ constexpr Entry kOfExperts[] = {
     {Role::shared_opening, "ffn_gate_inp_shexp.weight", Size::width, Size::none, kShares | kOpensShared},
 };
 
+constexpr Role kMatrices[] = {
+    Role::router,          Role::experts_gate, Role::experts_up,     Role::experts_down,     Role::shared_gate,
+    Role::shared_up,       Role::shared_down,  Role::shared_opening, Role::token_embedding,  Role::fusion,
+    Role::fusion_feedback, Role::features,     Role::markov_in,      Role::markov_out,       Role::head,
+    Role::attn_qkv,        Role::attn_q,       Role::attn_k,         Role::attn_v,           Role::attn_output,
+    Role::attn_q_a,        Role::attn_q_b,     Role::attn_latent,    Role::attn_k_b,         Role::attn_v_b,
+    Role::attn_kv_b,       Role::conv_input,   Role::conv_output,    Role::delta_qkv,        Role::delta_gate,
+    Role::delta_qkv_gate,  Role::delta_beta,   Role::delta_alpha,    Role::delta_beta_alpha, Role::delta_output,
+    Role::space_input,     Role::space_output, Role::layer_tokens,   Role::layer_projection, Role::layer_in,
+    Role::layer_out,       Role::ffn_gate,     Role::ffn_up,         Role::ffn_down};
+
 bool is_matrix(Role role) {
-    switch (role) {
-        case Role::router:
-        case Role::experts_gate:
-        case Role::experts_up:
-        case Role::experts_down:
-        case Role::shared_gate:
-        case Role::shared_up:
-        case Role::shared_down:
-        case Role::shared_opening:
-        case Role::token_embedding:
-        case Role::fusion:
-        case Role::fusion_feedback:
-        case Role::features:
-        case Role::markov_in:
-        case Role::markov_out:
-        case Role::head:
-        case Role::attn_qkv:
-        case Role::attn_q:
-        case Role::attn_k:
-        case Role::attn_v:
-        case Role::attn_output:
-        case Role::attn_q_a:
-        case Role::attn_q_b:
-        case Role::attn_latent:
-        case Role::attn_k_b:
-        case Role::attn_v_b:
-        case Role::attn_kv_b:
-        case Role::conv_input:
-        case Role::conv_output:
-        case Role::delta_qkv:
-        case Role::delta_gate:
-        case Role::delta_qkv_gate:
-        case Role::delta_beta:
-        case Role::delta_alpha:
-        case Role::delta_beta_alpha:
-        case Role::delta_output:
-        case Role::space_input:
-        case Role::space_output:
-        case Role::layer_tokens:
-        case Role::layer_projection:
-        case Role::layer_in:
-        case Role::layer_out:
-        case Role::ffn_gate:
-        case Role::ffn_up:
-        case Role::ffn_down: return true;
-        default: return false;
-    }
+    return std::find(std::begin(kMatrices), std::end(kMatrices), role) != std::end(kMatrices);
 }
 
 // What a draft has that reads its target's hidden states.

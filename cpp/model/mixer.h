@@ -17,15 +17,6 @@ struct Attention {
     // Where rows of `qkv`'s products, packed, have their parts behind the queries; at their end what they do not have.
     size_t k_at = 0, v_at = 0, gate_at = 0, qkv_stride = 0;
     Linear output;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        for (const Linear& linear : qkv) {
-            act(linear);
-        }
-        act(output);
-    }
 };
 
 // Attention whose keys and values are made of latent rows; see LatentNumbers.
@@ -37,19 +28,6 @@ struct LatentAttention {
     std::vector<Linear> keys, values;  // [heads] of what transforms queries and results, or none
     Linear expansion;                  // or else what makes each head's key and value, in turns
     Linear output;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        for (const std::vector<Linear>* matrices : {&input, &keys, &values}) {
-            for (const Linear& linear : *matrices) {
-                act(linear);
-            }
-        }
-        act(queries);
-        act(expansion);
-        act(output);
-    }
 };
 
 // A gated causal convolution over a few rows, channel by channel: W_output (c * convolution of b * x), where
@@ -58,13 +36,6 @@ struct ShortConvolution {
     std::vector<Linear> input;  // one
     Vector taps;                // [taps][padded width], the oldest row's first; on devices, as all taps, [width][taps]
     Linear output;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        act(input[0]);
-        act(output);
-    }
 };
 
 // A gated delta net. Queries, keys and values are convolved over a few rows; each head's state maps keys to values, and
@@ -76,15 +47,6 @@ struct DeltaNet {
     Vector decay, step;                                                     // [heads of values]
     Vector norm;                                                            // of a head
     Linear output;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        for (const Linear& linear : input) {
-            act(linear);
-        }
-        act(output);
-    }
 };
 
 // Mamba-2. W_input makes of a row: gates, values, inputs and outputs of states, and steps. All but gates and steps are
@@ -95,13 +57,6 @@ struct StateSpace {
     Vector decay, step, skip;   // [heads]
     Vector norm;                // [groups][padded width of a group], or none
     Linear output;
-
-    // Calls act(linear) for each matrix.
-    template <class Act>
-    void for_each(const Act& act) const {
-        act(input[0]);
-        act(output);
-    }
 };
 
 using Mixer = std::variant<Attention, LatentAttention, ShortConvolution, DeltaNet, StateSpace>;

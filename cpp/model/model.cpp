@@ -167,16 +167,14 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
-    if ((numbers_.delta.grouped || family_->has(kLayersDiffer) || family_->has(kLatents)) && !devices.empty()) {
-        file.fail("architecture '" + std::string(family_->name) + "' has " +
-                  (numbers_.delta.grouped        ? "delta nets with grouped values, which run"
-                   : family_->has(kLayersDiffer) ? "layers that differ, which run"
-                                                 : "latent attention, which runs") +
+    const char* const special = numbers_.delta.grouped        ? "delta nets with grouped values, which run"
+                                : family_->has(kLayersDiffer) ? "layers that differ, which run"
+                                : family_->has(kLatents)      ? "latent attention, which runs"
+                                : numbers_.experts.count > 0  ? "experts, which run"
+                                                              : nullptr;
+    if (special && !devices.empty()) {
+        file.fail("architecture '" + std::string(family_->name) + "' has " + special +
                   " on the CPU's own kernels alone; load it with device 'cpu'");
-    }
-    if (numbers_.experts.count > 0 && !devices.empty()) {
-        file.fail("architecture '" + std::string(family_->name) +
-                  "' has experts, which run on the CPU's own kernels alone; load it with device 'cpu'");
     }
     check_memory(file, manifest, numbers_, state_bytes());
     check_factors(file, manifest);
@@ -184,28 +182,17 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     weight_types_ = manifest.types();
     if (devices.empty()) {
         load_packed(file, manifest, packed);
-        weight_bytes_ = head().packed.bytes() + fusion_.projection.packed.bytes() + fusion_.feedback.packed.bytes() +
-                        features_.projection.packed.bytes();
-        const auto count = [this](const auto& part) {
-            part.for_each([this](const Linear& linear) { weight_bytes_ += linear.packed.bytes(); });
-        };
-        weight_bytes_ += layer_embeddings_.projection.packed.bytes();
-        size_t unused = 0;  // of experts that a row does not use
+        // All but what rows are looked up in, and Markov weights; the head may be borrowed.
+        weight_bytes_ = matrix_bytes_ + head().packed.bytes() - head_.packed.bytes() - token_embedding_.packed.bytes() -
+                        markov_.in.packed.bytes() - markov_.out.packed.bytes() -
+                        layer_embeddings_.tokens.packed.bytes();
         for (const Layer& layer : layers_) {
-            weight_bytes_ += layer.embedding.in.packed.bytes() + layer.embedding.out.packed.bytes();
-            for (const Mixer& mixer : layer.mixers) {
-                std::visit(count, mixer);
-            }
-            if (layer.feed_forward) {
-                std::visit(count, *layer.feed_forward);
-            }
             if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
-                experts->each[0].for_each([&](const Linear& linear) {
-                    unused += (numbers_.experts.count - numbers_.experts.used) * linear.packed.bytes();
-                });
+                const Dense& any = experts->each[0];
+                weight_bytes_ -= (numbers_.experts.count - numbers_.experts.used) *
+                                 (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
             }
         }
-        weight_bytes_ -= unused;
     } else {
         device_memory_ = std::make_unique<DeviceMemory>(devices);
         DeviceLoader loader(file, manifest, numbers_, *device_memory_, num_threads_);
@@ -400,14 +387,10 @@ int64_t Model::most_windowed() const {
 
 size_t Model::state_bytes() const {
     size_t values = 0;
-    if (device_memory_) {
-        for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-            values += 2 * DevicePass::kMostPending * numbers_.own_input_size(layer);
-        }
-        return 2 * kept_state_bytes() + values * sizeof(float);
-    }
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += RecurrentState::kFewRows * numbers_.input_size(layer);
+        const RecurrentSizes sizes = numbers_.recurrent_sizes(layer);
+        values +=
+            device_memory_ ? 2 * DevicePass::kMostPending * sizes.own_input : RecurrentState::kFewRows * sizes.input;
     }
     return 2 * kept_state_bytes() + values * sizeof(float);
 }
@@ -415,7 +398,7 @@ size_t Model::state_bytes() const {
 size_t Model::kept_state_bytes() const {
     size_t values = 0;
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += numbers_.state_size(layer);
+        values += numbers_.recurrent_sizes(layer).state;
     }
     return values * sizeof(float);
 }

@@ -94,14 +94,13 @@ ContextPtr DevicePass::cache_context(const DeviceMemory& memory, int device) {
         }
         flash_.push_back(flash);
         Recurrent& recurrent = recurrent_.emplace_back();
-        if (const size_t size = h.state_size(layer); size > 0) {
+        if (const RecurrentSizes sizes = h.recurrent_sizes(layer); sizes.state > 0) {
             const auto floats = [&](size_t count, int places) {
                 return ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, int64_t(count), places);
             };
-            const size_t tail = h.tail_size(layer);
-            recurrent.tail = floats(tail, 2);
-            recurrent.state = size > tail ? floats(size - tail, 2) : nullptr;
-            recurrent.inputs = floats(h.own_input_size(layer), 2 * kMostPending);
+            recurrent.tail = floats(sizes.tail, 2);
+            recurrent.state = sizes.state > sizes.tail ? floats(sizes.state - sizes.tail, 2) : nullptr;
+            recurrent.inputs = floats(sizes.own_input, 2 * kMostPending);
         }
     }
     return context;

@@ -72,7 +72,7 @@ double PackedPass::bytes(const Hyperparameters& h) {
                   double(h.num_heads) * (3.0 * latent.query() + 6.0 * latent.value + 2.0 * latent.rank + h.head_dim);
     size_t inputs = 0;
     for (int layer = 0; layer < h.num_layers; ++layer) {
-        inputs = std::max(inputs, h.input_size(layer));
+        inputs = std::max(inputs, h.recurrent_sizes(layer).input);
     }
     const double fused = 4.0 * h.hidden_width + 2.0 * std::max(h.features_width(), h.markov_rank);
     return sizeof(float) *

@@ -120,7 +120,7 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
 void PackedPass::reserve_recurrent(int index, int keys) {
     int num_copies = 1, num_steps = 0;
     size_t num_read = 0;
-    const size_t input_size = model_.numbers().input_size(index);
+    const size_t input_size = model_.numbers().recurrent_sizes(index).input;
     for (const Text& text : texts_) {
         num_read += text.state->recurrent(index).num_reading();
     }

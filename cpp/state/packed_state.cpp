@@ -67,7 +67,8 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
                 kv_at_[layer] = h.layers[layer].lent ? -1 : kv_at_[h.layers[layer].cells_of];
             } else {
                 recurrent_at_[layer] = static_cast<int>(layers_.size());
-                layers_.emplace_back(std::in_place_type<RecurrentState>, h.state_size(layer), h.input_size(layer));
+                const RecurrentSizes sizes = h.recurrent_sizes(layer);
+                layers_.emplace_back(std::in_place_type<RecurrentState>, sizes.state, sizes.input);
             }
         }
     }
