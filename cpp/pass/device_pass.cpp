@@ -216,19 +216,6 @@ DevicePass::Value DevicePass::norm(const Value& x, const Norm& norm) {
     return norm.present() ? Value{normed(x.rows, norm)} : x;
 }
 
-DevicePass::Value DevicePass::mix(const Value& x, const Value& input, int index, int first_row) {
-    Value sum = x;
-    for (const Mixer& each : model_.layers()[index].mixers) {
-        sum = std::visit([&](const auto& mixer) { return branch(mixer, sum, input, index, first_row); }, each);
-    }
-    return sum;
-}
-
-DevicePass::Value DevicePass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
-    return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
-                      *layer.feed_forward);
-}
-
 std::array<ggml_tensor*, 3> DevicePass::qkv(const Attention& attention, ggml_tensor* x) {
     if (attention.qkv.size() == 3) {
         return {linear(x, attention.qkv[0]), linear(x, attention.qkv[1]), linear(x, attention.qkv[2])};

@@ -48,9 +48,16 @@ public:
     Value embed(int num_rows);
     Value tail(const Value& x, int first_row);
     Value norm(const Value& x, const Norm& norm);
-    Value mix(const Value& x, const Value& input, int layer, int first_row);
-    Value finish(const Value& x, int) { return x; }  // models that need it are not loaded into devices
-    Value feed_forward(const Value& x, const Value& input, const Layer& layer);
+    void begin_layer() const {}
+    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const LatentAttention&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);
+    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    // Models that have them, or need what follows, are not loaded into devices.
+    Value branch(const Experts&, const Value& x, const Value&, const Norm&) { return x; }
+    Value finish(const Value& x, int) { return x; }
     void tap(const Value&, int) const {}  // models on devices have no taps
     Value logits(const Value& x);
 
@@ -106,13 +113,6 @@ private:
     // `x`: [any multiple of heads, rows], where a head begins with head_dim numbers of its own.
     ggml_tensor* heads(ggml_tensor* x, const Norm& norm, int num_heads, int layer);
     ggml_tensor* softcapped(ggml_tensor* x, float cap);
-    // The branches of the kinds of mixers and feed-forward networks.
-    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
-    Value branch(const LatentAttention&, const Value&, const Value&, int layer, int first_row);
-    Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);
-    Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
-    Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);
-    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
     // A recurrent layer's inputs of the earlier rows and of those of the pass, [size, rows], which it keeps.
     ggml_tensor* all_inputs(ggml_tensor* own, int layer);
     // A causal convolution over all these rows, behind those that the state has.
@@ -125,8 +125,6 @@ private:
     void write_state(ggml_tensor* memory, ggml_tensor* value, int layer);
     // An operation of a layer. Throws DeviceError where its device does not have it.
     ggml_tensor* checked(ggml_tensor* operation, int layer) const;
-    // Models that have them are not loaded into devices.
-    Value branch(const Experts&, const Value& x, const Value&, const Norm&) { return x; }
     // Queries, keys and values.
     std::array<ggml_tensor*, 3> qkv(const Attention& attention, ggml_tensor* x);
     ggml_tensor* attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale, bool flash);

@@ -142,10 +142,7 @@ void PackedPass::run_shared(const Experts& experts, const Value& input) {
     }
     multiply(model_.kernel(), products, model_.num_threads());
     const Value hidden{hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr};
-    multiply(model_.kernel(),
-             {{&dense.down.packed, activations(hidden, {&dense.down})[0],
-               epilogue(dense.down, branch_.data(), input.stride)}},
-             model_.num_threads());
+    multiply_by(dense.down, hidden, epilogue(dense.down, branch_.data(), input.stride));
 }
 
 PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm) {

@@ -41,10 +41,7 @@ void PackedPass::store_latents(const LatentAttention& attention, const Attention
     if (latent.absorbed) {
         return;
     }
-    multiply(kernel,
-             {{&attention.expansion.packed, activations({ranks_.data(), n, cols}, {&attention.expansion})[0],
-               epilogue(attention.expansion, heads_.data(), stride)}},
-             model_.num_threads());
+    multiply_by(attention.expansion, {ranks_.data(), n, cols}, epilogue(attention.expansion, heads_.data(), stride));
     for_rows([&](int i, const float* row) {
         const auto [cache, cell] = cells[i];
         std::vector<float> key(latent.query());
@@ -79,10 +76,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
         ThreadPool::shared().run(n, threads_for(n * cols), [&](int i, int) {
             apply(attention.q_norm, rows.qkv + i * rows.stride, latent.query_rank, ranks_.data() + i * cols);
         });
-        multiply(kernel,
-                 {{&attention.queries.packed, activations({ranks_.data(), n, cols}, {&attention.queries})[0],
-                   epilogue(attention.queries, queries_.data(), stride)}},
-                 num_threads);
+        multiply_by(attention.queries, {ranks_.data(), n, cols}, epilogue(attention.queries, queries_.data(), stride));
         rows.qkv = queries_.data();
         rows.stride = stride;
     }

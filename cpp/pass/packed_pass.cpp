@@ -271,9 +271,7 @@ void PackedPass::read_layer_embeddings(const Value& x) {
     float* rows = layer_inputs(h.num_layers);  // of all layers side by side
     Epilogue result = epilogue(embeddings.projection, rows, of_row);
     result.scale = 1 / std::sqrt(static_cast<float>(h.width));
-    multiply(model_.kernel(),
-             {{&embeddings.projection.packed, activations(x, {&embeddings.projection})[0], result, nullptr}},
-             model_.num_threads());
+    multiply_by(embeddings.projection, x, result);
     const float scale = std::sqrt(static_cast<float>(width)), half = 1 / std::sqrt(2.0f);
     ThreadPool::shared().run(x.n, threads_for(x.n * of_row), [&](int i, int) {
         std::vector<float> tokens(embeddings.tokens.packed.padded_cols());
@@ -335,10 +333,7 @@ void PackedPass::read_features(const std::vector<int>& rows, float* out, size_t 
     }
     // The rows of the result may lie apart.
     const Value read{features_.data(), n, size_t(width)};
-    const Epilogue result = epilogue(features.projection, branch_.data(), stride);
-    multiply(model_.kernel(),
-             {{&features.projection.packed, activations(read, {&features.projection})[0], result, nullptr}},
-             model_.num_threads());
+    multiply_by(features.projection, read, epilogue(features.projection, branch_.data(), stride));
     for (int i = 0; i < n; ++i) {
         float* to = out + rows[i] * stride;
         std::copy_n(branch_.data() + i * stride, stride, to);
@@ -371,10 +366,7 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
         const size_t to = size_t(first) * model_.numbers().logits_stride();
         Epilogue sum = epilogue(markov.out, logits + to, model_.numbers().logits_stride());
         sum.residual = logits + to;
-        multiply(model_.kernel(),
-                 {{&markov.out.packed, activations({features_.data(), count, stride}, {&markov.out})[0], sum, nullptr,
-                   nullptr, maxima + to / kRun}},
-                 model_.num_threads());
+        multiply_by(markov.out, {features_.data(), count, stride}, sum, maxima + to / kRun);
     }
 }
 
@@ -398,20 +390,14 @@ PackedPass::Value PackedPass::join(int num_rows) {
     }
     float* out = next_rows();
     const size_t stride = h.padded_width();
-    multiply(model_.kernel(),
-             {{&fusion.projection.packed, activations(both, {&fusion.projection})[0],
-               epilogue(fusion.projection, out, stride), nullptr}},
-             model_.num_threads());
+    multiply_by(fusion.projection, both, epilogue(fusion.projection, out, stride));
     return {out, num_rows, stride};
 }
 
 void PackedPass::hand_on(const Value& x) {
     const Linear& feedback = model_.fusion().feedback;
     const size_t width = model_.numbers().hidden_width;
-    const Value read = norm(x, model_.output_norm());
-    multiply(model_.kernel(),
-             {{&feedback.packed, activations(read, {&feedback})[0], epilogue(feedback, fused_.data(), width), nullptr}},
-             model_.num_threads());
+    multiply_by(feedback, norm(x, model_.output_norm()), epilogue(feedback, fused_.data(), width));
     for (int i = 0; i < x.n; ++i) {
         if (float* out = pass_->hidden[pass_->num_rows - x.n + i]) {
             std::copy_n(fused_.data() + i * width, width, out);
@@ -495,25 +481,20 @@ Epilogue PackedPass::epilogue(const Linear& linear, float* out, size_t stride) c
     return result;
 }
 
+void PackedPass::multiply_by(const Linear& linear, const Value& x, const Epilogue& result, float* maxima) {
+    multiply(model_.kernel(), {{&linear.packed, activations(x, {&linear})[0], result, nullptr, nullptr, maxima}},
+             model_.num_threads());
+}
+
 const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
     handed_rows_ = handed_.rows(n, next.packed.packing());
     return next.packed.integer() ? &handed_rows_ : nullptr;
 }
 
-PackedPass::Value PackedPass::mix(const Value& x, const Value& input, int index, int first_row) {
+void PackedPass::begin_layer() const {
     if (pass_->interrupted) {
         (*pass_->interrupted)();
     }
-    Value sum = x;
-    for (const Mixer& each : model_.layers()[index].mixers) {
-        sum = std::visit([&](const auto& mixer) { return branch(mixer, sum, input, index, first_row); }, each);
-    }
-    return sum;
-}
-
-PackedPass::Value PackedPass::feed_forward(const Value& x, const Value& input, const Layer& layer) {
-    return std::visit([&](const auto& network) { return branch(network, x, input, layer.ffn_post_norm); },
-                      *layer.feed_forward);
 }
 
 PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride, int part,
@@ -659,7 +640,7 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
         branch.scale = h.residual_scale;
         branch.residual = x.rows;
     }
-    multiply(model_.kernel(), {{&linear.packed, activations(y, {&linear})[0], branch}}, model_.num_threads());
+    multiply_by(linear, y, branch);
     for (int i = 0; norm.present() && i < x.n; ++i) {
         float *row = branch_.data() + i * x.stride, *sum = out + i * x.stride;
         apply(norm, row, h.width, row);
@@ -678,8 +659,7 @@ PackedPass::Value PackedPass::finish(const Value& x, int index) {
         Epilogue opened = epilogue(embedding.in, hidden_.data(), stride);
         opened.activation = Activation::gelu;
         opened.gate = layer_inputs(index) + (pass_->num_rows - x.n) * stride;
-        multiply(model_.kernel(), {{&embedding.in.packed, activations(x, {&embedding.in})[0], opened, nullptr}},
-                 model_.num_threads());
+        multiply_by(embedding.in, x, opened);
         result = add(x, {hidden_.data(), x.n, stride}, embedding.out, embedding.norm);
     }
     float* rows = stream_[in_stream_].data();  // which the result is
@@ -719,13 +699,11 @@ void PackedPass::tap(const Value& x, int index) {
 
 // Straight to the caller's memory.
 PackedPass::Value PackedPass::logits(const Value& x) {
-    const PackedMatrix& weight = model_.head().packed;
     Epilogue out = epilogue(model_.head(), pass_->logits, model_.numbers().logits_stride());
     out.bias = model_.head_bias().data();
     out.scale = model_.numbers().logit_scale;
     out.softcap = model_.numbers().logit_softcap;
-    multiply(model_.kernel(), {{&weight, activations(x, {&model_.head()})[0], out, nullptr, nullptr, pass_->maxima}},
-             model_.num_threads());
+    multiply_by(model_.head(), x, out, pass_->maxima);
     return {};
 }
 

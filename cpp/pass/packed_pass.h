@@ -43,8 +43,14 @@ public:
     Value embed(int num_rows);
     Value tail(Value x, int first_row) const;
     Value norm(Value x, const Norm& norm) const;
-    Value mix(const Value& x, const Value& input, int layer, int first_row);
-    Value feed_forward(const Value& x, const Value& input, const Layer& layer);
+    void begin_layer() const;
+    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const LatentAttention& attention, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const DeltaNet& mixer, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const StateSpace& mixer, const Value& x, const Value& input, int layer, int first_row);
+    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
+    Value branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm);
     Value finish(const Value& x, int layer);
     void tap(const Value& x, int layer);
     Value logits(const Value& x);
@@ -83,12 +89,6 @@ private:
         std::vector<DeltaStep> steps;
     };
 
-    // The branches of the kinds of mixers and feed-forward networks.
-    Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
-    Value branch(const LatentAttention& attention, const Value& x, const Value& input, int layer, int first_row);
-    Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);
-    Value branch(const DeltaNet& mixer, const Value& x, const Value& input, int layer, int first_row);
-    Value branch(const StateSpace& mixer, const Value& x, const Value& input, int layer, int first_row);
     // What attention does in a layer, and to which rows; norms, queries, keys and values are not set.
     AttentionLayer attention_layer(int layer) const;
     AttentionRows attention_rows(const Value& input, int layer, int first_row) const;
@@ -106,8 +106,6 @@ private:
     void reserve_recurrent(int layer, int keys);
     // Of a text, one head of keys and the heads of values that share it.
     void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
-    Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
-    Value branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm);
     // The products of a dense network before its last matrix: `up`, after `gate` where that is apart. They write n rows
     // to `out`, and quantized to `handed` unless that is null.
     void open(const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out, float* gates,
@@ -141,6 +139,8 @@ private:
     void apply(const Norm& norm, const float* row, int cols, float* out) const;
     float* next_rows();
     Epilogue epilogue(const Linear& linear, float* out, size_t stride) const;
+    // W x alone in a join; `maxima` as Product has them.
+    void multiply_by(const Linear& linear, const Value& x, const Epilogue& result, float* maxima = nullptr);
     // What tokens mean to each layer, of the rows of x.
     void read_layer_embeddings(const Value& x);
     // Of a layer, [rows][padded width of such an embedding].

@@ -5,16 +5,27 @@
 
 namespace pystaged {
 
+// x plus the branches of a layer's mixers, one after the other; see run_transformer().
+template <class Ops, class Value = typename Ops::Value>
+Value mix(Ops& ops, const Layer& layer, Value x, const Value& input, int index, int first_row) {
+    ops.begin_layer();
+    for (const Mixer& each : layer.mixers) {
+        x = std::visit([&](const auto& mixer) { return ops.branch(mixer, x, input, index, first_row); }, each);
+    }
+    return x;
+}
+
 // Runs or records one pass; the result is what ends it: the logits, or what the last mixer leaves where no row needs
 // any. With `embeds`, all rows come to the end. What a model lacks is absent from its layers, and `Ops` takes an absent
 // norm for none at all:
 //   Value embed(num_rows)                             rows of the residual stream, perhaps of hidden rows too
 //   Value tail(Value, first_row)                      the rows from there on
 //   Value norm(Value, Norm)                           rows as matrices read them
-//   Value mix(Value x, Value input, layer, first_row)
-//       x plus the mixers' branches, for the rows from `first_row` on; mixers take in all rows of `input`. No rows
-//       where none are wanted: the text's state is all that such a pass is for
-//   Value feed_forward(Value x, Value input, Layer)   x plus the feed-forward network's branch
+//   void begin_layer()                                before its mixers
+//   Value branch(mixer, Value x, Value input, layer, first_row)
+//       x plus a mixer's branch, for the rows from `first_row` on; mixers take in all rows of `input`. No rows where
+//       none are wanted: the text's state is all that such a pass is for
+//   Value branch(network, Value x, Value input, Norm) x plus a feed-forward network's branch, normalized by that
 //   Value finish(Value, layer)                        with the layer's own embeddings of tokens, scaled
 //   void tap(Value, layer)                            may keep the rows of the residual stream behind a layer
 //   Value logits(Value)
@@ -28,9 +39,7 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
         const Layer& layer = model.layers()[i];
         const int first_row = i == model.numbers().last_mixing ? first_wanted : 0;
         auto input = ops.norm(x, layer.mixer_norm);
-        if (!layer.mixers.empty()) {
-            x = ops.mix(ops.tail(x, first_row), input, i, first_row);
-        }
+        x = mix(ops, layer, ops.tail(x, first_row), input, i, first_row);
         if (first_row == num_rows) {
             return x;
         }
@@ -39,7 +48,8 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
             // here.
             const bool parallel = layer.mixer_norm.present() && !layer.ffn_norm.present();
             input = parallel ? ops.tail(input, first_row) : ops.norm(x, layer.ffn_norm);
-            x = ops.feed_forward(x, input, layer);
+            x = std::visit([&](const auto& network) { return ops.branch(network, x, input, layer.ffn_post_norm); },
+                           *layer.feed_forward);
         }
         x = ops.finish(x, i);
         ops.tap(x, i);
@@ -52,7 +62,7 @@ template <class Ops>
 void run_context(Ops& ops, const Model& model, int num_rows) {
     const auto x = ops.context(num_rows);
     for (int i = 0; i < model.numbers().num_layers; ++i) {
-        ops.mix(ops.tail(x, num_rows), x, i, num_rows);
+        mix(ops, model.layers()[i], ops.tail(x, num_rows), x, i, num_rows);
     }
 }
 
