@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <mutex>
 #include <system_error>
 #include <unordered_set>
@@ -25,6 +24,22 @@ thread_local LogCapture* capture = nullptr;
 std::mutex log_mutex;
 ggml_log_callback next_callback = nullptr;
 void* next_data = nullptr;
+
+// A value of metadata, if it is an integer; one of 64 bits without a sign is at most INT64_MAX.
+std::optional<int64_t> integer_at(const gguf_context* context, int64_t id) {
+    switch (gguf_get_kv_type(context, id)) {
+        case GGUF_TYPE_UINT8: return gguf_get_val_u8(context, id);
+        case GGUF_TYPE_INT8: return gguf_get_val_i8(context, id);
+        case GGUF_TYPE_UINT16: return gguf_get_val_u16(context, id);
+        case GGUF_TYPE_INT16: return gguf_get_val_i16(context, id);
+        case GGUF_TYPE_UINT32: return gguf_get_val_u32(context, id);
+        case GGUF_TYPE_INT32: return gguf_get_val_i32(context, id);
+        case GGUF_TYPE_INT64: return gguf_get_val_i64(context, id);
+        case GGUF_TYPE_UINT64:
+            return static_cast<int64_t>(std::min<uint64_t>(gguf_get_val_u64(context, id), INT64_MAX));
+        default: return std::nullopt;
+    }
+}
 
 }  // namespace
 
@@ -208,28 +223,15 @@ int64_t GgufFile::integer(const std::string& name, int64_t least, int64_t most) 
     if (id < 0) {
         fail("metadata '" + name + "' is missing");
     }
-    const gguf_context* context = context_.get();
-    int64_t value = 0;
-    switch (gguf_get_kv_type(context, id)) {
-        case GGUF_TYPE_UINT8: value = gguf_get_val_u8(context, id); break;
-        case GGUF_TYPE_INT8: value = gguf_get_val_i8(context, id); break;
-        case GGUF_TYPE_UINT16: value = gguf_get_val_u16(context, id); break;
-        case GGUF_TYPE_INT16: value = gguf_get_val_i16(context, id); break;
-        case GGUF_TYPE_UINT32: value = gguf_get_val_u32(context, id); break;
-        case GGUF_TYPE_INT32: value = gguf_get_val_i32(context, id); break;
-        case GGUF_TYPE_INT64: value = gguf_get_val_i64(context, id); break;
-        case GGUF_TYPE_UINT64: {
-            const uint64_t wide = gguf_get_val_u64(context, id);
-            value = wide > uint64_t(most) ? std::numeric_limits<int64_t>::max() : static_cast<int64_t>(wide);
-            break;
-        }
-        default: fail("metadata '" + name + "' is not an integer");
+    const std::optional<int64_t> value = integer_at(context_.get(), id);
+    if (!value) {
+        fail("metadata '" + name + "' is not an integer");
     }
-    if (value < least || value > most) {
-        fail("metadata '" + name + "' is " + std::to_string(value) + ", outside " + std::to_string(least) + " to " +
+    if (*value < least || *value > most) {
+        fail("metadata '" + name + "' is " + std::to_string(*value) + ", outside " + std::to_string(least) + " to " +
              std::to_string(most));
     }
-    return value;
+    return *value;
 }
 
 int64_t GgufFile::integer(const std::string& name, int64_t least, int64_t most, int64_t otherwise) const {
@@ -270,7 +272,7 @@ std::vector<std::pair<std::string, std::string>> GgufFile::spelled() const {
             case GGUF_TYPE_FLOAT32: value = std::to_string(gguf_get_val_f32(context, id)); break;
             case GGUF_TYPE_FLOAT64: value = std::to_string(gguf_get_val_f64(context, id)); break;
             case GGUF_TYPE_ARRAY: continue;
-            default: value = std::to_string(integer(gguf_get_key(context, id), INT64_MIN, INT64_MAX));
+            default: value = std::to_string(integer_at(context, id).value());
         }
         result.emplace_back(gguf_get_key(context, id), std::move(value));
     }

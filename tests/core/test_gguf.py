@@ -132,6 +132,10 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
         put("gpt2.block_count", U64, b"\xff" * 8),
         "'gpt2.block_count' is 9223372036854775807, outside 1 to",
     ),
+    "wide-layers": (
+        put("gpt2.block_count", U64, struct.pack("<Q", 513)),
+        "'gpt2.block_count' is 513, outside 1 to 512",
+    ),
     "context": (put_integer("gpt2.context_length", 1 << 24), "'position_embd.weight' has shape 32 x 16 x 1 x 1 where"),
     "absurd-context": (put_integer("gpt2.context_length", 1 << 31), "'gpt2.context_length' is 2147483648, outside"),
     "vocabulary": (reshape("token_embd.weight", (32, 0)), "tensor"),
@@ -175,6 +179,15 @@ def test_an_unchanged_file_loads(small: Gguf, tmp_path: Path) -> None:
     assert Path(path).read_bytes() == small.data
     _core.Tokenizer(path)
     _core.Model(path)
+
+
+def test_metadata_whose_keys_differ_behind_a_zero(small: Gguf, tmp_path: Path) -> None:
+    def change(entries: list[Entry], _: list[Tensor]) -> None:
+        entries += [Entry(b"a", STRING, text("one")), Entry(b"a\0b", U32, struct.pack("<I", 2))]
+
+    path = write(tmp_path / "zero.gguf", small, change)
+    assert _core.metadata(path)["a"] in ("one", "2")
+    _core.Tokenizer(path)
 
 
 @pytest.mark.parametrize(("change", "message"), MODEL_CASES.values(), ids=MODEL_CASES)
