@@ -25,8 +25,8 @@ struct Product {
 // All of them in one join.
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
 
-// The same of one matrix for n rows of x, [n][padded inputs], without a place for the outputs: [n][padded outputs], or
-// where maxima are wanted [n][outputs, padded to kRun].
+// Outputs of one matrix for n rows of x, [n][padded inputs], which it quantizes: [n][padded outputs], or where maxima
+// are wanted [n][outputs, padded to kRun]. The epilogue's place for them and its stride are not read.
 std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
                             Epilogue epilogue, int num_threads, float* maxima = nullptr);
 

@@ -92,8 +92,10 @@ struct ExpertNumbers {
 
 // Floats of a recurrent layer; 0 of other layers.
 struct RecurrentSizes {
-    size_t state = 0, tail = 0;       // that it carries from row to row; of these, what a convolution goes on from
-    size_t input = 0, own_input = 0;  // of a row that change them; of these, what the others are made of
+    size_t state = 0;      // that it carries from row to row, those of its convolution too
+    size_t tail = 0;       // of the state: the convolution's
+    size_t input = 0;      // that a row changes the state with
+    size_t own_input = 0;  // of these: those from which a device computes the others
 };
 
 struct Hyperparameters {

@@ -334,6 +334,7 @@ void PackedLoader::pack_qkv(Attention& attention) {
 
 Dense PackedLoader::pack_dense(const DenseParts& parts, int width) {
     Dense result;
+    // Gate and up are one matrix where they can be joined, or where the file has them as one.
     if (parts.gate ? parts.gate->type == parts.up->type : family_.gate != Gate::none) {
         Parts both{{parts.up}, {}, gate_in_turns(width)};
         if (parts.gate) {

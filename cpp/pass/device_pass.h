@@ -48,7 +48,7 @@ public:
     Value embed(int num_rows);
     Value tail(const Value& x, int first_row);
     Value norm(const Value& x, const Norm& norm);
-    void begin_layer() const {}
+    void check_interruption() const {}
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const LatentAttention&, const Value&, const Value&, int layer, int first_row);
     Value branch(const ShortConvolution&, const Value&, const Value&, int layer, int first_row);

@@ -491,7 +491,7 @@ const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
     return next.packed.integer() ? &handed_rows_ : nullptr;
 }
 
-void PackedPass::begin_layer() const {
+void PackedPass::check_interruption() const {
     if (pass_->interrupted) {
         (*pass_->interrupted)();
     }

@@ -43,7 +43,7 @@ public:
     Value embed(int num_rows);
     Value tail(Value x, int first_row) const;
     Value norm(Value x, const Norm& norm) const;
-    void begin_layer() const;
+    void check_interruption() const;
     Value branch(const Attention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const LatentAttention& attention, const Value& x, const Value& input, int layer, int first_row);
     Value branch(const ShortConvolution& mixer, const Value& x, const Value& input, int layer, int first_row);

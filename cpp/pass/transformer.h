@@ -6,9 +6,9 @@
 namespace pystaged {
 
 // x plus the branches of a layer's mixers, one after the other; see run_transformer().
-template <class Ops, class Value = typename Ops::Value>
+template <class Ops, class Value>
 Value mix(Ops& ops, const Layer& layer, Value x, const Value& input, int index, int first_row) {
-    ops.begin_layer();
+    ops.check_interruption();
     for (const Mixer& each : layer.mixers) {
         x = std::visit([&](const auto& mixer) { return ops.branch(mixer, x, input, index, first_row); }, each);
     }
@@ -21,7 +21,7 @@ Value mix(Ops& ops, const Layer& layer, Value x, const Value& input, int index, 
 //   Value embed(num_rows)                             rows of the residual stream, perhaps of hidden rows too
 //   Value tail(Value, first_row)                      the rows from there on
 //   Value norm(Value, Norm)                           rows as matrices read them
-//   void begin_layer()                                before its mixers
+//   void check_interruption()                         may throw, before each layer
 //   Value branch(mixer, Value x, Value input, layer, first_row)
 //       x plus a mixer's branch, for the rows from `first_row` on; mixers take in all rows of `input`. No rows where
 //       none are wanted: the text's state is all that such a pass is for
