@@ -13,7 +13,6 @@ from torch import nn
 
 from pystaged.distill.answers import LIKELIEST
 from pystaged.distill.draft import Shape
-from pystaged.distill.train import SPACING
 from pystaged.files import whole_file
 
 EPOCHS, MOST_EPOCHS = 4, 16
@@ -91,7 +90,7 @@ class Speed:
     def seconds(self, tokens: int, epochs: int, shape: Shape) -> tuple[float, float]:
         """Estimated seconds to write so many tokens of answers, and to train on them."""
         weights = shape.num_weights - shape.vocab_size * shape.rank
-        learning = 6 * weights * shape.block / SPACING / self.operations
+        learning = 6 * weights / self.operations
         return _READING * tokens / self.tokens, epochs * tokens * learning
 
 

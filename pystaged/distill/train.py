@@ -21,7 +21,6 @@ from pystaged.distill.answers import Answers, Text, read_errors, save
 from pystaged.distill.draft import Batch, BlockDraft, Target, compared
 from pystaged.distill.optimizer import optimizers
 
-SPACING = 8  # tokens of an answer for each anchor
 CE, TV = 0.1, 0.9  # weights of cross-entropy and total variation distance in the loss
 CLIP = 1.0
 WARM_UP = 50  # steps
@@ -166,11 +165,11 @@ class Trainer:
         return [self._texts[i] for i in order[place * size : (place + 1) * size]]
 
     def _collate(self, texts: Sequence[Text], random: np.random.Generator) -> Batch:
-        """Blocks with an anchor in each stretch of SPACING tokens of the answers."""
-        anchors = []
+        """Blocks with an anchor in each stretch of the answers that is as long as a block."""
+        anchors, block = [], self.draft.shape.block
         for text in texts:
-            firsts = np.arange(text.prompt - 1, len(text.tokens), SPACING)
-            chosen = firsts + random.integers(SPACING, size=len(firsts))
+            firsts = np.arange(text.prompt - 1, len(text.tokens), block)
+            chosen = firsts + random.integers(block, size=len(firsts))
             anchors.append(chosen[chosen < len(text.tokens)].tolist() or [text.prompt - 1])
         # Half of the texts have a gap in their positions, as if they were longer.
         lengths = np.array([len(text.tokens) for text in texts])
