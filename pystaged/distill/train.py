@@ -23,7 +23,7 @@ from pystaged.distill.optimizer import optimizers
 
 CE, TV = 0.1, 0.9  # weights of cross-entropy and total variation distance in the loss
 CLIP = 1.0
-WARM_UP = 50  # steps
+WARM_UP = 10  # steps
 LEAST_RATE = 0.03  # of the highest, at the end
 TEXTS_OF_STEP, TEXTS_AT_ONCE = 8, 4
 HELD_OUT = 32  # texts of a report
@@ -72,6 +72,8 @@ class Trainer:
         self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
         self._optimizers = optimizers(self.draft, self._kind)
         self._rates = [each.param_groups[0]["lr"] for each in self._optimizers]
+        some = [answers.text(which) for which in texts[:TEXTS_AT_ONCE]]
+        self.draft.focus(self._collate(some, np.random.default_rng(seed)).to(device))
 
     def advance(self) -> float:
         """One step; its loss."""

@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,23 @@ def test_the_same_files_are_written_again(target: Path, answers: Answers, tmp_pa
     for number in range(2):
         again.write(number, writer, asker, lambda _: None)
         assert again.path(number).read_bytes() == answers.path(number).read_bytes()
+
+
+def test_a_draft_begins_with_the_nearest_tokens(trainer: Callable[..., Trainer], answers: Answers) -> None:
+    found = trainer()
+    text = next(text for text in map(answers.text, answers.texts([0])) if len(text.tokens) > 40)
+    batch = found._blocks([text], [[len(text.tokens) - 4]], np.array([0]), np.array([0]))
+
+    def change(back: int) -> float:
+        """Of the first guess, where the features of a token before the block are another's."""
+        features = batch.features.clone()
+        features[0, batch.anchors[0, 0] - back] = features[0, 3]
+        return float((found.draft(replace(batch, features=features)) - expected)[0, 0, 0].norm())
+
+    with torch.no_grad():
+        expected = found.draft(batch)
+        changes = [change(back) for back in range(1, 33)]
+    assert changes[0] > 5 * np.median(changes[8:]) > 0
 
 
 def test_the_loss_falls(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
