@@ -25,7 +25,7 @@ std::mutex log_mutex;
 ggml_log_callback next_callback = nullptr;
 void* next_data = nullptr;
 
-// A value of metadata, if it is an integer; one of 64 bits without a sign is at most INT64_MAX.
+// A value of metadata, if it is an integer; an unsigned one above INT64_MAX becomes that.
 std::optional<int64_t> integer_at(const gguf_context* context, int64_t id) {
     switch (gguf_get_kv_type(context, id)) {
         case GGUF_TYPE_UINT8: return gguf_get_val_u8(context, id);

@@ -26,7 +26,7 @@ struct Product {
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
 
 // Outputs of one matrix for n rows of x, [n][padded inputs], which it quantizes: [n][padded outputs], or where maxima
-// are wanted [n][outputs, padded to kRun]. The epilogue's place for them and its stride are not read.
+// are wanted [n][outputs, padded to kRun]. Ignores the epilogue's output pointer and stride.
 std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
                             Epilogue epilogue, int num_threads, float* maxima = nullptr);
 

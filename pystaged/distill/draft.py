@@ -25,7 +25,7 @@ from pystaged._core import Model, Tokenizer
 
 EPSILON = 1e-5
 _CHUNK = 16384  # rows
-_FOCUS = 2.0  # size of the part of queries and keys that is the same for all rows, relative to the rest
+_FOCUS = 2.0  # size of what focus() adds to queries and keys before their norm, relative to what is there
 TAPS = (1 / 3, 2 / 3, 1.0)  # of the target's layers
 
 
@@ -238,34 +238,37 @@ class BlockDraft(nn.Module):  # type: ignore[misc]
         return norm(F.linear(features, self.fc), self.enc_norm)
 
     def focus(self, batch: Batch) -> None:
-        """Begin with heads that attend to the nearest tokens: their queries and keys get a part that is about the same
-        for all rows, so that it tells them apart by their distance alone. Without it a draft learns for hundreds of
-        steps from its last token alone.
+        """Let two heads of three attend to the tokens just before the block at first. Nearly one vector is added to
+        all their queries and keys; the score of two such vectors, once rotated, depends on their distance alone and is
+        highest at 0. The other heads are free for what training makes of them.
 
         Args:
             batch: blocks of real texts.
         """
         shape = self.shape
-        fastest = max(1, shape.head_dim * 3 // 16)  # of the rotations, which tell near tokens from each other
-        same = torch.zeros(shape.head_dim)
-        same[:fastest] = _FOCUS * math.sqrt(shape.head_dim / fastest)
+        fast = max(1, shape.head_dim * 3 // 16)  # rotations in use; slow ones hardly differ between near tokens
+        vector = torch.zeros(shape.head_dim)
+        vector[:fast] = _FOCUS * math.sqrt(shape.head_dim / fast)
+        queries = [head for head in range(shape.heads) if head % 3 < 2]
+        keys = sorted({head * shape.kv_heads // shape.heads for head in queries})
+        committed = self.context(batch.features)[batch.features.abs().sum(2) > 0]  # padding is 0
+        of_committed = torch.outer(vector, _constant(committed))
 
-        def add(layer: Any, h: Any, context: Any) -> None:
-            known = context[batch.features.abs().sum(2) > 0]
-            for name, rows, heads in (("attn_q", h, range(shape.heads)), ("attn_k", known, range(shape.kv_heads))):
-                part = torch.outer(same, _constant(rows.flatten(0, -2).cpu())).to(h.device)
+        def add(layer: Any, h: Any) -> None:
+            of_block = torch.outer(vector, _constant(h.flatten(0, 1)))
+            for name, heads, part in (("attn_q", queries, of_block), ("attn_k", keys, of_committed)):
                 for head in heads:
-                    if name == "attn_k" or head % 3 < 2:  # the others attend to whatever they learn to
-                        layer[name][head * shape.head_dim : (head + 1) * shape.head_dim] += part
+                    rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+                    layer[name][rows] += part.to(h.device)
 
         with torch.no_grad():
             self(batch, add)
 
-    def forward(self, batch: Batch, prepare: Callable[[Any, Any, Any], None] | None = None) -> Any:
+    def forward(self, batch: Batch, prepare: Callable[[Any, Any], None] | None = None) -> Any:
         """The head's input in each place of each block, [b, a, block, width].
 
         Args:
-            prepare: called with each layer, its input and the context, before the layer is computed.
+            prepare: called with each layer and its input before it is computed, for focus().
         """
         shape = self.shape
         b, a = batch.anchors.shape
@@ -283,7 +286,7 @@ class BlockDraft(nn.Module):  # type: ignore[misc]
         for layer in self.blk:
             h = norm(x, layer["attn_norm"])
             if prepare:
-                prepare(layer, h, context)
+                prepare(layer, h)
             q = self._turned(F.linear(h, layer["attn_q"]), layer["attn_q_norm"], own)
             both = torch.cat([context, h], 1)
             k = self._turned(
@@ -316,10 +319,10 @@ class BlockDraft(nn.Module):  # type: ignore[misc]
 
 
 def _constant(rows: Any) -> Any:
-    """A linear function that is about 1 for all rows [n, width], by ridge regression; float32[width]."""
-    rows = rows.double()
+    """A linear function that is about 1 for rows like these [n, width], by ridge regression; float32[width]."""
+    rows = rows.detach().cpu().double()
     gram = rows.T @ rows / len(rows)
-    gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    gram += (0.01 * gram.diagonal().mean() + 1e-9) * torch.eye(len(gram), dtype=gram.dtype)
     found = torch.linalg.solve(gram, rows.mean(0))
     return (found / (rows @ found).mean().clamp(min=0.5)).float()
 

@@ -153,6 +153,8 @@ class Job:
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():
             self._trainer.resume(checkpoint)
+        else:
+            self._trainer.begin()
         begun, first = time.monotonic(), self._trainer.step
 
         def reported(step: int, loss: float, figures: Report) -> None:

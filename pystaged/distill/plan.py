@@ -90,7 +90,7 @@ class Speed:
     def seconds(self, tokens: int, epochs: int, shape: Shape) -> tuple[float, float]:
         """Estimated seconds to write so many tokens of answers, and to train on them."""
         weights = shape.num_weights - shape.vocab_size * shape.rank
-        learning = 6 * weights / self.operations
+        learning = 6 * weights / self.operations  # one row of a block for each token of an answer
         return _READING * tokens / self.tokens, epochs * tokens * learning
 
 

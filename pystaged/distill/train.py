@@ -72,8 +72,11 @@ class Trainer:
         self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
         self._optimizers = optimizers(self.draft, self._kind)
         self._rates = [each.param_groups[0]["lr"] for each in self._optimizers]
-        some = [answers.text(which) for which in texts[:TEXTS_AT_ONCE]]
-        self.draft.focus(self._collate(some, np.random.default_rng(seed)).to(device))
+
+    def begin(self) -> None:
+        """Before the first step of a new draft: see BlockDraft.focus."""
+        some = [self._answers.text(which) for which in self._texts[:TEXTS_AT_ONCE]]
+        self.draft.focus(self._collate(some, np.random.default_rng(self._seed)).to(self._device))
 
     def advance(self) -> float:
         """One step; its loss."""
@@ -167,12 +170,13 @@ class Trainer:
         return [self._texts[i] for i in order[place * size : (place + 1) * size]]
 
     def _collate(self, texts: Sequence[Text], random: np.random.Generator) -> Batch:
-        """Blocks with an anchor in each stretch of the answers that is as long as a block."""
+        """Blocks with a random anchor in each stretch of an answer as long as a block; the last may have none."""
         anchors, block = [], self.draft.shape.block
         for text in texts:
             firsts = np.arange(text.prompt - 1, len(text.tokens), block)
             chosen = firsts + random.integers(block, size=len(firsts))
-            anchors.append(chosen[chosen < len(text.tokens)].tolist() or [text.prompt - 1])
+            found = chosen[chosen < len(text.tokens)].tolist()
+            anchors.append(found or [int(random.integers(text.prompt - 1, len(text.tokens)))])
         # Half of the texts have a gap in their positions, as if they were longer.
         lengths = np.array([len(text.tokens) for text in texts])
         far = random.integers(FAR, size=len(texts)) * random.integers(2, size=len(texts))

@@ -149,6 +149,7 @@ def test_the_same_files_are_written_again(target: Path, answers: Answers, tmp_pa
 
 def test_a_draft_begins_with_the_nearest_tokens(trainer: Callable[..., Trainer], answers: Answers) -> None:
     found = trainer()
+    found.begin()
     text = next(text for text in map(answers.text, answers.texts([0])) if len(text.tokens) > 40)
     batch = found._blocks([text], [[len(text.tokens) - 4]], np.array([0]), np.array([0]))
 
@@ -162,6 +163,18 @@ def test_a_draft_begins_with_the_nearest_tokens(trainer: Callable[..., Trainer],
         expected = found.draft(batch)
         changes = [change(back) for back in range(1, 33)]
     assert changes[0] > 5 * np.median(changes[8:]) > 0
+
+
+@pytest.mark.parametrize("block", [2, 8, 16])
+def test_an_anchor_for_each_block_of_tokens(trainer: Callable[..., Trainer], answers: Answers, block: int) -> None:
+    texts = [answers.text(which) for which in answers.texts([1])[:6]]
+    batch = trainer(block=block)._collate(texts, np.random.default_rng(0))
+    for text, anchors, weights in zip(texts, batch.anchors, batch.weights, strict=True):
+        size = len(text.tokens) - text.prompt + 1
+        own = anchors[weights[:, 0] > 0]
+        assert size // block <= len(own) <= -(-size // block) or len(own) == 1
+        assert len(set(((own - text.prompt + 1) // block).tolist())) == len(own)
+        assert text.prompt - 1 <= min(own) <= max(own) < len(text.tokens)
 
 
 def test_the_loss_falls(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
