@@ -12,8 +12,10 @@ else()
   set(system posix)
 endif()
 add_library(pystaged_kernels STATIC
-  ${cpp}/system/${system}.cpp ${cpp}/memory.cpp ${cpp}/own_math.cpp ${cpp}/thread_pool.cpp ${cpp}/packing.cpp ${cpp}/packed_matrix.cpp ${cpp}/product.cpp ${cpp}/state/kv_cache.cpp
-  ${cpp}/pass/attention.cpp ${cpp}/kernels/dispatch.cpp)
+  ${cpp}/kernels/dispatch.cpp
+  ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/measure.cpp ${cpp}/machine/memory.cpp ${cpp}/machine/pool.cpp
+  ${cpp}/weights/packed_matrix.cpp ${cpp}/weights/packing.cpp ${cpp}/weights/product.cpp
+  ${cpp}/state/kv_cache.cpp ${cpp}/pass/attention.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
@@ -26,28 +28,56 @@ if(PYSTAGED_SANITIZE)
   set(vnni -mavx512vl -mavx512vnni)
 endif()
 
-# A build has every kernel of its architecture; only the kernel's own file is compiled for its instruction set.
-function(add_kernel file)
-  target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/${file})
-  set_source_files_properties(${cpp}/kernels/${file} PROPERTIES COMPILE_OPTIONS "${PYSTAGED_KERNEL_LEVEL};-fno-math-errno;${ARGN}")
+# From source as llama-cpp-python is, for the machine that builds; what is to run elsewhere needs all kernels.
+set(PYSTAGED_KERNELS native CACHE STRING "native: the kernel of this machine and the scalar one; all: those of its architecture")
+if(DEFINED ENV{PYSTAGED_KERNELS})
+  set(PYSTAGED_KERNELS "$ENV{PYSTAGED_KERNELS}")
+endif()
+if(NOT PYSTAGED_KERNELS MATCHES "^(native|all)$")
+  message(FATAL_ERROR "PYSTAGED_KERNELS is native or all, not ${PYSTAGED_KERNELS}")
+endif()
+# Threads are the same with every kernel.
+if(PYSTAGED_KERNELS STREQUAL "all" OR CMAKE_CROSSCOMPILING OR PYSTAGED_SANITIZE MATCHES "address")
+  set(kernel_of_this_machine)
+elseif(NOT DEFINED kernel_of_this_machine)
+  try_run(status compiles "${CMAKE_CURRENT_BINARY_DIR}/kernel_of_this_machine"
+    "${CMAKE_CURRENT_LIST_DIR}/kernel_of_this_machine.cpp" RUN_OUTPUT_VARIABLE printed)
+  if(compiles AND status EQUAL 0)
+    string(STRIP "${printed}" printed)
+    set(kernel_of_this_machine "${printed}" CACHE INTERNAL "")
+  endif()
+endif()
+
+# Only a kernel's own file is compiled for its instruction set.
+set(kernels)
+function(add_kernel name symbol)
+  if(name MATCHES "^(scalar|${kernel_of_this_machine})$" OR NOT kernel_of_this_machine)
+    string(REPLACE "-" "_" file "${name}")
+    target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/${file}.cpp)
+    set_source_files_properties(${cpp}/kernels/${file}.cpp PROPERTIES
+      COMPILE_OPTIONS "${PYSTAGED_KERNEL_LEVEL};-fno-math-errno;${ARGN}")
+    set(kernels ${kernels} ${symbol} PARENT_SCOPE)
+  endif()
 endfunction()
 
-add_kernel(scalar.cpp)
+# Best first.
 string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" processor)
 if(CMAKE_OSX_ARCHITECTURES)
   set(processor "${CMAKE_OSX_ARCHITECTURES}")
 endif()
 if(processor MATCHES "^(x86_64|amd64)$")
-  target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_X86)
   target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/x86_features.cpp)
-  add_kernel(avx2.cpp -mavx2 -mfma -mf16c)
-  add_kernel(avx_vnni.cpp -mavx2 -mfma -mf16c ${vnni})
-  add_kernel(avx512_vnni.cpp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c
+  add_kernel(avx512-vnni kAvx512VnniKernel -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c
     -Wno-uninitialized -Wno-maybe-uninitialized)
+  add_kernel(avx-vnni kAvxVnniKernel -mavx2 -mfma -mf16c ${vnni})
+  add_kernel(avx2 kAvx2Kernel -mavx2 -mfma -mf16c)
 elseif(processor MATCHES "^(aarch64|arm64)$")
-  target_compile_definitions(pystaged_kernels PRIVATE PYSTAGED_ARM)
   target_sources(pystaged_kernels PRIVATE ${cpp}/kernels/arm_features.cpp)
-  add_kernel(neon.cpp)
-  add_kernel(neon_dotprod.cpp -march=armv8.2-a+dotprod)
-  add_kernel(neon_i8mm.cpp -march=armv8.2-a+dotprod+i8mm)
+  add_kernel(neon-i8mm kNeonI8mmKernel -march=armv8.2-a+dotprod+i8mm)
+  add_kernel(neon-dotprod kNeonDotprodKernel -march=armv8.2-a+dotprod)
+  add_kernel(neon kNeonKernel)
 endif()
+add_kernel(scalar kScalarKernel)
+list(JOIN kernels "," kernels)
+message(STATUS "Kernels: ${kernels}")
+set_source_files_properties(${cpp}/kernels/dispatch.cpp PROPERTIES COMPILE_DEFINITIONS "PYSTAGED_KERNELS=${kernels}")

@@ -23,8 +23,8 @@ from gguf import (
     TokenType,
 )
 
-from pystaged.files import whole_file
 from pystaged.loading.file_types import FILE_TYPES
+from pystaged.platform.files import whole_file
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 MIXTURE = "Q4_K_M"  # of Q4_K and Q6_K

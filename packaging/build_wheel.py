@@ -28,8 +28,8 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("target.Q8_0.gguf", "draft.Q8_0.gguf", "draft.ngram.npz", "smollm2.ngram.npz", "smollm2.head.gguf")
-MODELS_VERSION = "1"  # to raise when one of these files changes
+MODELS = ("target.Q8_0.gguf", "draft.Q8_0.gguf", "draft.ngram.npz", "smollm2.ngram.npz")
+MODELS_VERSION = "2"  # to raise when one of these files changes
 
 # ggml's own kernels for any CPU of the architecture: pystaged's, which are chosen when it runs, do nearly all the work.
 # No OpenMP, or each process would load one library more. Symbols that glibc makes unique in a process would tie these
@@ -84,7 +84,7 @@ def build(out: Path, libraries: Path, target: str | None) -> None:
         python = scripts / "python"
         chosen = ["--target", target] if target else []
         _run(python, __file__, "--prepare", "--libraries", libraries, *chosen)
-        os.environ.update(cross(target, scripts) if target else {})
+        os.environ.update(cross(target, scripts) if target else {}, PYSTAGED_KERNELS="all")
         _run(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
         (wheel,) = Path(folder).glob("pystaged-*.whl")
         _run(python, __file__, "--finish", wheel, "--out", out)
@@ -181,12 +181,10 @@ def build_models(out: Path) -> Path:
     info = f"{tag}.dist-info"
     files = {f"pystaged_models/{name}": (ROOT / "models" / name).read_bytes() for name in MODELS}
     files["pystaged_models/__init__.py"] = b'"""Models and tables of pystaged."""\n'
-    for name in ("LICENSE", "LICENSE-APACHE"):
-        files[f"{info}/licenses/{name}"] = (ROOT / "models" / name).read_bytes()
+    files[f"{info}/licenses/LICENSE"] = (ROOT / "models" / "LICENSE").read_bytes()
     files[f"{info}/METADATA"] = (
         f"Metadata-Version: 2.4\nName: pystaged-models\nVersion: {MODELS_VERSION}\n"
-        "Summary: Models and tables of pystaged\nRequires-Python: >=3.10\n"
-        "License-File: LICENSE\nLicense-File: LICENSE-APACHE\n"
+        "Summary: Models and tables of pystaged\nRequires-Python: >=3.10\nLicense-File: LICENSE\n"
     ).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: pystaged\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     record = []

@@ -7,15 +7,15 @@ class Pystaged < Formula
   license "MIT"
   head "https://github.com/OWNER/pystaged.git", branch: "main"
 
-  depends_on "cmake" => :build
-  depends_on "ninja" => :build
   depends_on "python@3.13"
 
   def install
     # pip takes what Homebrew has no formula for, such as the one llama-cpp-python whose libraries pystaged is linked to.
     system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
-    ENV["CMAKE_ARGS"] = "-DLLAVA_BUILD=OFF"
-    system libexec/"bin/pip", "install", "--no-cache-dir", "#{buildpath}[server,smollm2]"
+    ENV["CMAKE_ARGS"] = "-C #{buildpath}/cmake/only_libllama.cmake"
+    system libexec/"bin/pip", "install", "--no-cache-dir", "-r", "cmake/requirements.txt"
+    ENV.delete("CMAKE_ARGS")
+    system libexec/"bin/pip", "install", "--no-cache-dir", "--no-build-isolation", "#{buildpath}[server,smollm2]"
     bin.install_symlink libexec/"bin/pystaged"
   end
 

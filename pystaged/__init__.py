@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 
     from pystaged._core import ContextFullError, DeviceError, ModelError
     from pystaged.backends.devices import Device, devices
-    from pystaged.chain import Chain
     from pystaged.chat import ChatTemplateError
     from pystaged.chat.format import ChatFormat
-    from pystaged.config import SamplingConfig
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
-    from pystaged.definitions import GrammarError
     from pystaged.engine import Engine, generate, load, stream
-    from pystaged.receipt import Receipt
-    from pystaged.repeating import Difference, repeat
+    from pystaged.options.config import SamplingConfig
+    from pystaged.receipts.receipt import Receipt
+    from pystaged.receipts.repeating import Difference, repeat
     from pystaged.result import DeviceLostError, GenerationResult, Piece, Score, TokenLogprob
+    from pystaged.sampling.definitions import GrammarError
     from pystaged.stats import GenerationStats, PassStats
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Chain",
     "ChatFormat",
     "ChatTemplateError",
     "ContextFullError",
@@ -72,16 +70,15 @@ __all__ = [
 _MODULES = {
     "_core": ("ContextFullError", "DeviceError", "ModelError"),
     "backends.devices": ("Device", "devices"),
-    "chain": ("Chain",),
     "chat": ("ChatTemplateError",),
     "chat.format": ("ChatFormat",),
-    "config": ("SamplingConfig",),
+    "options.config": ("SamplingConfig",),
     "decoding.policy": ("FixedPolicy", "GainPolicy", "Growth", "TreePolicy"),
     "decoding.tree": ("Stage", "TokenTree"),
     "engine": ("Engine", "generate", "load", "stream"),
-    "definitions": ("GrammarError",),
-    "receipt": ("Receipt",),
-    "repeating": ("Difference", "repeat"),
+    "sampling.definitions": ("GrammarError",),
+    "receipts.receipt": ("Receipt",),
+    "receipts.repeating": ("Difference", "repeat"),
     "result": ("DeviceLostError", "GenerationResult", "Piece", "Score", "TokenLogprob"),
     "stats": ("GenerationStats", "PassStats"),
 }

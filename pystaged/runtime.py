@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
@@ -15,22 +16,20 @@ from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Tokenizer, file_identity
 from pystaged.backends.devices import open_session
-from pystaged.config import GenerationConfig, Grammar, integer
 from pystaged.decoding.contexts import FREE_SHARE, ContextPool
+from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.decoding.policy import TreePolicy
+from pystaged.decoding.scheduler import Scheduler
+from pystaged.decoding.sequence import USUAL, Sequence, TokenRoles
 from pystaged.decoding.stepper import Stepper
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
 from pystaged.loading.prompt_cache import KeptPrompts
-from pystaged.process import ProcessLock
-from pystaged.receipt import ARITHMETIC, Origin
-from pystaged.scheduler import Scheduler
-from pystaged.sequence import Sequence
-from pystaged.text import Prompt, encode_continuation
-from pystaged.thinking import Reasoning
+from pystaged.options.config import GenerationConfig, Grammar, convert
+from pystaged.sampling.text import Prompt, encode_continuation
 
 if TYPE_CHECKING:
-    from pystaged.grammars import GrammarConstraint, Grammars
+    from pystaged.sampling.grammars import GrammarConstraint, Grammars
 
 
 _LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told by the length, too
@@ -43,26 +42,19 @@ class Runtime:
     report: called with a line about a context that the memory cannot hold, or a prompt on disk that cannot be used or
     written.
 
-    Args and errors as in Engine.
+    policy, and errors: as in Engine; the other options are the bundle's.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        n_ctx: int,
-        kv_memory: int | None,
-        policy: TreePolicy | None,
-        prefill_budget: float,
-        prompt_cache: str | Path | None,
-        prompt_cache_size: int,
-        report: Callable[[str], None],
-    ) -> None:
-        self.bundle = bundle
+    def __init__(self, bundle: Bundle, policy: TreePolicy | None, report: Callable[[str], None]) -> None:
+        self.bundle, options = bundle, bundle.options
         self.decoders = decoders = DecoderFactory(bundle)
+        n_ctx = options["n_ctx"]
+        if options["long_context"] and n_ctx == 0:
+            n_ctx = _long_context(bundle)
         free, on_device = bundle.free_memory(), [bool(each.devices) for each in bundle.models]
         self.contexts = ContextPool(
             lambda source, length: decoders.decoder(n_ctx, policy, source, length),
-            kv_memory,
+            options["kv_memory"],
             free=free,
             on_device=on_device,
         )
@@ -73,37 +65,27 @@ class Runtime:
                 f"{free / 1e9:.1f} GB are free; a smaller n_ctx (--n-ctx) keeps a long text from filling the memory"
             )
         self._prompts: KeptPrompts | None = None
-        if prompt_cache is not None:
-            self._prompts = _kept_prompts(bundle, prompt_cache, self.n_ctx, prompt_cache_size, report)
+        if options["prompt_cache"] is not None:
+            self._prompts = _kept_prompts(bundle, options["prompt_cache"], self.n_ctx, report)
             self.contexts.prompts = self._prompts
-        self.stepper = Stepper(None if policy else decoders.target_cost(), prefill_budget)
+        self.stepper = Stepper(None if policy else decoders.target_cost(), options["prefill_budget"])
         self.scheduler = Scheduler(self.stepper, self.contexts, bundle.text_over)
         self._grammars: Grammars | None = None
-        self._lock = ProcessLock()
+        self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
         return self.bundle.tokenizer
 
-    def sequence(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig,
-        *,
-        is_end: Callable[[int], bool] | None = None,
-        spelled: frozenset[int] = frozenset(),
-        reasoning: Reasoning | None = None,
-    ) -> Sequence:
-        """Make a sequence that continues a prompt, without starting it.
-
-        Args:
-            is_end: whether a token ends the sequence; by default the vocabulary's end tokens do.
-            spelled, reasoning: see Sequence; then it has no receipt.
+    def sequence(self, prompt: Prompt, config: GenerationConfig, roles: TokenRoles = USUAL) -> Sequence:
+        """Make a sequence that continues a prompt, without starting it; with other roles it has no receipt.
 
         Raises:
             ValueError, TypeError, ContextFullError: as in Engine.stream; ValueError: the engine is closed.
+            RuntimeError: as Scheduler.check_caller.
         """
+        self.scheduler.check_caller()
         self.contexts.check_open()
         tokens = self.encode(prompt)
         return Sequence(
@@ -113,10 +95,8 @@ class Runtime:
             self.tokenizer,
             constraint=self._constraint(config.grammar),
             prediction=self.prediction(config.prediction),
-            is_end=is_end,
-            origin=None if is_end or spelled or reasoning else self._origin(tokens, config),
-            spelled=spelled,
-            reasoning=reasoning,
+            origin=self._origin(tokens, config) if roles == USUAL else None,
+            roles=roles,
         )
 
     def repeated(self, sequences: Iterable[Sequence], n: int) -> Iterator[Sequence]:
@@ -125,21 +105,15 @@ class Runtime:
         Raises:
             ValueError, TypeError: at once: n is no integer above 0.
         """
-        if integer("n", n) < 1:
+        if convert("n", int, n) < 1:
             raise ValueError(f"n must be at least 1, not {n}")
 
         def all_of(sequence: Sequence) -> Iterator[Sequence]:
             yield sequence
-            config = sequence.config
             for i in range(1, n):
-                sampling = replace(config.sampling, seed=(sequence.seed + i) % 2**64)
-                yield self.sequence(
-                    sequence.prompt,
-                    replace(config, sampling=sampling),
-                    is_end=sequence.is_end,
-                    spelled=sequence.spelled,
-                    reasoning=sequence.reasoning,
-                )
+                sampling = replace(sequence.config.sampling, seed=(sequence.seed + i) % 2**64)
+                config = replace(sequence.config, sampling=sampling)
+                yield self.sequence(sequence.prompt, config, sequence.roles)
 
         return (each for sequence in sequences for each in all_of(sequence))
 
@@ -176,7 +150,7 @@ class Runtime:
 
     def close(self) -> None:
         """See Engine.close."""
-        if not self.contexts.closed:
+        if not self.contexts.closed and not self.scheduler.is_forked:
             self.contexts.close()
             if self._prompts:
                 self._prompts.close()
@@ -195,28 +169,26 @@ class Runtime:
         """The constraint for a grammar; None for none. Raises as Grammars does."""
         if grammar is None:
             return None
-        with self._lock.here():
+        with self._lock:
             if self._grammars is None:
-                from pystaged.grammars import Grammars  # noqa: PLC0415  imports llguidance
+                from pystaged.sampling.grammars import Grammars  # noqa: PLC0415  imports llguidance
 
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(grammar)
 
 
-def long_context_of(bundle: Bundle, kv_memory: int | None) -> int:
-    """Positions of the contexts of a bundle with Engine's option long_context; 0 for the usual ones."""
+def _long_context(bundle: Bundle) -> int:
+    """Positions of the contexts of a bundle with the option long_context; 0 for the usual ones."""
     if any(model.devices for model in bundle.models):
         return 0
     sessions = [open_session(model, 1) for model in bundle.models]
     token_bytes = sum(session.cell_bytes - session.windowed_cell_bytes for session in sessions)
-    memory = kv_memory or bundle.free_memory() // FREE_SHARE
+    memory = bundle.options["kv_memory"] or bundle.free_memory() // FREE_SHARE
     fitting = (length for length in _LONG_CONTEXTS if length * token_bytes <= memory)
     return min(next(fitting, 0), bundle.target.max_context)
 
 
-def _kept_prompts(
-    bundle: Bundle, folder: str | Path, n_ctx: int, most_bytes: int, report: Callable[[str], None]
-) -> KeptPrompts:
+def _kept_prompts(bundle: Bundle, folder: str | Path, n_ctx: int, report: Callable[[str], None]) -> KeptPrompts:
     """The texts of a bundle's models that are kept in a folder; arguments as in KeptPrompts.
 
     Raises:
@@ -230,7 +202,7 @@ def _kept_prompts(
     original = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.original_context_length", n_ctx)
     parts = [*(file_identity(os.fsencode(path)) for path in files), len(bundle.models), bundle.target.kv]
     parts += [ARITHMETIC, n_ctx > int(original), sys.byteorder]
-    return KeptPrompts(folder, repr(parts), most_bytes, report)
+    return KeptPrompts(folder, repr(parts), bundle.options["prompt_cache_size"], report)
 
 
 def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:

@@ -48,16 +48,15 @@ class _Counts:
 class DrafterStats(_Counts):
     """One drafter's work.
 
-    passes: number of model passes or lookups; weight_bytes: bytes of weights read in them. seconds: time of drafting;
-    native_seconds: its part in C++. guessed: tokens that the stage below proposed; confirmed: those that saved a pass.
+    passes: number of model passes or lookups; nodes: nodes that they judged; weight_bytes: bytes of weights read in
+    them. seconds: time of drafting; native_seconds: its part in C++.
     """
 
     passes: int = 0
+    nodes: int = 0
     weight_bytes: int = 0
     seconds: float = 0.0
     native_seconds: float = 0.0
-    guessed: int = 0
-    confirmed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,7 @@ class GenerationStats:
         return found if 0 < found <= self.tokens_per_step else None
 
     def __str__(self) -> str:
-        line = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second"
+        line = f"{self.new_tokens} token{'' if self.new_tokens == 1 else 's'}, {self.tokens_per_second:.1f} per second"
         tried = self.drafted or any(work.seconds for work in self.drafters.values())
         if tried and self.speedup_estimate:
             line += f" (about {self.speedup_estimate:.1f}x plain)"
@@ -253,7 +252,7 @@ class GenerationStats:
         """All figures, for JSON."""
         figures = {name: getattr(self, name) for name in _FIGURES}
         stages = {name: asdict(stage) for name, stage in self.stages.items()}
-        shown = ("passes", "seconds", "guessed", "confirmed")
+        shown = ("passes", "nodes", "seconds")
         drafters = {name: {each: getattr(work, each) for each in shown} for name, work in self.drafters.items()}
         return figures | {"stages": stages, "drafters": drafters}
 

@@ -22,9 +22,12 @@ settings.load_profile("pystaged")
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs of the tests' models stay out of the user's cache; their servers are asked without a proxy."""
+    """Measured costs and models of tests stay out of the user's caches, and the user's out of the tests; servers are
+    asked without a proxy."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "huggingface" / "hub"))  # read once
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "*")
         yield

@@ -1,6 +1,6 @@
 """Mixed work for hours: `python -m tests.soak --minutes 120`, in the folder of the source.
 
-Texts of all samplings, alone and many at once, cancelled, of given forms, forked; engines that come and go, on the CPU
+Texts of all samplings, alone and many at once, cancelled, of given forms; engines that come and go, on the CPU
 and by ggml's operations; children that quantize. Every minute it says what this process takes, and at the end whether
 that stayed as it was: memory within 2 %, threads, descriptors and children as many as before, speed within 10 %, and
 one text always the same. Otherwise the exit status is 1.
@@ -36,7 +36,7 @@ from support.random_models import write  # noqa: E402
 import pystaged  # noqa: E402
 from pystaged import Engine  # noqa: E402
 from pystaged.loading.quantize import quantize  # noqa: E402
-from pystaged.process import bound_heaps  # noqa: E402
+from pystaged.platform.process import bound_heaps  # noqa: E402
 
 MEMORY, SPEED = 0.02, 0.10  # what may change, as a share
 WARM = 0.3  # of the time, in which caches fill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import warnings
@@ -14,11 +15,11 @@ import pytest
 from llm import hookspecs
 
 import pystaged
-from pystaged import llm_plugin
 from pystaged.chat.format import ChatFormat
-from pystaged.config import TextOptions
 from pystaged.engine import LoadOptions
+from pystaged.integrations import llm as llm_plugin
 from pystaged.loading import names
+from pystaged.options.config import TextOptions
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/coming-from.md", "docs/policies.md", "docs/receipts.md", "docs/usage.md"]
@@ -95,3 +96,24 @@ def test_names_of_other_libraries_have_ours_beside_them() -> None:
         assert set(re.findall(r"\bpiece\.(\w+)", words)) <= set(pystaged.Piece.__slots__), each
         assert set(re.findall(r"\bchat_format\.(\w+)", words)) <= {name for name, _ in inspect.getmembers(ChatFormat)}
         assert set(re.findall(r"\b(\w+)=", words)) <= options, each
+
+
+def test_an_install_from_source_takes_the_versions_that_the_project_names() -> None:
+    built = re.findall(r'"(.+?)"', re.findall(r"^requires = \[(.*)\]", page("pyproject.toml"), re.MULTILINE)[0])
+    assert set(built) <= set(page("cmake/requirements.txt").splitlines())
+
+
+def test_ci_runs_the_line_for_developers() -> None:
+    (line,) = re.findall(r"To develop pystaged:\n\n((?:    .+\n)+)", page("README.md"))
+    assert line in page(".ci/run")
+
+
+def test_a_tokens_way_names_what_there_is() -> None:
+    lines = page("DEVELOPING.md").split("A token's way")[1].split("cpp/")[0].strip().splitlines()[2:]
+    assert len(lines) == 15
+    for line in lines:
+        module = importlib.import_module("pystaged." + line.split()[0].replace("/", "."))
+        names = re.findall(r"\b([A-Z]\w+)\.(\w+)", line)
+        assert names, line
+        for kind, member in names:
+            assert hasattr(getattr(module, kind), member), line

@@ -1,4 +1,4 @@
-"""Which room of the package may know which: arrows point down, and nobody needs the command line."""
+"""Which room may know which, in the package and in C++: arrows point down, and nobody needs the command line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,53 @@ import pytest
 import pystaged
 
 SOURCE = Path(pystaged.__file__).parent
-USES = {
-    "decoding": {"decoding"},
-    "drafting": {"chat", "decoding", "drafting"},
-    "backends": {"backends"},
-    "chat": {"chat"},
-    "loading": {"backends", "decoding", "drafting", "loading"},
-    "bench": {"backends", "bench", "chat", "decoding", "drafting", "loading"},
-    "server": {"chat", "decoding", "loading", "server"},
-    "distill": {"chat", "decoding", "distill", "drafting", "loading"},
-    "cli": {"backends", "bench", "chat", "cli", "decoding", "distill", "drafting", "loading", "server"},
+# The rooms of the package from the lowest up, with as many lines of Python as each may have.
+ROOMS = {
+    "platform": 900,
+    "options": 1050,
+    "sampling": 1250,
+    "chat": 2550,
+    "decoding": 3650,
+    "drafting": 2450,
+    "backends": 400,
+    "loading": 4250,
+    "receipts": 700,
+    "server": 4750,
+    "integrations": 900,
+    "bench": 2660,
+    "distill": 1700,
+    "cli": 4100,
+}
+ROOT = 11  # files in no room
+
+CPP = Path(__file__).parent.parent / "cpp"
+# The rooms of C++ from the lowest up, with as many lines as each may have.
+CPP_ROOMS = {
+    "kernels": 3120,
+    "machine": 1450,
+    "files": 550,
+    "weights": 1050,
+    "llama": 800,
+    "model": 3250,
+    "state": 1250,
+    "pass": 3250,
+    "sampling": 1250,
+    "text": 1900,
+    "drafting": 500,
+    "bindings": 1050,
+}
+# What points up today: a model makes its own executor, and the calls of a session make works.
+CPP_UP = {
+    "model/model.cpp": {
+        "model/loaders.h",
+        "pass/device_pass.h",
+        "pass/packed_pass.h",
+        "state/kept_cells.h",
+        "state/kv_cache.h",
+        "state/recurrent_state.h",
+        "text/executor.h",
+    },
+    "text/session.cpp": {"text/work.h"},
 }
 
 
@@ -37,15 +74,21 @@ def imported(file: Path) -> Iterator[str]:
             yield from (each.name for each in node.names)
 
 
-def rooms(folder: Path) -> set[str]:
-    """The rooms that the files of a folder import from."""
-    names = {name for file in folder.glob("*.py") for name in imported(file) if name.startswith("pystaged.")}
-    return {name.split(".")[1] for name in names} & USES.keys()
-
-
-@pytest.mark.parametrize("room", USES)
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_room_knows_those_below_it(room: str) -> None:
-    assert rooms(SOURCE / room) <= USES[room]
+    names = {name for file in (SOURCE / room).glob("*.py") for name in imported(file) if name.startswith("pystaged.")}
+    height = list(ROOMS).index(room)
+    assert {name.split(".")[1] for name in names} & ROOMS.keys() <= set(list(ROOMS)[: height + 1])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_stays_small(room: str) -> None:
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in (SOURCE / room).glob("*.py")) <= ROOMS[room]
+
+
+def test_the_root_is_no_room() -> None:
+    files = {file.name for file in SOURCE.iterdir() if file.is_file() and not file.name.startswith("_core.c")}
+    assert len(files - {"llama_cpp_version.txt"}) <= ROOT  # which a build writes
 
 
 def test_no_file_is_in_a_circle() -> None:
@@ -66,7 +109,7 @@ def name_of(file: Path) -> str:
 
 def test_nothing_reaches_into_private_parts_of_others() -> None:
     """Of modules, and of what is called engine, runtime or scheduler."""
-    ours = {"_core", "_llama", "_ctrl_c", "_program", "__version__"}
+    ours = {"_core", "_llama", "_program", "__version__"}
     for file in SOURCE.rglob("*.py"):
         private = {name.split("._")[1] for name in imported(file) if name.startswith("pystaged.") and "._" in name}
         assert {f"_{name.split('.')[0]}" for name in private} <= ours, file
@@ -76,7 +119,7 @@ def test_nothing_reaches_into_private_parts_of_others() -> None:
 
 def test_every_room_is_named_here() -> None:
     found = {file.parent.name for file in SOURCE.glob("*/__init__.py")}
-    assert found - {"models"} == USES.keys()  # which an installed package has inside
+    assert found - {"models"} == ROOMS.keys()  # which an installed package has inside
 
 
 def test_what_users_touch_knows_neither_benchmark_nor_command_line() -> None:
@@ -100,3 +143,60 @@ def test_what_is_imported_is_declared() -> None:
     for root in roots - sys.stdlib_module_names - {"pystaged"}:
         owners = {owner.lower().replace("_", "-") for owner in by_import.get(root, [root])}
         assert owners & names, root
+
+
+def included() -> dict[str, set[str]]:
+    """Each C++ file with those of ours that it includes."""
+    files = {file.relative_to(CPP).as_posix(): file for file in CPP.rglob("*") if file.suffix in {".h", ".cpp"}}
+    return {
+        name: {
+            where
+            for each in re.findall(r'^#include "(.+)"$', file.read_text("utf-8"), re.MULTILINE)
+            for where in (each, f"{name.rpartition('/')[0]}/{each}")
+            if where in files
+        }
+        for name, file in files.items()
+    }
+
+
+def test_includes_point_down() -> None:
+    height = {room: i for i, room in enumerate(["", *CPP_ROOMS])}
+    for name, others in included().items():
+        room = name.rpartition("/")[0]
+        up = {each for each in others if height[each.rpartition("/")[0]] > height[room]}
+        assert up <= CPP_UP.get(name, set()), name
+
+
+def test_no_circle_of_headers_and_what_they_declare() -> None:
+    """A header and the file that defines what it declares are one."""
+    graph: dict[str, set[str]] = {}
+    for name, others in included().items():
+        needed = {each.removesuffix(".h") for each in others - CPP_UP.get(name, set())}
+        stem = name.rpartition(".")[0]
+        graph.setdefault(stem, set()).update(needed - {stem})
+    TopologicalSorter(graph).prepare()
+
+
+def test_what_points_up_is_still_there() -> None:
+    files = included()
+    for name, others in CPP_UP.items():
+        assert others <= files[name], name
+
+
+def test_rooms_of_cpp_stay_small() -> None:
+    lines = dict.fromkeys(CPP_ROOMS, 0)
+    for name in included():
+        room = name.rpartition("/")[0]
+        if room:
+            lines[room] += len((CPP / name).read_text("utf-8").splitlines())
+    assert {room: n for room, n in lines.items() if n > CPP_ROOMS[room]} == {}
+    assert len([file for file in CPP.iterdir() if file.is_file()]) <= 2
+
+
+def test_a_constructor_takes_at_most_eight_things() -> None:
+    """Those of dataclasses aside, which are records."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                given = node.args
+                assert len([*given.posonlyargs, *given.args, *given.kwonlyargs]) <= 1 + 8, f"{file}:{node.lineno}"

@@ -19,7 +19,7 @@ from pystaged.bench import methods, passes
 from pystaged.loading import names
 
 ROOT = Path(__file__).parents[1]
-MODELS_1 = "9f88e5a23faa4b21f3db3f6e6687cd91ce97f7c0f918ddfbc2a4254d85e34e45"
+MODELS_2 = "1a02fa8f75ffbab2cb1ca196275626c719e423ba1a9ea6a509622bca3e202c3b"
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_models_of_a_version_stay_the_same(build_wheel: Any) -> None:
     installed = re.findall(r"models/(\S+\.(?:gguf|npz))", (ROOT / "CMakeLists.txt").read_text("utf-8"))
     assert sorted(installed) == sorted(build_wheel.MODELS)
     found = hashlib.sha256(b"".join((ROOT / "models" / name).read_bytes() for name in build_wheel.MODELS))
-    assert (build_wheel.MODELS_VERSION, found.hexdigest()) == ("1", MODELS_1), "raise MODELS_VERSION"
+    assert (build_wheel.MODELS_VERSION, found.hexdigest()) == ("2", MODELS_2), "raise MODELS_VERSION"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="targets are built on Linux")
@@ -69,7 +69,7 @@ def test_what_a_target_changes(
 
 def test_a_wheel_of_models(build_wheel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
-    for name in (*build_wheel.MODELS, "LICENSE", "LICENSE-APACHE"):
+    for name in (*build_wheel.MODELS, "LICENSE"):
         (tmp_path / "models" / name).write_text(f"this is {name}")
     monkeypatch.setattr(build_wheel, "ROOT", tmp_path)
     wheel = build_wheel.build_models(tmp_path)
@@ -129,5 +129,5 @@ def test_a_wheel_with_its_own_libraries_asks_for_no_other(
 
 def test_benches_without_llama_cpp_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(util, "find_spec", {}.get)
-    assert passes._measure_llama_cpp({}) == ({}, "llama-cpp-python is not installed")
+    assert passes._measure_llama_cpp({}, {}, 1, lambda *_: None) == ({}, "llama-cpp-python is not installed")
     assert methods.baselines({"draft": None}, []) == []

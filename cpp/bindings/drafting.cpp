@@ -1,8 +1,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
-#include "draft_head.h"
-#include "recycled.h"
+#include "drafting/recycled.h"
 
 namespace pystaged {
 
@@ -33,58 +32,6 @@ py::tuple to_arrays(const std::vector<RecycledCandidates::Entry>& slots) {
 }  // namespace
 
 void add_drafting(py::module_& m) {
-    py::class_<DraftHead>(m, "DraftHead")
-        .def(py::init([](const py::object& path, const std::string& kernel) {
-                 const std::string bytes = to_path(path);
-                 const py::gil_scoped_release release;
-                 return std::make_unique<DraftHead>(bytes, kernel);
-             }),
-             py::arg("path"), py::arg("kernel") = "")
-        .def_property_readonly("name", [](const DraftHead& self) { return to_text(self.name()); })
-        .def_property_readonly("taps", &DraftHead::taps)
-        .def_property_readonly("width", &DraftHead::width)
-        .def_property_readonly("tokens", [](const DraftHead& self) { return to_array(self.tokens()); })
-        .def_property_readonly("weight_bytes", &DraftHead::weight_bytes)
-        .def("check", &DraftHead::check, py::arg("target"))
-        .def(
-            "begin",
-            [](const DraftHead& self, const Model& target, const Floats& states) {
-                self.check(target);
-                if (states.size() != static_cast<py::ssize_t>(target.state_size())) {
-                    throw py::value_error("states must be those of one row: [taps, width]");
-                }
-                py::array_t<float> out(self.width());
-                float* data = out.mutable_data();
-                const py::gil_scoped_release release;
-                self.begin(target, states.data(), data);
-                return out;
-            },
-            py::arg("target"), py::arg("states"))
-        .def(
-            "step",
-            [](const DraftHead& self, const Model& target, const Floats& states, const py::object& tokens, int k) {
-                const std::vector<int32_t> ids = to_ints(tokens, "tokens");
-                const auto n = static_cast<py::ssize_t>(ids.size());
-                if (states.ndim() != 2 || states.shape(0) != n || states.shape(1) != self.width()) {
-                    throw py::value_error("states must have shape [tokens, width]");
-                }
-                if (k < 0 || k > static_cast<int>(self.tokens().size())) {
-                    throw py::value_error("k must be between 0 and the number of the head's tokens");
-                }
-                py::array_t<float> after({n, static_cast<py::ssize_t>(self.width())});
-                py::array_t<int32_t> candidates({n, static_cast<py::ssize_t>(k)});
-                py::array_t<float> logprobs({n, static_cast<py::ssize_t>(k)});
-                float* after_data = after.mutable_data();
-                int32_t* candidate_data = candidates.mutable_data();
-                float* logprob_data = logprobs.mutable_data();
-                without_interpreter([&] {
-                    self.step(target, states.data(), ids.data(), static_cast<int>(n), k, after_data, candidate_data,
-                              logprob_data);
-                });
-                return py::make_tuple(after, candidates, logprobs);
-            },
-            py::arg("target"), py::arg("states"), py::arg("tokens"), py::arg("k"));
-
     py::class_<RecycledCandidates>(m, "RecycledCandidates")
         .def(py::init<size_t>(), py::arg("slots") = 1 << 16)
         .def_property_readonly_static("num_candidates",

@@ -2,12 +2,12 @@
 #include <string_view>
 
 #include "bindings/bindings.h"
-#include "measure.h"
-#include "memory.h"
-#include "pass/rope.h"
-#include "product.h"
-#include "sampler.h"
-#include "thread_pool.h"
+#include "machine/measure.h"
+#include "machine/memory.h"
+#include "machine/pool.h"
+#include "model/rope.h"
+#include "sampling/sampler.h"
+#include "weights/product.h"
 
 namespace pystaged {
 

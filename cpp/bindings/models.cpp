@@ -1,11 +1,11 @@
 #include <pybind11/functional.h>
 
 #include "bindings/bindings.h"
-#include "device.h"
-#include "gguf_file.h"
+#include "files/gguf_file.h"
 #include "llama.h"
+#include "llama/devices.h"
+#include "llama/tokenizer.h"
 #include "model/model.h"
-#include "tokenizer.h"
 
 namespace pystaged {
 
@@ -104,6 +104,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("adds_eos", &Tokenizer::adds_eos)
         .def_property_readonly("bos", &Tokenizer::bos)
         .def_property_readonly("eos", &Tokenizer::eos)
+        .def_property_readonly("suppressed", &Tokenizer::suppressed)
         .def_property_readonly("mask_token", &Tokenizer::mask_token)
         .def_property_readonly("infill_tokens", &Tokenizer::infill_tokens)
         .def_property_readonly("end_tokens",

@@ -1,11 +1,13 @@
 #include "bindings/bindings.h"
 #include "error.h"
+#include "machine/self_test.h"
 
 using namespace pystaged;
 
 PYBIND11_MODULE(_core, m) {
     // Loads numpy now. In the first call that needs it, a signal handler that needs it too would wait for ever.
     py::dtype::of<float>();
+    check_arithmetic(find_kernel(""));  // what it throws becomes an ImportError
     m.doc() = "The compiled engine behind pystaged; see _core.pyi.";
     static const py::handle model_error = py::exception<ModelError>(m, "ModelError", PyExc_OSError).release();
     py::register_exception_translator([](std::exception_ptr thrown) {

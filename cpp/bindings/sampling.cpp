@@ -1,5 +1,5 @@
 #include "bindings/bindings.h"
-#include "sampler.h"
+#include "sampling/sampler.h"
 
 namespace pystaged {
 

@@ -1,13 +1,12 @@
-#include <algorithm>
 #include <functional>
 #include <limits>
 #include <optional>
 #include <variant>
 
 #include "bindings/bindings.h"
-#include "session.h"
-#include "text_file.h"
-#include "work.h"
+#include "text/session.h"
+#include "text/text_file.h"
+#include "text/work.h"
 
 namespace pystaged {
 
@@ -263,15 +262,6 @@ void add_sessions(py::module_& m) {
             },
             py::arg("row"))
         .def_property_readonly("tokens", [](Session& self) { return to_array(waiting(&Session::tokens)(self)); })
-        .def_property_readonly("states",
-                               [](Session& self) {
-                                   const auto taps = static_cast<py::ssize_t>(self.model().taps().size());
-                                   const auto all = static_cast<py::ssize_t>(self.model().state_size());
-                                   const py::ssize_t width = taps > 0 ? all / taps : self.model().numbers().width;
-                                   const HiddenRows rows = waiting<HiddenRows>(&Session::hidden)(self);
-                                   const auto n = static_cast<py::ssize_t>(rows.rows.size());
-                                   return to_matrix(rows).reshape({n, taps, width});
-                               })
         .def_property_readonly("experts",
                                [](Session& self) {
                                    const UsedExperts used = waiting<UsedExperts>(&Session::experts)(self);
@@ -342,13 +332,17 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
     m.def("run", &run_works, py::arg("works"));
     const auto of_sessions = [](auto act) {
-        return [act](const py::object& path, const py::bytes& head, const std::vector<Session*>& sessions) {
-            if (std::count(sessions.begin(), sessions.end(), nullptr) > 0) {
-                throw py::type_error("sessions must be of type Session");
+        return [act](const py::object& path, const py::bytes& head, const py::object& sessions) {
+            const py::tuple held(sessions);  // see run_works()
+            std::vector<Session*> native;
+            for (const py::handle session : held) {
+                if (!py::isinstance<Session>(session)) {
+                    throw py::type_error("sessions must be of type Session");
+                }
+                native.push_back(&session.cast<Session&>());
             }
             const std::string file = to_path(path), begin = head;
-            const py::gil_scoped_release release;
-            act(file, begin, sessions);
+            without_interpreter([&] { act(file, begin, native); });
         };
     };
     m.def("write_texts", of_sessions(&write_texts), py::arg("path"), py::arg("head"), py::arg("sessions"));

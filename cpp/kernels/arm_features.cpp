@@ -65,4 +65,8 @@ bool cpu_has_i8mm() {
 
 #endif
 
+const char* cpu_kernel() {
+    return cpu_has_i8mm() ? "neon-i8mm" : cpu_has_dotprod() ? "neon-dotprod" : "neon";
+}
+
 }  // namespace pystaged

@@ -1,36 +1,22 @@
 #include <stdexcept>
 
 #include "kernel.h"
+#if defined(__x86_64__)
+#include "x86_features.h"
+#elif defined(__aarch64__)
+#include "arm_features.h"
+#endif
 
 namespace pystaged {
 
-extern const Kernel kScalarKernel;
-#if defined(PYSTAGED_X86)
-extern const Kernel kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
-#elif defined(PYSTAGED_ARM)
-extern const Kernel kNeonKernel, kNeonDotprodKernel, kNeonI8mmKernel;
-#endif
+extern const Kernel PYSTAGED_KERNELS;  // those of this build, best first
 
 namespace {
 
-const Kernel* const kKernels[] = {
-#if defined(PYSTAGED_X86)
-    &kAvx512VnniKernel,
-    &kAvxVnniKernel,
-    &kAvx2Kernel,
-#elif defined(PYSTAGED_ARM)
-    &kNeonI8mmKernel,
-    &kNeonDotprodKernel,
-    &kNeonKernel,
-#endif
-    &kScalarKernel,
-};
-
-}  // namespace
-
-std::vector<const Kernel*> available_kernels() {
+template <class... Kernels>
+std::vector<const Kernel*> supported(const Kernels&... kernels) {
     std::vector<const Kernel*> found;
-    for (const Kernel* kernel : kKernels) {
+    for (const Kernel* kernel : {&kernels...}) {
         if (kernel->supported()) {
             found.push_back(kernel);
         }
@@ -38,15 +24,35 @@ std::vector<const Kernel*> available_kernels() {
     return found;
 }
 
+#if !defined(__x86_64__) && !defined(__aarch64__)
+const char* cpu_kernel() {
+    return "scalar";
+}
+#endif
+
+}  // namespace
+
+std::vector<const Kernel*> available_kernels() {
+    return supported(PYSTAGED_KERNELS);
+}
+
 const Kernel& find_kernel(const std::string& name) {
+    const std::vector<const Kernel*> kernels = available_kernels();
     std::string names;
-    for (const Kernel* kernel : available_kernels()) {
-        if (name.empty() || name == kernel->name) {
+    for (const Kernel* kernel : kernels) {
+        names += std::string(names.empty() ? "" : ", ") + kernel->name;
+        if (name == kernel->name) {
             return *kernel;
         }
-        names += std::string(names.empty() ? "" : ", ") + kernel->name;
     }
-    throw std::invalid_argument("no kernel '" + name + "' on this CPU; choose one of: " + names);
+    // Not the scalar one where the CPU can do better: that would be a hundred times slower without a word.
+    if (name.empty() && (kernels.size() > 1 || std::string(cpu_kernel()) == kernels[0]->name)) {
+        return *kernels[0];
+    }
+    throw std::invalid_argument(
+        "no kernel '" + (name.empty() ? cpu_kernel() : name) + "' for this CPU in this build, which has: " + names +
+        "; in a clone of pystaged, \"pip install --force-reinstall --no-deps .\" builds the one of this machine, "
+        "and with PYSTAGED_KERNELS=all in the environment all of them");
 }
 
 }  // namespace pystaged

@@ -8,10 +8,16 @@
 // Functions here are static: code compiled for a newer CPU must never be the copy the linker keeps for all.
 #pragma once
 
+#include <cfloat>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || FLT_EVAL_METHOD != 0 || \
+    (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "flags such as -ffast-math, -Ofast and -mfpmath=387 change arithmetic; take them out of CFLAGS and CXXFLAGS"
+#endif
 
 namespace pystaged {
 
@@ -298,7 +304,8 @@ static constexpr size_t attention_scratch(int head_dim) {
 // The kernels of this build that the CPU can run, best first.
 std::vector<const Kernel*> available_kernels();
 
-// The kernel called `name`, or the best one for "". Throws std::invalid_argument for a name that is unknown here.
+// The kernel called `name`, or the best one for "". Throws std::invalid_argument for a name that is unknown here, and
+// for "" where a build for another machine has none of this one's.
 const Kernel& find_kernel(const std::string& name);
 
 }  // namespace pystaged

@@ -4,8 +4,7 @@
 
 #include "blocks.h"
 
-// A function of its own, because there are hundreds of tiles.
-[[gnu::noinline]] F activate(F x, Activation activation) {
+inline F activate(F x, Activation activation) {
     switch (activation) {
         case Activation::gelu: return gelu(x);
         case Activation::silu: return silu(x);
@@ -15,40 +14,39 @@
     }
 }
 
-[[gnu::noinline]] F cap(F x, float most) {
-    return softcapped(x, most);
-}
-
-inline void finish(F sum, const Epilogue& e, int row, int unit) {
-    size_t column = size_t(unit) * F::lanes;
-    if (e.bias) {
-        sum = sum + F::load(e.bias + column);
-    }
+// Of a unit and `rows` rows from `row` on, whose sums lie `step` apart. A function of its own, because there are
+// hundreds of tiles.
+[[gnu::noinline]] void finish(const F* sums, int step, int rows, const Epilogue& e, int row, int unit) {
     const bool opened = e.gated && unit / kUnits % 2 == 1;  // its gate lies in `out` already
-    if (e.activation != Activation::none && !opened) {
-        sum = activate(sum, e.activation);
-    } else if (opened && e.activation == Activation::clamped_silu) {
-        sum = activate(sum, Activation::clamped_linear);
-    }
-    if (e.gated) {
-        column -= size_t(unit / kUnits + 1) / 2 * kLanes;
-    }
-    const size_t at = row * e.stride + column;
-    if (e.gated && !opened) {
+    const size_t from = size_t(unit) * F::lanes;
+    const size_t column = e.gated ? from - size_t(unit / kUnits + 1) / 2 * kLanes : from;
+    for (int r = 0; r < rows; ++r) {
+        F sum = sums[r * step];
+        if (e.bias) {
+            sum = sum + F::load(e.bias + from);
+        }
+        if (e.activation != Activation::none && !opened) {
+            sum = activate(sum, e.activation);
+        } else if (opened && e.activation == Activation::clamped_silu) {
+            sum = activate(sum, Activation::clamped_linear);
+        }
+        const size_t at = (row + r) * e.stride + column;
+        if (e.gated && !opened) {
+            sum.store(e.out + at);
+            continue;
+        }
+        if (opened || e.gate) {
+            sum = F::load((opened ? e.out : e.gate) + at) * sum;
+        }
+        sum = sum * F::set(e.scale);
+        if (e.softcap > 0) {
+            sum = softcapped(sum, e.softcap);
+        }
+        if (e.residual) {
+            sum = sum + F::load(e.residual + at);
+        }
         sum.store(e.out + at);
-        return;
     }
-    if (opened || e.gate) {
-        sum = F::load((opened ? e.out : e.gate) + at) * sum;
-    }
-    sum = sum * F::set(e.scale);
-    if (e.softcap > 0) {
-        sum = cap(sum, e.softcap);
-    }
-    if (e.residual) {
-        sum = sum + F::load(e.residual + at);
-    }
-    sum.store(e.out + at);
 }
 
 // Every `step`th line of what comes kPrefetchBytes later.
@@ -73,22 +71,39 @@ inline void add_rows(const Block* parts, F* sum, const int8_t* quants, const Blo
     }
 }
 
-// A group times `rows` rows of int8 activations; the weights of a block are loaded once for all of them. Units take
-// turns after a few blocks, so that weights come from memory evenly and once. Flattened, as Panel::multiply is: in a
-// file of so many tiles the compiler runs out of the growth that it allows itself.
+// The same for n rows and one unit.
+template <class Block>
+inline void add_any_rows(const Block& block, F* sum, const int8_t* quants, const BlockFactors* factors, int n) {
+    for (; n >= 4; n -= 4) {
+        add_rows<4, 1>(&block, sum, quants, factors);
+        sum += 4;
+        quants += 4 * kBlock;
+        factors += 4;
+    }
+    switch (n) {
+        case 1: return add_rows<1, 1>(&block, sum, quants, factors);
+        case 2: return add_rows<2, 1>(&block, sum, quants, factors);
+        case 3: return add_rows<3, 1>(&block, sum, quants, factors);
+    }
+}
+
+// A group times `rows` rows of int8 activations, or n of them where `rows` is 0; the weights of a block are loaded once
+// for all of them. Units take turns after a few blocks, so that weights come from memory evenly and once. Flattened, as
+// Panel::multiply is: in a file of so many tiles the compiler runs out of the growth that it allows itself.
 template <class Block, int rows>
-[[gnu::flatten]] void integer_tile(const uint8_t* group, int g, const Activations& x, int row, const Epilogue& e) {
+[[gnu::flatten]] void integer_tile(const uint8_t* group, int g, const Activations& x, int row, int n,
+                                   const Epilogue& e) {
     using Header = typename Block::Header;
     constexpr int turn = kUnits == 1 ? Header::blocks : 8;
     static_assert(Header::blocks == 1 || Header::blocks == turn, "a turn takes one header");
     const int8_t* quants = x.quantized.quants + size_t(row) * kBlock;
     const BlockFactors* factors = x.quantized.factors + row;
-    F sums[kUnits][rows];
+    F sums[kUnits][rows > 0 ? rows : kIntegerRows];
     clear(sums);
     for (int left = x.cols / kBlock; left > 0; left -= turn) {
         const int blocks = turn > Header::blocks && left < turn ? left : turn;
         for (int part = 0; part < kUnits; ++part) {
-            F sum[rows];
+            F sum[rows > 0 ? rows : 1];
 #pragma GCC unroll 16
             for (int r = 0; r < rows; ++r) {
                 sum[r] = sums[part][r];
@@ -101,7 +116,11 @@ template <class Block, int rows>
             for (int b = 0; b < blocks; ++b) {
                 const Block block(header, data, part);
                 prefetch(data, Block::bytes, part, kUnits);
-                add_rows<rows, 1>(&block, sum, q, f);
+                if constexpr (rows > 0) {
+                    add_rows<rows, 1>(&block, sum, q, f);
+                } else {
+                    add_any_rows(block, sums[part], q, f, n);
+                }
                 data += Block::bytes;
                 q += size_t(x.n) * kBlock;
                 f += x.n;
@@ -116,25 +135,23 @@ template <class Block, int rows>
         factors += size_t(blocks) * x.n;
     }
     for (int part = 0; part < kUnits; ++part) {
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-            finish(sums[part][r], e, row + r, g * kUnits + part);
-        }
+        finish(sums[part], 1, n, e, row, g * kUnits + part);
     }
 }
 
-template <class Block, int rows>
+template <class Block>
 inline void integer_rows(const uint8_t* group, int g, const Activations& x, int row, int n, const Epilogue& e) {
-    if constexpr (rows == kIntegerRows) {
-        for (; n >= rows; n -= rows, row += rows) {
-            integer_tile<Block, rows>(group, g, x, row, e);
-        }
-    } else if (n == rows) {
-        integer_tile<Block, rows>(group, g, x, row, e);
-        return;
+    for (; n > kIntegerRows; n -= kIntegerRows, row += kIntegerRows) {
+        integer_tile<Block, 0>(group, g, x, row, kIntegerRows, e);
     }
-    if constexpr (rows > 1) {
-        integer_rows<Block, rows - 1>(group, g, x, row, n, e);
+    switch (n) {
+        case 1: return integer_tile<Block, 1>(group, g, x, row, n, e);
+        case 2: return integer_tile<Block, 2>(group, g, x, row, n, e);
+        case 3: return integer_tile<Block, 3>(group, g, x, row, n, e);
+        case 4: return integer_tile<Block, 4>(group, g, x, row, n, e);
+        case 6: return integer_tile<Block, 6>(group, g, x, row, n, e);
+        case 8: return integer_tile<Block, 8>(group, g, x, row, n, e);
+        default: return integer_tile<Block, 0>(group, g, x, row, n, e);
     }
 }
 
@@ -228,10 +245,8 @@ void integer_panels(const uint8_t* weights, int first, int last, const Activatio
         }
     }
     for (int g = first; g < last; ++g) {
-        for (int r = 0; r < n; ++r) {
-            for (int part = 0; part < kUnits; ++part) {
-                finish(sums[g - first][r][part], e, row + r, g * kUnits + part);
-            }
+        for (int part = 0; part < kUnits; ++part) {
+            finish(&sums[g - first][0][part], kUnits, n, e, row, g * kUnits + part);
         }
     }
 }
@@ -249,7 +264,7 @@ void integer_matmul(const uint8_t* weights, int first, int last, const Activatio
         }
     }
     for (int g = first; whole < x.n && g < last; ++g) {
-        integer_rows<Block, kIntegerRows>(weights + g * group_bytes, g, x, whole, x.n - whole, e);
+        integer_rows<Block>(weights + g * group_bytes, g, x, whole, x.n - whole, e);
     }
 }
 
@@ -281,10 +296,7 @@ void float_tile(const typename Weight::type* weights, int unit, const Activation
     }
 #pragma GCC unroll 8
     for (int u = 0; u < units; ++u) {
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-            finish(sum[u][r], e, row + r, unit + u);
-        }
+        finish(sum[u], 1, rows, e, row, unit + u);
     }
 }
 

@@ -53,4 +53,8 @@ bool cpu_has_avx512_vnni() {
            saves(kAvx512);
 }
 
+const char* cpu_kernel() {
+    return cpu_has_avx512_vnni() ? "avx512-vnni" : cpu_has_avx_vnni() ? "avx-vnni" : cpu_has_avx2() ? "avx2" : "scalar";
+}
+
 }  // namespace pystaged

@@ -8,4 +8,6 @@ bool cpu_has_avx2();  // with FMA and F16C
 bool cpu_has_avx_vnni();
 bool cpu_has_avx512_vnni();  // with F, DQ, BW and VL
 
+const char* cpu_kernel();  // the name of the best kernel for it
+
 }  // namespace pystaged

@@ -1,7 +1,7 @@
 // The architectures this engine runs, one row each: what neither a file's tensors nor its metadata say.
 #pragma once
 
-#include "gguf_file.h"
+#include "files/gguf_file.h"
 
 namespace pystaged {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <optional>
 
-#include "own_math.h"
+#include "machine/math.h"
 
 namespace pystaged {
 

@@ -6,7 +6,7 @@
 
 #include "kernels/kernel.h"
 #include "model/family.h"
-#include "pass/rope.h"
+#include "model/rope.h"
 
 namespace pystaged {
 

@@ -5,7 +5,7 @@
 
 #include "model/manifest.h"
 #include "model/model.h"
-#include "model/packed_file.h"
+#include "weights/packed_file.h"
 
 namespace pystaged {
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "gguf_file.h"
+#include "files/gguf_file.h"
 #include "model/family.h"
 #include "model/hyperparameters.h"
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "error.h"
-#include "executor.h"
+#include "machine/pool.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
 #include "pass/device_pass.h"
@@ -14,7 +14,7 @@
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
 #include "state/recurrent_state.h"
-#include "thread_pool.h"
+#include "text/executor.h"
 
 namespace pystaged {
 

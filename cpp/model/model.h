@@ -9,13 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "memory.h"
+#include "machine/memory.h"
 #include "model/family.h"
 #include "model/feed_forward.h"
 #include "model/hyperparameters.h"
 #include "model/manifest.h"
 #include "model/mixer.h"
-#include "model/packed_file.h"
+#include "weights/packed_file.h"
 
 namespace pystaged {
 

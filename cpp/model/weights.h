@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "device.h"
-#include "packed_matrix.h"
+#include "llama/devices.h"
+#include "weights/packed_matrix.h"
 
 namespace pystaged {
 

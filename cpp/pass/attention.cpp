@@ -4,8 +4,8 @@
 #include <climits>
 #include <numeric>
 
-#include "own_math.h"
-#include "thread_pool.h"
+#include "machine/math.h"
+#include "machine/pool.h"
 
 namespace pystaged {
 

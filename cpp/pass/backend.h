@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "model/model.h"
@@ -74,18 +76,25 @@ public:
     // rest then stays on the device until read or until the text's next pass.
     virtual int shortlist_size(const TextState&) const { return 0; }
     // The largest logits of each row of a text's last pass, in no order: both [num_logits][shortlist_size()].
-    virtual void read_shortlist(const TextState&, int32_t*, float*) const {}
+    virtual void read_shortlist(const TextState&, int32_t*, float*) const { lacks("shortlists"); }
     // All logits of a text's last pass and the maxima of their runs, laid out as Pass has them, where compute() has not
     // written both already. The maxima of a row with a logit that is not finite are not all finite.
-    virtual void read_logits(const TextState&, float*, float*) const {}
+    virtual void read_logits(const TextState&, float*, float*) const { lacks("logits to read"); }
     // Adds to each of n rows of logits what the token before it says, and finds their maxima; both laid out as in Pass.
     // For a model with Markov weights.
-    virtual void add_markov(const int32_t* /*before*/, int /*n*/, float* /*logits*/, float* /*maxima*/) {}
+    virtual void add_markov(const int32_t* /*before*/, int /*n*/, float* /*logits*/, float* /*maxima*/) {
+        lacks("Markov weights");
+    }
 
 protected:
     explicit Backend(const Model& model) : model_(model) {}
 
     const Model& model_;
+
+private:
+    [[noreturn]] static void lacks(const char* what) {
+        throw std::logic_error(std::string("the backend has no ") + what);
+    }
 };
 
 }  // namespace pystaged

@@ -7,9 +7,9 @@
 
 #include "error.h"
 #include "ggml-cpu.h"
+#include "machine/pool.h"
 #include "pass/transformer.h"
-#include "product.h"
-#include "thread_pool.h"
+#include "weights/product.h"
 
 namespace pystaged {
 
@@ -299,6 +299,10 @@ DevicePass::Value DevicePass::branch(const Attention& attention, const Value& x,
 
 DevicePass::Value DevicePass::branch(const LatentAttention&, const Value&, const Value&, int, int) {
     throw std::logic_error("models with latent attention are not loaded into devices");
+}
+
+DevicePass::Value DevicePass::branch(const Experts&, const Value&, const Value&, const Norm&) {
+    throw std::logic_error("mixtures of experts are not loaded into devices");
 }
 
 ggml_tensor* DevicePass::attend(ggml_tensor* q, ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask, float scale,

@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "device.h"
+#include "llama/devices.h"
 #include "pass/backend.h"
 #include "state/device_states.h"
 
@@ -55,8 +55,8 @@ public:
     Value branch(const DeltaNet&, const Value&, const Value&, int layer, int first_row);
     Value branch(const StateSpace&, const Value&, const Value&, int layer, int first_row);
     Value branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm);
-    // Models that have them, or need what follows, are not loaded into devices.
-    Value branch(const Experts&, const Value& x, const Value&, const Norm&) { return x; }
+    Value branch(const Experts&, const Value&, const Value&, const Norm&);
+    // Models that need what follows are not loaded into devices.
     Value finish(const Value& x, int) { return x; }
     void tap(const Value&, int) const {}  // models on devices have no taps
     Value logits(const Value& x);

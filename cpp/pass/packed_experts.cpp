@@ -4,9 +4,9 @@
 #include <cmath>
 #include <numeric>
 
-#include "own_math.h"
+#include "machine/math.h"
+#include "machine/pool.h"
 #include "pass/packed_pass.h"
-#include "thread_pool.h"
 
 namespace pystaged {
 

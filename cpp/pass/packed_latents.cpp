@@ -2,8 +2,8 @@
 // to keys and values that are made of them. Which of the two never depends on the pass, as both round differently.
 #include <algorithm>
 
+#include "machine/pool.h"
 #include "pass/packed_pass.h"
-#include "thread_pool.h"
 
 namespace pystaged {
 

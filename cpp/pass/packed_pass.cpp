@@ -4,9 +4,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "machine/pool.h"
 #include "pass/transformer.h"
-#include "product.h"
-#include "thread_pool.h"
+#include "weights/product.h"
 
 namespace pystaged {
 
@@ -169,18 +169,28 @@ void PackedPass::compute(const Pass& pass) {
         windowed_rotation_.set(pass, true);
     }
     texts_.clear();
-    ancestors_.clear();
     for (const Segment& segment : pass.segments) {
-        auto& state = static_cast<PackedState&>(*segment.state);
-        state.begin(segment.num_committed, segment.first_pending, segment.num_rows, pass.parents + segment.first_row,
-                    segment.is_reading);
-        const auto is_its = [&](const Text& text) { return text.state == &state; };
+        auto* const state = static_cast<PackedState*>(segment.state);
+        const auto is_its = [&](const Text& text) { return text.state == state; };
         const auto text = std::find_if(texts_.begin(), texts_.end(), is_its);
         if (text != texts_.end()) {
             text->segments.push_back(segment);
         } else {
-            texts_.push_back({&state, {segment}, {}, {}});
+            texts_.push_back({state, {segment}, {}, {}});
         }
+    }
+    for (const Text& text : texts_) {
+        const Segment& first = text.segments[0];
+        std::vector<int32_t> parents;  // the segments follow each other among the text's pending rows
+        for (const Segment& segment : text.segments) {
+            parents.insert(parents.end(), pass.parents + segment.first_row,
+                           pass.parents + segment.first_row + segment.num_rows);
+        }
+        text.state->begin(first.num_committed, first.first_pending, parents, first.is_reading);
+    }
+    ancestors_.clear();
+    for (const Segment& segment : pass.segments) {
+        const auto& state = static_cast<const PackedState&>(*segment.state);
         for (int i = 0; i < segment.num_rows; ++i) {
             for (int back = 1; back < h.conv_taps; ++back) {
                 ancestors_.push_back(state.ancestor(segment.first_pending + i, back));

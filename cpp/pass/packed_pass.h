@@ -5,12 +5,12 @@
 #include <functional>
 #include <vector>
 
-#include "memory.h"
+#include "machine/memory.h"
 #include "pass/attention.h"
 #include "pass/backend.h"
 #include "pass/walk.h"
-#include "product.h"
 #include "state/packed_state.h"
+#include "weights/product.h"
 
 namespace pystaged {
 
@@ -29,6 +29,7 @@ public:
     int max_rows() const override { return kMaxRows; }
     bool mixes_texts() const override { return true; }
     void compute(const Pass& pass) override;
+    void read_logits(const TextState&, float*, float*) const override {}  // compute() has written them
 
     // Rows of floats, and what is still to be done to them or was done already.
     struct Value {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "own_math.h"
+#include "machine/math.h"
+#include "machine/pool.h"
 #include "pass/packed_pass.h"
-#include "thread_pool.h"
 
 namespace pystaged {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "memory.h"
+#include "machine/memory.h"
 
 namespace pystaged {
 

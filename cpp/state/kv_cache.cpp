@@ -38,11 +38,19 @@ KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells, int va
       num_cells_(padded(num_cells, kLanes)),
       key_bytes_(key_bytes(type, head_dim)),
       value_bytes_(value_bytes(type, value_dim_)),
-      memory_(num_heads * num_cells_ * (key_bytes_ + value_bytes_)),
+      memory_(Memory::reserve(num_heads * num_cells_ * (key_bytes_ + value_bytes_))),
       moved_(key_bytes_) {}
 
 size_t KvCache::cell_bytes(KvType type, int num_heads, int head_dim, int value_dim) {
     return num_heads * (key_bytes(type, head_dim) + value_bytes(type, value_dim > 0 ? value_dim : head_dim));
+}
+
+void KvCache::commit(int first, int last) {
+    for (int head = 0; head < num_heads_; ++head) {
+        const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+        memory_.commit(keys + first / kLanes * kLanes * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+        memory_.commit(values + first * value_bytes_, values + padded(last, kLanes) * value_bytes_);
+    }
 }
 
 template <class Act>

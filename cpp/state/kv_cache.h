@@ -10,14 +10,15 @@
 #include <vector>
 
 #include "kernels/kernel.h"
-#include "memory.h"
+#include "machine/memory.h"
 #include "state/text_state.h"
 
 namespace pystaged {
 
 class KvCache {
 public:
-    // Memory becomes resident as cells are written. Values are as wide as keys where `value_dim` is 0.
+    // Memory becomes resident as cells are written, which commit() allows. Values are as wide as keys where `value_dim`
+    // is 0.
     KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim = 0);
 
     // Bytes that one cell takes.
@@ -29,6 +30,8 @@ public:
     const uint8_t* keys(int head) const { return head_data(head); }
     const uint8_t* values(int head) const { return head_data(head) + num_cells_ * key_bytes_; }
 
+    // Cells [first, last) may be used from now on. Throws std::bad_alloc.
+    void commit(int first, int last);
     // Write one head's key, head_dim floats, or value, value_dim floats, into a cell.
     void store_key(const Kernel& kernel, int head, int cell, const float* key);
     void store_value(const Kernel& kernel, int head, int cell, const float* value);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "thread_pool.h"
+#include "machine/pool.h"
 
 namespace pystaged {
 
@@ -10,6 +10,9 @@ namespace {
 
 // Memory is given back from so many bytes on; a prompt that fills them again takes far longer than the system does.
 constexpr size_t kBytesWorthReleasing = 1 << 20;
+
+// Rows that are committed at a time: asking the system takes as long as some arithmetic.
+constexpr int kRowsToCommit = 512;
 
 }  // namespace
 
@@ -78,15 +81,29 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     }
 }
 
-void PackedState::begin(int num_committed, int first, int num_rows, const int32_t* parents, bool is_reading) {
+void PackedState::begin(int num_committed, int first, const std::vector<int32_t>& parents, bool is_reading) {
+    const int num_rows = static_cast<int>(parents.size());
     parents_.resize(first);
-    parents_.insert(parents_.end(), parents, parents + num_rows);
+    parents_.insert(parents_.end(), parents.begin(), parents.end());
     touch(num_committed + first + num_rows);
     for (LayerState& layer : layers_) {
         if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
             recurrent->begin(first, num_rows, is_reading);
         }
     }
+}
+
+void PackedState::touch(int end) {
+    if (end > committed_) {
+        const int last = std::min(padded(end, kRowsToCommit), room_);
+        for (LayerState& layer : layers_) {
+            if (auto* kv = std::get_if<KvState>(&layer)) {
+                kv->cache().commit(committed_, last);
+            }
+        }
+        committed_ = last;
+    }
+    touched_ = std::max(touched_, end);
 }
 
 int PackedState::ancestor(int row, int back) const {

@@ -56,9 +56,9 @@ public:
     void resume(int length, const std::vector<int32_t>& shape) override;
     size_t num_bytes(int length) const override;
 
-    // Pending rows from `first` on are about to be written, of a reading or else of a tree; parents[i] is the one
-    // before row first + i.
-    void begin(int num_committed, int first, int num_rows, const int32_t* parents, bool is_reading);
+    // All pending rows of the next pass, from `first` on, of a reading or else of a tree; parents[i] is the one before
+    // row first + i.
+    void begin(int num_committed, int first, const std::vector<int32_t>& parents, bool is_reading);
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
     int parent(int row) const { return parents_[row]; }
@@ -74,13 +74,15 @@ private:
     // Calls act(state, index) for every layer; by all threads.
     template <class Act>
     void for_each_layer(const Act& act);
-    void touch(int end) { touched_ = std::max(touched_, end); }
+    // Rows before `end` are about to be written. Throws std::bad_alloc.
+    void touch(int end);
 
     const Model& model_;
     int room_;
     std::vector<LayerState> layers_;
     std::vector<int> kv_at_, recurrent_at_;  // by layer, where in layers_
     int touched_ = 0;                        // rows that may have memory
+    int committed_ = 0;                      // rows that may be written
     std::vector<int32_t> parents_;           // of pending rows
     std::vector<double> frequencies_, windowed_frequencies_;
 };

@@ -6,7 +6,9 @@
 namespace pystaged {
 
 RecurrentState::RecurrentState(size_t state_size, size_t input_size)
-    : state_size_(state_size), input_size_(input_size), inputs_(2 * kMostPending * input_size * sizeof(float)) {}
+    : state_size_(state_size),
+      input_size_(input_size),
+      inputs_(Memory::reserve(2 * kMostPending * input_size * sizeof(float))) {}
 
 void RecurrentState::begin(int first, int num_rows, bool is_reading) {
     first_ = is_reading ? first : 0;
@@ -15,7 +17,14 @@ void RecurrentState::begin(int first, int num_rows, bool is_reading) {
         drop_reading();
     }
     if (!is_reading) {
-        touched_ = std::max(touched_, first_pending_ + first + num_rows);
+        touch(first_pending_ + first + num_rows);
+    }
+}
+
+void RecurrentState::touch(int rows) {
+    if (rows > touched_) {
+        inputs_.commit(touched_ * input_size_ * sizeof(float), rows * input_size_ * sizeof(float));
+        touched_ = rows;
     }
 }
 
@@ -109,7 +118,7 @@ void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was
 void RecurrentState::release_inputs() {
     const int needed = std::max(num_unapplied_, kFewRows);
     if (touched_ > needed) {
-        inputs_.release(needed * input_size_ * sizeof(float), inputs_.size());
+        inputs_.release(needed * input_size_ * sizeof(float), touched_ * input_size_ * sizeof(float));
         touched_ = needed;
     }
 }
@@ -138,7 +147,7 @@ void RecurrentState::copy(const RecurrentState& from, int length) {
     length_ = from.length_;
     kept_.copy(from.kept_);
     cut(length);
-    touched_ = std::max(touched_, num_unapplied_);
+    touch(num_unapplied_);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
 }
 
@@ -183,7 +192,7 @@ bool RecurrentState::resume(int length, const std::vector<int32_t>& shape) {
     }
     kept_.set(std::move(kept));
     num_unapplied_ = first_pending_ = length - length_;
-    touched_ = std::max(touched_, num_unapplied_);
+    touch(num_unapplied_);
     return true;
 }
 

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "memory.h"
+#include "machine/memory.h"
 #include "state/kept_states.h"
 #include "state/text_state.h"
 
@@ -80,6 +80,8 @@ private:
     float* input(int row) const { return reinterpret_cast<float*>(inputs_.data()) + row * input_size_; }
     std::vector<Kept> states_to_keep(int length, int num_rows) const;
     void drop_reading();
+    // Inputs of so many rows are about to be written. Throws std::bad_alloc.
+    void touch(int rows);
     // Returns the memory of inputs that are no longer needed to the system, if it is large.
     void release_inputs();
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pystaged import _core
 from pystaged._core import DeviceError, Sampling
-from pystaged.process import Child, ChildError, ChildSilentError
+from pystaged.platform.process import Child, ChildError, ChildSilentError
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0  # longest time without an answer or a sign of life; PYSTAGED_RPC_TIMEOUT overrides it

@@ -8,7 +8,7 @@ from typing import Any
 
 from pystaged import _core
 from pystaged.backends.rpc import KEPT
-from pystaged.process import parent, serve
+from pystaged.platform.process import parent, serve
 
 _BEAT_SECONDS = 1.0
 _BEAT = (-1, True, None)

@@ -11,7 +11,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 
 from pystaged.bench.worker import Measurement
-from pystaged.config import SamplingConfig
+from pystaged.options.config import SamplingConfig
 
 _LOOKUP_TOKENS = 2  # as its documentation advises for CPUs
 

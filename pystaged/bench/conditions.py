@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from pystaged.loading.seen import SeenModel
+from pystaged.platform.seen import SeenModel
 
-_ABOUT = {
-    "grown": "grown from the bundled target: the cost of GPT-2 Large, the output of the small model",
-    "grown-smollm2": "grown from SmolLM2: the cost of a billion weights, the output of SmolLM2",
-    "mixed-smollm2": "made of SmolLM2: a mixture with its output; 4 of 32 experts for each token, half of its reads",
-    **dict.fromkeys(("random", "llama1b", "llama8b"), "random weights: costs are meaningful, acceptance is not"),
-    "bundled": "the small target in the package",
-}
+_UNSEEN = 0.5  # other threads, on average, that make no difference
 
 
 def machine() -> dict[str, str | int]:
@@ -30,6 +26,22 @@ def machine() -> dict[str, str | int]:
     }
 
 
+def others() -> float:
+    """Threads beside the caller's that run now on this machine; where the system does not say so, its load."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1
+    with suppress(OSError, AttributeError):
+        return os.getloadavg()[0]
+    return 0.0
+
+
+def load(found: Sequence[float], threads: int) -> dict[str, Any]:
+    """What other programs did meanwhile: mean and most of `others`, and whether they took cores that `threads` need."""
+    mean = fmean(found) if found else 0.0
+    busy = mean + threads > (os.cpu_count() or 1) + _UNSEEN
+    return {"mean": round(mean, 2), "most": max(found, default=0.0), "busy": busy}
+
+
 def versions() -> dict[str, str]:
     """Versions of the packages that take part."""
     found = {}
@@ -39,14 +51,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def model_file(path: Path, named: str = "") -> dict[str, Any]:
-    """A model's file, or all files of a split model: name, bytes, SHA-256, description.
-
-    Args:
-        named: the name that the user gave.
-    """
+def model_file(path: Path, about: str = "") -> dict[str, Any]:
+    """A model's file, or all files of a split model: name, bytes, SHA-256, description."""
     seen = SeenModel.now(path)
-    return {"name": path.name, "bytes": seen.size, "sha256": seen.sha256(), "about": _ABOUT.get(named, "")}
+    return {"name": path.name, "bytes": seen.size, "sha256": seen.sha256(), "about": about}
 
 
 def _processor() -> str:

@@ -7,21 +7,18 @@ its runner's module and the runner's fastest options on this machine; a note in 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-from pystaged.loading.metadata import is_head
-
 Setup = dict[str, Any]
 
 OURS = {
     "plain": "plain",
-    "tree": "tree without stage 2",
+    "tree": "draft alone",
     "staged": "staged",
-    "chain": "chain",
     "n-grams": "n-grams alone",
 }
 _SERVER = "llama-server"
@@ -60,13 +57,11 @@ class Method:
         return not self.is_baseline and self.way in ("plain", "staged")
 
 
-def ours(setup: Setup, accept: Sequence[float] = ()) -> list[Method]:
-    """pystaged's own methods; with `accept`, plain decoding and drafting of that acceptance at depth 1, 2, ..."""
-    with_model = without_head(setup)["draft"]
-    setups = [("", setup | {"runner": f"{__package__}.own_methods", "accept": accept})]
-    named = {way: name for way, name in OURS.items() if with_model or way not in ("tree", "chain")}
-    if accept:
-        named = {"plain": OURS["plain"], "synthetic": f"synthetic, accept {', '.join(f'{rate:g}' for rate in accept)}"}
+def ours(setup: Setup) -> list[Method]:
+    """pystaged's own methods."""
+    with_model = setup["draft"]
+    setups = [("", setup | {"runner": f"{__package__}.own_methods"})]
+    named = {way: name for way, name in OURS.items() if with_model or way != "tree"}
     return [Method(name, way, "own", False, setups) for way, name in named.items()]
 
 
@@ -83,7 +78,6 @@ def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> li
     """
     if names == "none":
         return []
-    setup = without_head(setup)
     found = _llama_cpp_python(setup)
     for folder in llama_cpp:
         found += _server(setup, find_server(folder), {each.key for each in found})
@@ -111,11 +105,6 @@ def find_server(folder: Path) -> Path:
     raise FileNotFoundError(
         f"there is no {_SERVER} in {folder}; give the folder of a build of llama.cpp or ik_llama.cpp, or its bin folder"
     )
-
-
-def without_head(setup: Setup) -> Setup:
-    """The setup without a draft head, which only pystaged supports. Raises ModelError for a damaged draft."""
-    return setup | {"draft": None} if setup["draft"] and is_head(Path(setup["draft"])) else setup
 
 
 def _llama_cpp_python(setup: Setup) -> list[Method]:

@@ -1,4 +1,4 @@
-"""Models for benchmarks: a file, or a model of a known shape, made once and kept in the cache folder."""
+"""Models for benchmarks: a file, or a model of a known shape, made once and kept among the cached models."""
 
 from __future__ import annotations
 
@@ -7,126 +7,133 @@ import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from pystaged._core import Tokenizer
-from pystaged.files import cache_folder
-from pystaged.loading import drafts, names
-from pystaged.loading.file_types import FILE_TYPES
-from pystaged.loading.heads import find_head
+from pystaged.loading import cache, drafts, names
 from pystaged.loading.progress import announced
-from pystaged.loading.quantize import quantize
 
-WIDTH, LAYERS, HEADS, CONTEXT = 1280, 36, 20, 1024  # GPT-2 Large's
-LLAMAS: dict[str, dict[str, Any]] = {  # Llama 3.2 1B and 3.1 8B
-    "llama1b": {
-        "width": 2048,
-        "layers": 16,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "ffn_width": 8192,
-        "vocab_size": 128256,
-        "context": 131072,
-        "rope_base": 5e5,
-        "tie": True,
-    },
-    "llama8b": {
-        "width": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "ffn_width": 14336,
-        "vocab_size": 128256,
-        "context": 131072,
-        "rope_base": 5e5,
-        "tie": False,
-    },
+GPT2_LARGE = {"width": 1280, "layers": 36, "heads": 20, "context": 1024, "vocab_size": 50257}
+LLAMA_1B: dict[str, Any] = {  # Llama 3.2's
+    "width": 2048,
+    "layers": 16,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn_width": 8192,
+    "vocab_size": 128256,
+    "context": 131072,
+    "rope_base": 5e5,
+    "tie": True,
 }
 # SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; this ffn_width gives it as many weights.
 GROWN_SMOLLM2 = {"width": 2048, "layers": 30, "heads": 32, "kv_heads": 8, "ffn_width": 4352}
-# As of gpt-oss-20b: 4 of 32 experts, whose weights are 49% of what one token reads.
-MIXED_SMOLLM2 = {"experts": 32, "used": 4, "width": 576}
-FROM_SMOLLM2 = ("grown-smollm2", "mixed-smollm2")
-MADE = ("grown", *FROM_SMOLLM2, "random", *LLAMAS)
+NOISE = 0.08  # of a draft that agrees with its target as often as a 1B model with its 8B one
+MADE = ("grown-smollm2", "pair", "random", "llama1b")
+_ABOUT = {  # in reports
+    "grown-smollm2": "grown from SmolLM2: the cost of a billion weights, the output of SmolLM2",
+    "pair": "the 1B grown from SmolLM2, drafted by SmolLM2 with noise of {noise:g}",
+    **dict.fromkeys(("random", "llama1b"), "random weights: costs are meaningful, acceptance is not"),
+    "bundled": "the small target in the package",
+}
 
 
 def find(model: str, quantization: str, report: Callable[[str], None] = lambda _: None) -> Path:
     """The file of a model, made or downloaded if necessary.
 
     Args:
-        model: a name from MADE, else as in names.resolve. "random": a GPT-2 Large of random weights; "grown": its shape
-            with the bundled target's output; "llama1b", "llama8b": Llamas of random weights; "grown-smollm2": 1.2
-            billion weights with SmolLM2's output; "mixed-smollm2": a mixture with its output, 4 of 32 experts for each
-            token, in SmolLM2's own types.
-        quantization: type of a model to make: F32, F16, Q8_0, Q4_0 (random also BF16; Llamas also Q4_K and Q4_K_M).
+        model: a name from MADE, else as in names.resolve. "random": a GPT-2 Large of random weights; "llama1b": a Llama
+            of random weights; "grown-smollm2": 1.2 billion weights with SmolLM2's output, the target of "pair" and
+            "pair:NOISE", too.
+        quantization: type of a model to make: F32, F16, Q8_0, Q4_0, Q4_1 (random also BF16, llama1b also Q4_K and
+            Q4_K_M).
         report: called with a line before a model is made, which takes minutes, or downloaded.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the model cannot be made in that type.
+        ValueError: the model cannot be made in that type, or a pair with that noise.
     """
+    model, _ = _parsed(model)
     if model not in MADE:
         return names.resolve(model, announced(report))
-    source = names.resolve("smollm2" if model in (*LLAMAS, *FROM_SMOLLM2) else "bundled")
-    folder = cache_folder() / "bench"
-    name = f"gpt2-large-{model}" if model in ("grown", "random") else model
-    path = folder / (f"{name}.gguf" if model == "mixed-smollm2" else f"{name}.{quantization}.gguf")
-    # The cache may hold a model that an older version grew from an older source.
-    if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
-        report(f"making {path}, once")
-        folder.mkdir(parents=True, exist_ok=True)
-        _make(model, source, path, quantization)
-    return path
+    made = "grown-smollm2" if model == "pair" else model
+    source = names.resolve("bundled" if made == "random" else "smollm2")
+    name = "gpt2-large-random" if made == "random" else made
+    return _once(name, quantization, source, lambda path: _make(made, source, path, quantization), report)
 
 
 def check_type(model: str, quantization: str) -> None:
-    """Raise ValueError for a type in which a model cannot be made."""
-    if model not in MADE or model == "mixed-smollm2":
+    """Raise ValueError for a type in which a model cannot be made, or a pair's noise that cannot be."""
+    model, _ = _parsed(model)
+    if model not in MADE:
         return
-    types: tuple[str, ...] = _recipe("random_weights" if model in ("random", *LLAMAS) else "grow").TYPES
-    if model in LLAMAS:
-        types = _recipe("random_weights").LLAMA_TYPES
-    elif model == "grown-smollm2":
-        types = (*types, *(name.upper() for name in FILE_TYPES if name.upper() not in types))
+    recipe = _recipe("random_weights" if model in ("random", "llama1b") else "grow")
+    types: tuple[str, ...] = recipe.LLAMA_TYPES if model == "llama1b" else recipe.TYPES
     if quantization not in types:
         raise ValueError(f"{model} cannot be made in the type {quantization!r}: choose from {', '.join(types)}")
 
 
 def find_draft(model: str, draft: str | Path | None, report: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The file of a draft, as in names.resolve_draft; "auto" is the bundled draft for all models with its output, the
-    draft head that fits, or a known draft in the cache."""
+    """The file of a draft, as in names.resolve_draft; "auto" is the bundled draft for the random model, too,
+    SmolLM2 with noise for a pair, or a known draft in the cache."""
     progress = announced(report)
-    found = names.resolve_draft("bundled" if model in ("grown", "random") else model, draft, progress)
-    if found or draft != "auto" or model in LLAMAS:
+    model, noise = _parsed(model)
+    if model == "pair" and draft == "auto":
+        source, add_noise = names.resolve("smollm2"), _recipe("grow").add_noise
+        options = {"noise": noise, "quantization": "Q8_0"}
+        return _once(
+            f"smollm2-noise-{noise:g}", "Q8_0", source, lambda path: add_noise(source, path, **options), report
+        )
+    found = names.resolve_draft("bundled" if model == "random" else model, draft, progress)
+    if found or draft != "auto" or model == "llama1b":
         return found
-    path = names.resolve("smollm2" if model in FROM_SMOLLM2 else model, progress)
-    tokenizer = Tokenizer(os.fsencode(path))
-    return find_head(tokenizer) or drafts.find_draft(tokenizer, report)
+    path = names.resolve("smollm2" if model == "grown-smollm2" else model, progress)
+    return drafts.find_draft(Tokenizer(os.fsencode(path)), report)
+
+
+def about(model: str) -> str:
+    """What a report says about a model by name; "" if nothing."""
+    model, noise = _parsed(model)
+    return _ABOUT.get(model, "").format(noise=noise)
+
+
+def _parsed(model: str) -> tuple[str, float]:
+    """A model's name, and the noise of a pair's draft. Raises ValueError for one that is no number in 0 to 1."""
+    name, _, given = model.partition(":")
+    if name != "pair":
+        return model, 0.0
+    try:
+        noise = float(given or NOISE)
+    except ValueError:
+        noise = -1.0
+    if not 0 <= noise <= 1:
+        raise ValueError(f"the noise of a pair's draft is a number from 0 to 1, as in pair:{NOISE}, not {given!r}")
+    return name, noise
+
+
+def _once(
+    name: str, quantization: str, source: Path, make: Callable[[Path], None], report: Callable[[str], None]
+) -> Path:
+    """A file that is made if it is not there."""
+    folder = cache.folder(f"bench/{name}")  # where `pystaged models` lists and removes it
+    path = folder / f"{name}.{quantization}.gguf"
+    # The cache may hold a model that an older version made from an older source.
+    if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
+        report(f"making {path}, once")
+        folder.mkdir(parents=True, exist_ok=True)
+        make(path)
+    return path
 
 
 def _make(model: str, source: Path, path: Path, quantization: str) -> None:
-    random, growing = "random_weights", "grow"
-    shape = {"width": WIDTH, "layers": LAYERS, "quantization": quantization}
-    if model == "grown":
-        _recipe(growing).grow(source, path, **shape)
+    random = _recipe("random_weights")
+    if model == "grown-smollm2":
+        _recipe("grow").grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     elif model == "random":
-        others = {"heads": HEADS, "context": CONTEXT, "vocab_size": 50257, "vocabulary": source}
-        _recipe(random).write_random_gpt2(path, **shape, **others)
-    elif model in LLAMAS:
-        _recipe(random).write_random_llama(path, **LLAMAS[model], quantization=quantization, vocabulary=source)
-    elif model == "mixed-smollm2":
-        _recipe(growing).mix_llama(source, path, **MIXED_SMOLLM2)
-    elif quantization in _recipe(growing).TYPES:
-        _recipe(growing).grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
+        random.write_random_gpt2(path, **GPT2_LARGE, quantization=quantization, vocabulary=source)
     else:
-        with TemporaryDirectory(dir=path.parent) as unfinished:
-            floats = Path(unfinished) / "floats.gguf"
-            _recipe(growing).grow_llama(source, floats, **GROWN_SMOLLM2, quantization="F16")
-            quantize(floats, path, quantization)
+        random.write_random_llama(path, **LLAMA_1B, quantization=quantization, vocabulary=source)
 
 
 def _recipe(name: str) -> ModuleType:

@@ -10,46 +10,42 @@ import numpy as np
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
-from pystaged.bench.synthetic import ScriptedDrafter
 from pystaged.bench.worker import Measurement
-from pystaged.config import SamplingConfig
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.requests import Requests, finish
+from pystaged.decoding.stepper import generate
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import lookups
+from pystaged.drafting.lookups import NgramCost, lookups
 from pystaged.drafting.pard import draft_proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import DecoderFactory
+from pystaged.options.config import SamplingConfig
 from pystaged.stats import GenerationStats
 
 _DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 
 
 class _Ready(Decoder):
-    """Prefills its drafters before decoding is timed; they draft whether or not it gains."""
+    """Prefills its drafter before decoding is timed; it drafts whether or not it gains."""
 
-    def start(self, *args: Any, **options: Any) -> Requests[int]:
-        reused = yield from super().start(*args, **options)
-        for drafter in self.drafters:
-            yield from drafter.catch_up()
-        return reused
+    def _open(self) -> None:
+        super()._open()
+        if self.drafter:
+            self.drafter.catch_up()
 
 
 class Runner:
-    """Decodes with the methods of Spector & Ré's Table 2, and some more.
+    """Decodes with the methods of methods.OURS.
 
     Args:
-        setup: model, draft (path or None), threads, n_ctx; accept: rates by depth for "synthetic"; warm: prompts (lists
-            of tokens) that are continued first, by max_tokens each, to fill the recycled candidates. Without any there
-            are no recycled candidates.
+        setup: model, draft (path or None), threads, n_ctx; warm: prompts (lists of tokens) that are continued first, by
+            max_tokens each, to fill the recycled candidates. Without any there are no recycled candidates.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._bundle = Bundle(setup["model"], setup["draft"], setup["threads"], lambda _: None)
+        self._bundle = Bundle(setup["model"], draft=setup["draft"], num_threads=setup["threads"], recycle=False)
         self._factory = DecoderFactory(self._bundle)
         self._n_ctx = setup["n_ctx"]
-        self._accept = setup.get("accept", [])
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
         # One decoder for each sampling, because acceptance rates differ between samplings.
         self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
@@ -95,34 +91,25 @@ class Runner:
         target, vocab_size = Session(bundle.target, self._n_ctx), bundle.target.vocab_size
         if way == "plain":
             return Decoder(target)
+        policy = GainPolicy(self._factory.target_cost())
         if way == "n-grams":
-            policy = GainPolicy(self._factory.target_cost(), self._factory.ngram_cost.lookup)
-            return _Ready(target, TreeDrafter(lookups(bundle.table, bundle.recycled), policy, vocab_size))
-        draft, draft_cost, target_cost = bundle.draft, self._factory.draft_cost(), self._factory.target_cost()
-        if way == "synthetic":
-            proposer = None
-            if draft and draft_cost:
-                session = Session(draft, self._n_ctx)
-                proposer = draft_proposer(session, bundle.draft_mask, substitutes=bundle.substitutes)
-            return _Ready(
-                target, ScriptedDrafter(self._accept, proposer, target_cost, draft_cost or (lambda _: 0.0), vocab_size)
-            )
+            cost = NgramCost()
+            proposers = lookups(bundle.table, bundle.recycled, cost)
+            return _Ready(target, TreeDrafter(proposers, policy, vocab_size, cost=cost.lookup))
+        draft, draft_cost = bundle.draft, self._factory.draft_cost()
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
-        policy = GainPolicy(target_cost, self._factory.level_cost(draft_cost), children={"tree": 4, "chain": 1}[way])
         proposer = draft_proposer(Session(draft, self._n_ctx), bundle.draft_mask, draft_cost, bundle.substitutes)
         return _Ready(target, TreeDrafter([proposer], policy, vocab_size))
 
     def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
         prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
         # Forget the last sequence, so that no method can reuse part of this prompt.
-        finish(decoder.start(prompt[:1]))
-        for drafter in decoder.drafters:
-            if isinstance(drafter, ScriptedDrafter):
-                drafter.script = self.run(job | {"way": "plain"}).tokens
+        for session in decoder.sessions:
+            session.rewind(0)
         tokens, first, ended = list[int](), 0.0, False
         begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
-        for step in decoder.generate(prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
+        for step in generate(decoder, prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
             first = first or time.perf_counter() - begin
             tokens += step.tokens
             ended = step.finish_reason == "stop"
@@ -137,7 +124,6 @@ class Runner:
                 "draft passes": stats.native_seconds - stats.target_seconds,
                 "n-grams, policy, Python": stats.decode_seconds - stats.native_seconds,
             },
-            emitted={name: stage.emitted for name, stage in stats.stages.items()},
             offered=dict(stats.offered),
             taken=dict(stats.taken),
         )

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, RecycledCandidates, Session
+from pystaged._core import Model, RecycledCandidates, Sampling, Session
 from pystaged.bench.suite import SAMPLINGS
-from pystaged.config import SamplingConfig
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.policy import FixedPolicy, TreePolicy
-from pystaged.decoding.requests import Requests
-from pystaged.decoding.tree import TokenTree
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.decoding.stepper import generate
+from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
-from pystaged.drafting.head import HeadProposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.mixing import CONTEXT
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.pard import ParallelModelProposer, draft_proposer
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
-from pystaged.drafting.third_stage import GuidedModelProposer
 from pystaged.loading.bundle import Bundle
+from pystaged.options.config import SamplingConfig
 from pystaged.stats import GenerationStats
 
+_PIECE = 32  # rows of a pass
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
 
 
@@ -38,8 +38,7 @@ class _LyingProposer(Proposer):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._random = vocab_size, np.random.default_rng(0)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        yield from ()
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         found = self._random.integers(self._vocab_size, size=(len(nodes), tree.num_candidates)).tolist()
         return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT[1]) for tokens in found]
 
@@ -51,51 +50,57 @@ class LyingDrafter(TreeDrafter):
         super().__init__([_LyingProposer(vocab_size)], FixedPolicy(width=3, depth=4, budget=12), vocab_size)
 
 
-class UnsharedDrafter(TreeDrafter):
-    """Ranks by probability alone, ignoring the noise that the target samples with; the comparison for shared noise."""
+class Reckoned(PassCost):
+    """Given costs, linear in the number of rows, which no measurement changes.
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        del sampling
-        return super().draft(SamplingConfig(), max_depth, seconds)
+    Args:
+        first: seconds of a pass over one row. more: of each further row.
+    """
+
+    def __init__(self, first: float, more: float) -> None:
+        super().__init__({1: first, 2: first + more})
+
+    def observe(self, *args: Any, **options: Any) -> None:
+        """Nothing is measured."""
+
+    def of(self, passes: int, rows: int) -> float:
+        """Seconds of a number of passes over so many rows in all."""
+        return passes * self(1) + (rows - passes) * (self(2) - self(1)) if passes else 0.0
 
 
-def parts(bundle: Bundle, session: Session, budget: int) -> Mapping[str, Drafter]:
-    """Drafters with trees of `budget` nodes: with a draft model, then without one of its parts; or of n-grams, then
-    with one more source each. Each drafter has its own recycled candidates, empty at first.
+def reckoned(ratio: float) -> tuple[Reckoned, Reckoned]:
+    """Costs of a target and of a draft that is `ratio` times cheaper; a target's pass over one row takes a second."""
+    return Reckoned(1.0, 0.012), Reckoned(1 / ratio, 0.02 / ratio)
+
+
+def parts(bundle: Bundle, session: Session, ratio: float) -> dict[str, TreeDrafter]:
+    """Drafters of n-grams, of the draft model, and of both; or of n-grams, with one more source each. Each drafter has
+    its own recycled candidates, empty at first.
 
     Args:
         session: the target's, which all decoders step.
+        ratio: see `reckoned`.
     """
-    return _of_model(bundle, bundle.draft, budget) if bundle.draft else _of_ngrams(bundle, session, budget)
-
-
-def _of_model(bundle: Bundle, draft: Model, budget: int) -> dict[str, TreeDrafter]:
-    tree, vocab_size = FixedPolicy(width=4, depth=8, budget=budget), bundle.target.vocab_size
-    shared, unshared = (
-        draft_proposer(Session(draft), bundle.draft_mask, substitutes=bundle.substitutes) for _ in range(2)
-    )
-    guided = GuidedModelProposer(Session(draft), lookups(bundle.table), substitutes=bundle.substitutes)
-    return {
-        "shared noise": TreeDrafter([shared], tree, vocab_size),
-        "n-grams below": TreeDrafter([guided], tree, vocab_size),
-        "without shared noise": UnsharedDrafter([unshared], tree, vocab_size),
-    }
-
-
-def _of_ngrams(bundle: Bundle, session: Session, budget: int) -> dict[str, TreeDrafter]:
+    target, cheap = reckoned(ratio)
     table = bundle.table
-    ways: dict[str, list[Proposer]] = {"n-grams of the text": [*lookups()]}
-    if table:
-        ways["and of a table"] = [*lookups(table)]
-    ways["and recycled candidates"] = [*lookups(table, RecycledCandidates())]
-    if bundle.head:
-        head = HeadProposer(bundle.head, bundle.target, session)
-        ways["and the draft head"] = [*lookups(table, RecycledCandidates()), head]
-    if bundle.features:
-        proposer = feature_proposer(Session(bundle.features, target=session), bundle.features, session)
-        ways["and the draft"] = [*lookups(table, RecycledCandidates()), proposer]
-    tree = FixedPolicy(width=1, depth=budget, budget=budget)
-    return {name: TreeDrafter(proposers, tree, bundle.target.vocab_size) for name, proposers in ways.items()}
+    ways: dict[str, list[Proposer]] = {}
+    if bundle.draft:
+        alone, above = (
+            draft_proposer(Session(bundle.draft), bundle.draft_mask, cheap, bundle.substitutes) for _ in range(2)
+        )
+        ways["n-grams"] = [*lookups(table, RecycledCandidates())]
+        ways["draft"] = [alone]
+        ways["one tree"] = [*lookups(table, RecycledCandidates()), above]
+    else:
+        ways["n-grams of the text"] = [*lookups()]
+        if table:
+            ways["and of a table"] = [*lookups(table)]
+        ways["and recycled candidates"] = [*lookups(table, RecycledCandidates())]
+        if bundle.features:
+            proposer = feature_proposer(Session(bundle.features, target=session), bundle.features, session, cheap)
+            ways["and the draft"] = [*lookups(table, RecycledCandidates()), proposer]
+    size = bundle.target.vocab_size
+    return {name: TreeDrafter(proposers, GainPolicy(target), size) for name, proposers in ways.items()}
 
 
 def drafters(
@@ -121,10 +126,10 @@ def drafters(
         proposer = ParallelModelProposer(Session(draft), draft.vocab_size - 1, substitutes=substitutes)
         return TreeDrafter([proposer], policy, vocab_size)
 
-    def guided(policy: TreePolicy) -> TreeDrafter:
+    def staged(policy: TreePolicy) -> TreeDrafter:
         assert draft is not None
-        proposer = GuidedModelProposer(Session(draft), lookups(table), substitutes=substitutes)
-        return TreeDrafter([proposer], policy, vocab_size)
+        proposer = ModelProposer(Session(draft), reckoned(10)[1], substitutes)
+        return TreeDrafter([*lookups(table), proposer], policy, vocab_size)
 
     ways: dict[str, Drafter] = {
         "n-grams alone": TreeDrafter(lookups(table), tree, vocab_size),
@@ -137,15 +142,44 @@ def drafters(
             "chain": model(chain),
             "wide tree": model(wide),
             "parallel tree": parallel(tree),
-            "chain over n-grams": guided(chain),
-            "tree over n-grams": guided(tree),
+            "chain with n-grams": staged(chain),
+            "tree with n-grams": staged(tree),
+            "one tree": staged(GainPolicy(reckoned(10)[0])),
         }
     return ways
 
 
+def agreement(
+    draft: Model, texts: Iterable[tuple[Sequence[int], Sequence[int]]], substitutes: Mapping[int, int]
+) -> float | None:
+    """The share of tokens that are a draft's first choice, each after the target's tokens before it; None of no tokens.
+
+    Args:
+        texts: prompts, and the tokens that the target chose greedily after each; those that the draft's context holds
+            are counted.
+        substitutes: see ModelProposer.
+    """
+    session = Session(draft)
+    piece = min(_PIECE, session.most_pending)
+    hits: list[bool] = []
+    for prompt, tokens in texts:
+        read = [substitutes.get(token, token) for token in (*prompt, *tokens)]
+        if len(read) > session.n_ctx:
+            continue
+        session.rewind(0)
+        session.prefill(read[: len(prompt) - 1])
+        for at in range(0, len(tokens), piece):
+            rows = range(min(piece, len(tokens) - at))
+            session.evaluate(read[len(prompt) - 1 + at :][: len(rows)], [row - 1 for row in rows])
+            chosen, _ = session.candidates(rows, 1, Sampling())
+            session.commit(rows)
+            hits += (chosen[:, 0] == tokens[at : at + piece]).tolist()
+    return fmean(hits) if hits else None
+
+
 def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
     """The tokens that a decoder generates after a prompt, continuing past the end of text."""
-    return [token for step in decoder.generate(prompt, sampling, max_tokens) for token in step.tokens]
+    return [token for step in generate(decoder, prompt, sampling, max_tokens) for token in step.tokens]
 
 
 def run_texts(
@@ -158,6 +192,6 @@ def run_texts(
     """Continue prompts one after the other, each up to its end of text; returns the statistics of all."""
     stats = GenerationStats()
     for prompt in prompts:
-        for _ in decoder.generate(prompt, sampling, max_tokens, is_end=is_end, stats=stats):
+        for _ in generate(decoder, prompt, sampling, max_tokens, is_end=is_end, stats=stats):
             pass
     return stats

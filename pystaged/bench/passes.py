@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import util
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from rich.table import Table
 from pystaged._core import Model, Session, dot_rate, read_bandwidth
 from pystaged.bench import conditions
 from pystaged.bench.worker import Worker, WorkerError
+from pystaged.decoding.cost import PassCost
+from pystaged.loading.progress import Progress
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 CONTEXT_TOKENS = 256
@@ -29,7 +32,8 @@ _SECONDS = 7200.0  # after which llama.cpp counts as hung
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Medians for n rows after `context` past tokens; floor_ms: max(bytes / bandwidth, n * work / rate).
+    """Medians for n rows after `context` past tokens; floor_ms: max(bytes / bandwidth, n * work / rate); cost_ms: the
+    processor time with which decoding reckons, None if not asked.
 
     Bytes are those of the weights and of the keys and values that a layer without a window reads. Work is that of the
     weights only.
@@ -40,6 +44,7 @@ class PassTime:
     ms: float
     floor_ms: float
     llama_cpp_ms: float | None
+    cost_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class PassTimes:
     def table(self) -> Table:
         """The times as a table for terminals."""
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
-        for heading in ("context", "n", "ms", "T(n)/T(1)", "of floor", "llama.cpp ms", "llama.cpp / ours"):
+        for heading in ("context", "n", "ms", "T(n)/T(1)", "of floor", "cost ms", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
         one = {each.context: each.ms for each in reversed(self.passes)}
         for each in self.passes:
@@ -78,14 +83,16 @@ class PassTimes:
             baseline = each.llama_cpp_ms
             theirs = (f"{baseline:.2f}", f"{baseline / each.ms:.2f}") if baseline else ("-", "-")
             ours = (f"{each.ms:.2f}", f"{each.ms / one[each.context]:.2f}", f"{each.floor_ms / each.ms:.0%}")
-            table.add_row(f"{each.context:,}", str(each.n), *ours, *theirs)
+            cost = "-" if each.cost_ms is None else f"{each.cost_ms:.2f}"
+            table.add_row(f"{each.context:,}", str(each.n), *ours, cost, *theirs)
         baseline_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
         shortest = min(one)
         table.caption = (
             f"floor: {self.read_ms:.2f} ms to read the weights at {self.read_bandwidth / 1e9:.1f} GB/s, "
             f"{self.cells_ms:.2f} ms for the keys and values of 1,000 tokens; or {self.row_ms:.2f} ms for a row's "
             f"products at {self.dot_rate / 1e9:.0f} G/s, attention not counted; at {shortest:,} tokens of context T(1) "
-            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians{baseline_note}"
+            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians; cost: processor time with "
+            f"which drafting reckons, refined while texts are written; --again samples it anew{baseline_note}"
         )
         return table
 
@@ -95,9 +102,10 @@ def measure(
     *,
     contexts: Sequence[int] = (),
     repeats: int,
-    kernel: str = "",
     num_threads: int = 0,
     baseline: bool = True,
+    cost: Callable[[Model], PassCost] | None = None,
+    progress: Progress = lambda *_: None,
 ) -> PassTimes:
     """Measure one model; row counts take turns, so that changes in the machine's speed affect all alike.
 
@@ -105,13 +113,16 @@ def measure(
         path: GGUF file.
         contexts: past lengths in tokens; by default 256, or half of the model's trained context.
         repeats: timed passes for each row count and past length.
-        kernel: "" for the best. num_threads: 0 for one per physical core.
+        num_threads: 0 for one per physical core.
         baseline: also measure llama.cpp, in its own process.
+        cost: called with the loaded model for its costs, to show beside the times.
+        progress: called with what is measured, the rounds done, and their number.
 
     Raises:
         ModelError: the file cannot be loaded.
         ValueError: a past length exceeds the model's context.
     """
+    kernel = os.environ.get("PYSTAGED_KERNEL", "")
     model = Model(str(path), kernel, num_threads)
     lengths = sorted(set(contexts)) or [min(CONTEXT_TOKENS, model.max_context // 2)]
     if lengths[0] < 0 or lengths[-1] >= model.max_context:
@@ -119,27 +130,37 @@ def measure(
             f"{path.name} can be measured after 0 to {model.max_context - 1} tokens of context, "
             f"not {lengths[0] if lengths[0] < 0 else lengths[-1]}"
         )
+    costs = cost(model) if cost else None
     session = Session(model, min(lengths[-1] + ROWS[-1], model.max_context))
     rows = {length: [n for n in ROWS if length + n <= session.n_ctx] for length in lengths}
     bandwidths = [read_bandwidth(BANDWIDTH_BYTES, model.num_threads)]
-    ours: dict[tuple[int, int], float] = {}
     tokens = _tokens(model.vocab_size, lengths[-1])
-    for before, length in pairwise([0, *lengths]):
-        session.prefill(tokens[before:length])
-        times = [{n: _time_pass(session, tokens[-n:]) for n in rows[length]} for _ in range(repeats + 1)]
-        ours |= _medians(length, times)
+
+    def times(length: int) -> dict[int, float]:
+        if unread := length - len(session.tokens):
+            session.prefill(tokens[length - unread : length])
+        return {n: _time_pass(session, tokens[-n:]) for n in rows[length]}
+
+    ours = _medians(lengths, repeats, times, partial(progress, f"passes of {path.name}"))
     bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, model.num_threads))
     session.close()
     theirs: dict[tuple[int, int], float] = {}
     how = "not asked"
     if baseline:
-        setup = {"path": str(path), "rows": rows, "repeats": repeats, "threads": model.num_threads}
-        theirs, how = _measure_llama_cpp(setup)
+        setup = {"path": str(path), "longest": lengths[-1], "threads": model.num_threads}
+        theirs, how = _measure_llama_cpp(setup, rows, repeats, progress)
     bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
     read_ms, cells_ms = (1e3 * size / bandwidth for size in (model.weight_bytes, 1000 * model.cell_bytes))
     row_ms = 1e3 * model.num_weights / rate
     passes = [
-        PassTime(context, n, ms, max(read_ms + cells_ms * context / 1000, n * row_ms), theirs.get((context, n)))
+        PassTime(
+            context,
+            n,
+            ms,
+            max(read_ms + cells_ms * context / 1000, n * row_ms),
+            theirs.get((context, n)),
+            1e3 * costs(n, context) if costs else None,
+        )
         for (context, n), ms in ours.items()
     ]
     return PassTimes(
@@ -152,9 +173,28 @@ def _tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
     return np.random.default_rng(0).integers(0, vocab_size, max(length, ROWS[-1]), dtype=np.int32)
 
 
-def _medians(context: int, times: list[dict[int, float]]) -> dict[tuple[int, int], float]:
-    """Median milliseconds by past length and rows, without the first round."""
-    return {(context, n): 1e3 * statistics.median(each[n] for each in times[1:]) for n in times[0]}
+def _medians(
+    lengths: Collection[int],
+    repeats: int,
+    times: Callable[[int], dict[int, float]],
+    progress: Callable[[int, int], None],
+) -> dict[tuple[int, int], float]:
+    """Median milliseconds by past length and rows, without the first round of a length.
+
+    Args:
+        times: makes a round behind that many tokens; returns seconds by rows.
+    """
+    order = [length for length in lengths for _ in range(repeats + 1)]
+    rounds: dict[int, list[dict[int, float]]] = {length: [] for length in lengths}
+    for done, length in enumerate(order):
+        progress(done, len(order))
+        rounds[length].append(times(length))
+    progress(len(order), len(order))
+    return {
+        (length, n): 1e3 * statistics.median(each[n] for each in found[1:])
+        for length, found in rounds.items()
+        for n in found[0]
+    }
 
 
 def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
@@ -166,17 +206,24 @@ def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
     return elapsed
 
 
-def _measure_llama_cpp(setup: dict[str, Any]) -> tuple[dict[tuple[int, int], float], str]:
+def _measure_llama_cpp(
+    setup: dict[str, Any], rows: dict[int, list[int]], repeats: int, progress: Progress
+) -> tuple[dict[tuple[int, int], float], str]:
     """Times with the fastest of llama.cpp's buffer types; some crash, so each runs in its own process."""
     if not util.find_spec("llama_cpp"):
         return {}, "llama-cpp-python is not installed"
     results, failures = list[dict[tuple[int, int], float]](), list[str]()
-    for extra_buffers in (True, False):
+    for extra_buffers, weights in ((True, "repacked"), (False, "plain")):
         worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
+
+        def times(length: int, worker: Worker = worker) -> dict[int, float]:
+            found: dict[int, float] = worker.run({"context": length, "rows": rows[length]}, _SECONDS)
+            return found
+
         try:
-            results.append(worker.run({}, _SECONDS))
+            results.append(_medians(rows, repeats, times, partial(progress, f"llama.cpp, {weights} weights")))
         except WorkerError as error:
-            failures.append(f"with{'' if extra_buffers else 'out'} extra buffers: {error}")
+            failures.append(f"{weights} weights: {error}")
         worker.close()
     if not results:
         return {}, "; ".join(failures)
@@ -187,48 +234,48 @@ class Runner:
     """Times llama.cpp's passes, in a worker.
 
     Args:
-        setup: path; rows to time, by past length; repeats of each; threads; extra_buffers: whether to repack weights.
+        setup: path; longest: most past tokens; threads; extra_buffers: whether to repack weights.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._setup = setup
-
-    def run(self, _: dict[str, Any]) -> dict[tuple[int, int], float]:
-        """Median milliseconds of one llama_decode with logits for all n rows, by past length and n."""
         import llama_cpp  # noqa: PLC0415  wheels come without it
 
-        setup = self._setup
-        lengths = list(setup["rows"])
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = setup["extra_buffers"]
         model = llama_cpp.llama_model_load_from_file(setup["path"].encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = lengths[-1] + _BASELINE_PIECE
+        params.n_ctx = setup["longest"] + _BASELINE_PIECE
         params.n_seq_max, params.kv_unified = 2, True
         params.n_batch = params.n_ubatch = _BASELINE_PIECE
         # llama.cpp uses n_threads for one row and n_threads_batch for several.
         params.n_threads = params.n_threads_batch = setup["threads"]
-        context = llama_cpp.llama_init_from_model(model, params)
-        if not context:
+        self._context = llama_cpp.llama_init_from_model(model, params)
+        if not self._context:
             raise RuntimeError("llama.cpp cannot make a context")
-        memory = llama_cpp.llama_get_memory(context)
-        tokens = _tokens(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)), lengths[-1])
-        found: dict[tuple[int, int], float] = {}
-        for before, length in pairwise([0, *lengths]):
-            for first in range(before, length, _BASELINE_PIECE):
-                decode(context, tokens[first : min(first + _BASELINE_PIECE, length)], first, judged=1)
-            times = list[dict[int, float]]()
-            for repeat in range(setup["repeats"] + 1):
-                times.append({})
-                for n in setup["rows"][length]:
-                    # In a copy of the sequence, which shares its past: recurrent states cannot be cut back.
-                    llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
-                    start = time.perf_counter()
-                    decode(context, tokens[-n:], length, sequence=1)
-                    times[repeat][n] = time.perf_counter() - start
-                    llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
-            found |= _medians(length, times)
+        vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._tokens, self._length = _tokens(vocab_size, setup["longest"]), 0
+
+    def run(self, job: dict[str, Any]) -> dict[int, float]:
+        """Seconds of one llama_decode with logits for all n rows, by n.
+
+        Args:
+            job: context: past tokens, at least those of the last job; rows: each n.
+        """
+        import llama_cpp  # noqa: PLC0415
+
+        memory, length = llama_cpp.llama_get_memory(self._context), job["context"]
+        for first in range(self._length, length, _BASELINE_PIECE):
+            decode(self._context, self._tokens[first : min(first + _BASELINE_PIECE, length)], first, judged=1)
+        self._length = length
+        found: dict[int, float] = {}
+        for n in job["rows"]:
+            # In a copy of the sequence, which shares its past: recurrent states cannot be cut back.
+            llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+            start = time.perf_counter()
+            decode(self._context, self._tokens[-n:], length, sequence=1)
+            found[n] = time.perf_counter() - start
+            llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
         return found
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
-from pystaged.files import read_small
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
+from pystaged.platform.files import read_small
 
 OWN = Path(__file__).with_name("prompts.jsonl")
 MISLEADING = Path(__file__).with_name("misleading.jsonl")

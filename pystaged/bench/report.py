@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from pystaged.bench.suite import Outcome
 from pystaged.bench.summary import ALL, WORST, Row, Tables
-from pystaged.files import whole_file
+from pystaged.platform.files import whole_file
 
 _STAGED = "staged"
 
@@ -88,16 +86,12 @@ class Report:
         }
 
     def write(self, folder: Path) -> list[str]:
-        """Write report.md, report.json and, if matplotlib is installed, pictures; returns their file names."""
+        """Write report.md and report.json; returns their file names."""
         with whole_file(folder / "report.json") as path:
             path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
-        pictures: list[str] = []
-        if find_spec("matplotlib"):
-            overall = {sampling: parts[ALL] for sampling, parts in self.tables.items() if sampling != WORST}
-            pictures = import_module("pystaged.bench.plots").draw(folder, overall, self.passes)
         with whole_file(folder / "report.md") as path:
-            path.write_text(self.markdown(pictures), encoding="utf-8")
-        return ["report.md", "report.json", *pictures]
+            path.write_text(self.markdown(), encoding="utf-8")
+        return ["report.md", "report.json"]
 
     def terminal(self, width: int) -> Iterator[Table | Text]:
         """Tables and notes: all methods for each sampling, and staged decoding by category.
@@ -114,13 +108,14 @@ class Report:
             notes |= dict.fromkeys(f"{row.name}: {note}" for _, row in rows for note in row.notes)
         for note in notes:
             yield Text(note, style="dim")
+        for part in ("model", "draft"):
+            if file := self.conditions[part]:
+                yield Text(_file_line(part, file).removeprefix("- "), style="dim")
+        load = self.conditions["load"]
+        yield Text(self._load(), style="bold yellow" if load["busy"] else "dim")
 
-    def markdown(self, pictures: list[str]) -> str:
-        """The report as a Markdown page.
-
-        Args:
-            pictures: names of files beside it.
-        """
+    def markdown(self) -> str:
+        """The report as a Markdown page."""
         model, draft = self.conditions["model"], self.conditions["draft"]
         lines = [f"# {model['name']}, draft {draft['name'] if draft else 'none'}", "", *self._conditions(), ""]
         if not self.outcome.complete:
@@ -136,8 +131,7 @@ class Report:
                 ]
                 lines += [f"## {sampling}, tokens per second by category", "", *_markdown(["", *parts], cells), ""]
         lines += [f"- *{heading}*: {meaning}." for heading, (_, meaning) in _COLUMNS.items()]
-        lines += ["", *self._remarks(), ""]
-        lines += [f"![{name.partition('.')[0]}]({name})" for name in pictures]
+        lines += ["", *self._remarks()]
         return "\n".join(lines) + "\n"
 
     def _parts(self) -> Iterator[tuple[str, list[str], list[tuple[str, Row]]]]:
@@ -158,6 +152,13 @@ class Report:
             if staged:
                 yield f"{title}: staged by {'sampling' if sampling == WORST else 'category'}", _OF_CATEGORIES, staged
 
+    def _load(self) -> str:
+        load, cores = self.conditions["load"], self.conditions["machine"]["logical_cores"]
+        line = f"other programs: {load['mean']:.1f} running threads on average, at most {load['most']:.0f}"
+        return f"{line}, beside {self.conditions['threads']} of ours on {cores} logical cores" + (
+            ": the machine was busy, so these figures say little" if load["busy"] else ""
+        )
+
     def _conditions(self) -> list[str]:
         found = self.conditions
         machine, prompts = found["machine"], found["prompts"]
@@ -172,6 +173,7 @@ class Report:
             *(_file_line(part, found[part]) for part in ("model", "draft") if found[part]),
             f"- n-grams: {table}; recycled candidates of {found['warm'] or 'no'} other prompts",
             f"- prompts: {prompts['file']} (SHA-256 {prompts['sha256'][:16]}): {used}",
+            f"- {self._load()}",
             f"- single prompts in turn; {self.outcome.seconds / 60:.0f} minutes, {found['date']}",
             f"- made by `{found['command']}`",
         ]

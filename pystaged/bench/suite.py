@@ -6,13 +6,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pystaged.bench.conditions import others
 from pystaged.bench.methods import Method
 from pystaged.bench.prompts import Prompt
 from pystaged.bench.worker import Measurement, Worker, WorkerError, tokens_per_second
-from pystaged.config import SamplingConfig
+from pystaged.options.config import SamplingConfig
 
 SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperature=1.0, top_k=50)}
 # The hardest sampling for drafts; also applied to the misleading prompts.
@@ -24,7 +25,8 @@ _TOO_SLOW = 3  # times slower than the fastest baseline
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt continued once by one method."""
+    """One prompt continued once by one method. others: see conditions.others, before and after; is_repeat: it shows how
+    steady a baseline is, and is in no table."""
 
     method: str
     sampling: str
@@ -32,11 +34,13 @@ class Run:
     category: str
     is_misleading: bool
     measurement: Measurement
+    others: tuple[float, float] = (0.0, 0.0)
+    is_repeat: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = {name: getattr(self, name) for name in ("method", "sampling", "prompt", "category", "is_misleading")}
-        return names | asdict(self.measurement)
+        fields = asdict(self)
+        return {**fields, **fields.pop("measurement")}
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class _Job:
     sampling: str
     prompt: int
     key: str
+    is_repeat: bool = False
 
 
 class Suite:
@@ -98,7 +103,10 @@ class Suite:
         """Measure until there is no time for another prompt, or until Ctrl-C."""
         self._begin, at_once = time.monotonic(), True
         usual = [self._jobs(prompt) for prompt in range(self._num_prompts)]
-        last = [job for prompt in range(self._num_prompts, len(self._prompts)) for job in self._jobs(prompt)]
+        first = next(iter(self._methods))
+        baselines = {first, *(key for key, each in self._methods.items() if each.is_baseline)}
+        last = [replace(job, is_repeat=True) for job in usual[0] if job.key in baselines]
+        last += [job for prompt in range(self._num_prompts, len(self._prompts)) for job in self._jobs(prompt)]
         try:
             for key in list(self._methods):
                 self._progress(f"warming up {key}", self._passed, 0.0)
@@ -186,11 +194,12 @@ class Suite:
         self._took[job.key] = [seconds]
 
     def _measure(self, job: _Job) -> None:
-        method, begin = self._methods[job.key], time.monotonic()
+        method, before, begin = self._methods[job.key], others(), time.monotonic()
         found: Measurement = self._workers[method.worker].run(self._task(job), self._limit)
         self._took[job.key].append(time.monotonic() - begin)
         category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._num_prompts
-        self.outcome.runs.append(Run(job.key, job.sampling, job.prompt, category, is_misleading, found))
+        what = job.key, job.sampling, job.prompt, category, is_misleading
+        self.outcome.runs.append(Run(*what, found, (before, others()), job.is_repeat))
         if method.is_baseline:
             self.outcome.memory[job.key] = found.peak_bytes
 

@@ -17,6 +17,7 @@ ALL = "all"
 WORST = "misleading prompts"
 _RESAMPLES = 2000
 _FEWEST = 3  # prompts that an interval needs
+_MOST_SPREAD = 1.5  # of a baseline's speeds on the same text, for ratios over it
 _Key = TypeVar("_Key", int, str)
 _Text = tuple[str, int]  # sampling and prompt
 
@@ -49,7 +50,6 @@ class Row:
     different: int | None = None
     speedups: list[float] = field(default_factory=list)
     acceptance_at_depth: list[float] = field(default_factory=list)
-    emitted: dict[str, int] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ Tables = dict[str, dict[str, list[Row]]]
 def tables(methods: Sequence[Method], outcome: Outcome) -> Tables:
     """Rows by sampling and category, beginning with all prompts except the misleading ones. Those have a table of their
     own, by sampling, at the end."""
-    usual = [run for run in outcome.runs if not run.is_misleading]
+    usual = [run for run in outcome.runs if not run.is_misleading and not run.is_repeat]
     worst = [run for run in outcome.runs if run.is_misleading]
     found: Tables = {}
     for sampling in SAMPLINGS:
@@ -90,16 +90,34 @@ def rows(methods: Sequence[Method], outcome: Outcome, runs: Iterable[Run]) -> li
     plain = texts[methods[0].key]
     baselines = [each.key for each in methods if each.is_baseline and texts[each.key]]
     best = max(baselines, key=lambda key: _ratio(texts[key], plain) or 0.0, default="")
+    spreads = _spreads(outcome)
     found = []
     for each in methods:
         row = Row(each.key, each.is_baseline, outcome.notes[each.key], peak_bytes=outcome.memory.get(each.key) or None)
         found.append(row)
         if texts[each.key]:
             _fill(row, texts[each.key], plain)
-        if best and texts[each.key]:
+        if spreads.get(each.key, 1.0) > _MOST_SPREAD:
+            row.notes = [*row.notes, f"its speeds on one text differ by {spreads[each.key]:.1f}x: no ratio over it"]
+        if spreads.get(methods[0].key, 1.0) > _MOST_SPREAD:
+            row.speedup = row.interval = row.least = None
+            row.speedups = []
+        if best and spreads.get(best, 1.0) <= _MOST_SPREAD and texts[each.key]:
             row.over_best_baseline = _ratio(texts[each.key], texts[best])
             row.over_best_baseline_interval = _interval(texts[each.key], texts[best])
             row.best_baseline = best
+    return found
+
+
+def _spreads(outcome: Outcome) -> dict[str, float]:
+    """By method, how much its speeds on the same text differ at most: the fastest over the slowest."""
+    speeds: dict[tuple[str, str, int], list[float]] = {}
+    for run in outcome.runs:
+        if run.measurement.is_timed:
+            speeds.setdefault((run.method, run.sampling, run.prompt), []).append(tokens_per_second([run.measurement]))
+    found: dict[str, float] = {}
+    for (method, *_), those in speeds.items():
+        found[method] = max(found.get(method, 1.0), max(those) / min(those))
     return found
 
 
@@ -115,7 +133,6 @@ def _fill(row: Row, mine: dict[_Text, Run], plain: dict[_Text, Run]) -> None:
     row.first_token_ms = 1e3 * statistics.median(each.first_token_seconds for each in measured)
     offered, taken = _sum(each.offered for each in measured), _sum(each.taken for each in measured)
     row.acceptance_at_depth = [round(taken.get(depth, 0) / offered[depth], 3) for depth in sorted(offered)[:8]]
-    row.emitted = {name: int(count) for name, count in _sum(each.emitted for each in measured).items()}
     row.parts = _sum(each.parts for each in measured)
     if not row.is_baseline:
         pairs = [

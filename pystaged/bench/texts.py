@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from pystaged.batch import Batch
 from pystaged.bench import conditions
 from pystaged.bench.baseline_llama_cpp import Server, command
-from pystaged.bench.methods import without_head
-from pystaged.config import GenerationConfig
+from pystaged.decoding.batch import Batch
+from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.sequence import TokenRoles
 from pystaged.engine import Engine
-from pystaged.sequence import Sequence as Text
+from pystaged.options.config import GenerationConfig
 from pystaged.stats import PassStats
 
 _BASELINE = "llama-server, plain"
@@ -57,7 +57,7 @@ class Figures:
     """Figures of sequences that were decoded together.
 
     texts: number of sequences. way: "plain", "drafted" or a baseline. tokens_per_second: of all together, while
-    all decode; of_each: mean of a sequence from its first token to its last; overall: of all, with prefill.
+    all decode; of_each: mean of a sequence from its first token to its last.
     first_token_seconds: median time from the prompt to the first token; longest_gap_seconds: between tokens of a
     sequence. different: sequences that differ, up to their ends, from the first way's for the same prompt. passes:
     statistics of pystaged's passes.
@@ -67,7 +67,6 @@ class Figures:
     way: str
     tokens_per_second: float
     of_each: float
-    overall: float
     first_token_seconds: float
     longest_gap_seconds: float
     different: int
@@ -98,7 +97,7 @@ class TextsReport:
     def table(self) -> Table:
         """A table for terminals."""
         model = self.conditions["model"]["name"]
-        title = f"{model}: {self.conditions['max_tokens']} tokens each, temperature {self.conditions['temperature']:g}"
+        title = f"{model}: {self.conditions['max_tokens']} tokens each, greedy"
         headings = ("texts", "", "tokens/s", "x one plain", "of each", "first ms", "longest gap ms")
         table = Table(*headings, "texts, rows per pass", "guesses", title=title, box=None)
         one = next((each.tokens_per_second for each in self.figures if each.texts == 1 and each.way == "plain"), None)
@@ -129,7 +128,6 @@ def measure(
     counts: Sequence[int],
     *,
     max_tokens: int,
-    temperature: float = 0.0,
     threads: int = 0,
     llama_server: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -154,7 +152,7 @@ def measure(
             )
         # Sequences continue past their ends, and all prompts need a full prefill.
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
-        config = GenerationConfig(max_tokens=most, temperature=temperature, reuse=False)
+        config = GenerationConfig(max_tokens=most, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
         setup["ends"] = frozenset(engine.tokenizer.end_tokens.tolist())
         setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
@@ -179,7 +177,6 @@ def measure(
             "draft": conditions.model_file(draft) if draft else None,
             "prompts": len(prompts),
             "max_tokens": max_tokens,
-            "temperature": temperature,
         }
     return TextsReport(about, found, left_out)
 
@@ -196,7 +193,7 @@ def _ways(
         ]
         names: list[str] = []
         if setup["program"]:
-            names += [_BASELINE, *(["llama-server, draft-simple"] if without_head(setup)["draft"] else [])]
+            names += [_BASELINE, *(["llama-server, draft-simple"] if setup["draft"] else [])]
         for name in names:
             try:
                 ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))
@@ -244,7 +241,6 @@ def _summary(way: str, texts: Sequence[Written], different: int, passes: PassSta
         # They did not overlap if one ended before another began.
         tokens_per_second=together / (end - begin) if end > begin else num_tokens / last,
         of_each=statistics.fmean(tokens / seconds if seconds else 0.0 for seconds, tokens in spans),
-        overall=num_tokens / last,
         first_token_seconds=statistics.median(each.times[0][0] for each in texts),
         longest_gap_seconds=max(each.longest_gap for each in texts),
         different=different,
@@ -283,7 +279,7 @@ class Ours:
         return list(texts.values()), engine.passes.since(before)
 
     def _sequence(self, prompt: Tokens) -> Text:
-        return self._engine.runtime.sequence(prompt, self._config, is_end=lambda _: False)
+        return self._engine.runtime.sequence(prompt, self._config, TokenRoles(is_end=lambda _: False))
 
 
 class Slots:
@@ -329,12 +325,10 @@ class Slots:
         return texts, None
 
     def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
-        sampling = self._config.sampling
         request = {
             "prompt": list(map(int, prompt)),
             "n_predict": self._config.max_tokens,
-            "temperature": sampling.temperature,
-            "seed": sampling.seed,
+            "temperature": 0.0,
             "ignore_eos": True,
             "cache_prompt": False,
             "return_tokens": True,

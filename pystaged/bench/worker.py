@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pystaged.process import Child, ChildError, parent, serve
+from pystaged.platform.process import Child, ChildError, parent, serve
 
 if sys.platform == "darwin":
     import resource
@@ -46,8 +46,8 @@ class Measurement:
 
     tokens: the new ones, empty if a baseline does not report them. counted: tokens decoded in `seconds`, without those
     of prefill. first_token_seconds: from the prompt to the first token. steps: passes of the target, 0 if unknown.
-    parts: seconds by part of the step. emitted: tokens by stage. offered, taken: see GenerationStats. peak_bytes: peak
-    memory so far of the measuring process.
+    parts: seconds by part of the step. offered, taken: see GenerationStats. peak_bytes: peak memory so far of the
+    measuring process.
     """
 
     counted: int
@@ -56,7 +56,6 @@ class Measurement:
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
     parts: dict[str, float] = field(default_factory=dict)
-    emitted: dict[str, int] = field(default_factory=dict)
     offered: dict[int, int] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = field(default_factory=peak_bytes)

@@ -7,14 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pystaged.chat.calls import BARE_KEY, KEYWORD, Schemas, is_text, listed
+from pystaged.chat.calls import BARE_KEY, KEYWORD, Schemas
 from pystaged.chat.turn import Dialect
-from pystaged.definitions import GrammarError
+from pystaged.sampling.definitions import GrammarError, check_schema
+from pystaged.sampling.schema import TYPES, Members, Schema, listed
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _LONGEST = 8_000_000  # characters of all rules; a request has fewer, but each member repeats the definitions it needs
-_FREE = "/(?s:.*)/"
+_FREE, _EMPTY = "/(?s:.*)/", '""'
 # Values in Gemma's form for which there is no schema of a simple type.
 _GEMMA = """value: object | array | text | NUMBER | "true" | "false" | "null"
 object: "{{" (KEY ":" value ("," KEY ":" value)*)? "}}"
@@ -25,25 +26,46 @@ NUMBER: /-?(0|[1-9][0-9]{{0,18}})(\\.[0-9]{{1,18}})?/
 """
 
 
-def call_grammar(dialect: Dialect, schemas: Schemas, *, several: bool) -> str:
+def call_grammar(dialect: Dialect, schemas: Schemas, *, several: bool, answer: Mapping[str, Any] | None = None) -> str:
     """The grammar of one call, or more, of given tools.
 
     Args:
         schemas: of the tools' arguments, by name; None for a tool without arguments.
         several: whether more than one call is allowed, if the format has more.
+        answer: schema of an answer that may take the place of calls; None for no such answer.
 
     Raises:
-        GrammarError: it is too long.
+        GrammarError: it is too long, or cannot hold a schema.
     """
     form, grammar = dialect.form, _Grammar(dialect)
     more = f" ({grammar.words(form.between)} call)*" if several and form.between is not None else ""
     calls = []
     for i, (name, schema) in enumerate(schemas.items()):
         head = form.head.format(name=name, quoted=json.dumps(name))
-        arguments = _STYLES[form.style](grammar, f"a{i}", schema or _NO_ARGUMENTS)
+        try:
+            check_schema(schema or _NO_ARGUMENTS)
+            arguments = _arguments(grammar, f"a{i}", schema or _NO_ARGUMENTS)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the parameters of {name}: {error}") from None
         calls.append(f"{grammar.words(head)} {arguments} {grammar.words(form.tail.format())}")
-    start = f"start: {grammar.words(form.opening)} call{more} {grammar.words(form.closing)}\n"
-    return start + f"call: {' | '.join(calls)}\n" + "".join(grammar.rules)
+    start = f"{grammar.words(form.opening)} call{more} {grammar.words(form.closing)}"
+    if answer is not None:
+        check_schema(answer)
+        start += f" | {grammar.json('answer', answer)}"
+    return f"start: {start}\ncall: {' | '.join(calls)}\n" + "".join(grammar.rules)
+
+
+def _arguments(grammar: _Grammar, name: str, given: Mapping[str, Any]) -> str:
+    """The arguments of a tool, which are an object even if their schema does not say so."""
+    style = grammar.dialect.form.style
+    schema = Schema(given, strict=style != "json")
+    found = schema.objects() if style != "json" else "object" in schema.types(given)
+    if not found:
+        raise GrammarError("no object matches them")
+    if isinstance(found, bool):
+        return grammar.json(name, {**given, "type": "object"})
+    spelled = [_STYLES[style](grammar, f"{name}v{i}" if i else name, schema, form) for i, form in enumerate(found)]
+    return spelled[0] if len(spelled) == 1 else f"({' | '.join(each or _EMPTY for each in spelled)})"
 
 
 class _Grammar:
@@ -61,7 +83,7 @@ class _Grammar:
         for found in self._marks.finditer(text):
             parts += [_quoted(text[at : found.start()]), f"<[{self.dialect.controls[found[0]]}]>"]
             at = found.end()
-        return " ".join([*parts, _quoted(text[at:])]).strip() or '""'
+        return " ".join([*parts, _quoted(text[at:])]).strip() or _EMPTY
 
     def rule(self, name: str, body: str, attribute: str = "") -> str:
         self.rules.append(f"{name}{attribute}: {body}\n")
@@ -81,68 +103,82 @@ class _Grammar:
             return self.rule(name, f"{_FREE} {self.words(end)}")
         return self.rule(name, _FREE, f"[suffix={json.dumps(end)}]")
 
-    def texts(self, schema: Any, end: str) -> str:
-        """The strings that a schema lists, each with an end; "" if it lists none."""
-        return " | ".join(self.words(value + end) for value in listed(schema))
+    def of_types(self, name: str, schema: Schema, part: Any, types: frozenset[str]) -> str:
+        """The values of some types that a part of a schema allows, as JSON."""
+        kinds = types - ({"integer"} if "number" in types else frozenset())
+        limited = part if types == schema.types(part) else {"allOf": [part, {"type": sorted(kinds)}]}
+        return self.json(name, schema.whole(limited))
 
 
-def _json(grammar: _Grammar, name: str, schema: Any) -> str:
-    return grammar.json(name, schema)
-
-
-def _xml(grammar: _Grammar, name: str, schema: Any) -> str:
+def _xml(grammar: _Grammar, name: str, schema: Schema, members: Members) -> str:
     """Arguments between tags, in the order of the schema."""
     form = grammar.dialect.form
+
+    def value(own: str, part: Any) -> str:
+        types, texts = schema.types(part), schema.texts(part)
+        if types == TYPES or texts == []:
+            return f"{grammar.json(own, schema.whole(part))} {_quoted(form.member_end)}"
+        if texts is None:
+            return grammar.free(own, form.member_end)
+        found = [grammar.words(text + form.member_end) for text in texts]
+        if rest := types - {"string"}:
+            found.append(f"{grammar.of_types(own, schema, part, rest)} {_quoted(form.member_end)}")
+        return f"({' | '.join(found)})"
+
     parts = []
-    for i, (key, each, required) in enumerate(_members(schema, r"[^<>\n]+")):
-        own = f"{name}_{i}"
-        if is_text(each):
-            value = grammar.texts(each, form.member_end)
-            value = f"({value})" if value else grammar.free(own, form.member_end)
-        else:
-            value = f"{grammar.json(own, each)} {_quoted(form.member_end)}"
-        parts.append(f"({_quoted(form.member.format(key=key))} {value}){'' if required else '?'}")
-    if not parts and _is_open(schema):
+    for i, (key, part, required) in enumerate(_named(schema, members, r"[^<>\n]+")):
+        tag = _quoted(form.member.format(key=key))
+        parts.append(f"({tag} {value(f'{name}_{i}', part)}){'' if required else '?'}")
+    if _is_open(members):
         begin, tags = map(_quoted, form.member.split("{key}"))
-        value = grammar.free(f"{name}_any", form.member_end)
-        parts.append(f"({begin} /[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/ {tags} {value})*")
+        own = f"{name}_any"
+        spelled = value(own, members.of("")) if members.others else grammar.free(own, form.member_end)
+        parts.append(f"({begin} /[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/ {tags} {spelled})*")
     return " ".join(parts)
 
 
-def _gemma(grammar: _Grammar, name: str, schema: Any) -> str:
+def _gemma(grammar: _Grammar, name: str, schema: Schema, members: Members) -> str:
     """Arguments by bare keys in alphabetical order, as the templates write them."""
     quote = grammar.dialect.form.quote
     if not any(rule.startswith("value:") for rule in grammar.rules):
         text = f"{grammar.words(quote)} {grammar.free('text_end', quote)}"
         grammar.rules.append(_GEMMA.format(text=text))
 
-    def value(own: str, each: Mapping[str, Any]) -> str:
-        if is_text(each):
-            listed = grammar.texts(each, quote)
-            return f"{grammar.words(quote)} ({listed})" if listed else "text"
-        if each.get("type") in ("integer", "number", "boolean", "null"):
-            return grammar.json(f"{own}_value", each)
-        return "value"
+    def value(own: str, part: Any) -> str:
+        types, texts = schema.types(part), schema.texts(part)
+        if types == TYPES:
+            return "value"
+        found: list[str] = [kind for kind in ("object", "array") if kind in types]
+        if texts is None:
+            found.append("text")
+        elif texts:
+            found.append(f"{grammar.words(quote)} ({' | '.join(grammar.words(text + quote) for text in texts)})")
+        if plain := types & {"integer", "number", "boolean", "null"}:
+            found.append(grammar.of_types(f"{own}_value", schema, part, plain))
+        return f"({' | '.join(found)})"
 
-    members = sorted(_members(schema, BARE_KEY))
-    if not members and _is_open(schema):
-        return "object"
-    return f'"{{" {_separated(grammar, name, members, ":", ",", value)} "}}"'
+    if _is_open(members):
+        if not members.others:
+            return "object"
+        pair = grammar.rule(f"{name}_any", f'KEY ":" {value(name, members.of(""))}')
+        return f'"{{" ({pair} ("," {pair})*)? "}}"'
+    named = sorted(_named(schema, members, BARE_KEY), key=lambda each: each[0])
+    return f'"{{" {_separated(grammar, name, named, ":", ",", value)} "}}"'
 
 
-def _python(grammar: _Grammar, name: str, schema: Any) -> str:
+def _python(grammar: _Grammar, name: str, schema: Schema, members: Members) -> str:
     """Keyword arguments in the order of the schema; strings, lists and objects as in JSON, which Python reads."""
 
-    def value(own: str, each: Mapping[str, Any]) -> str:
-        if each.get("type") in ("boolean", "null") and not listed(each):
-            return '("True" | "False")' if each["type"] == "boolean" else '"None"'
-        return grammar.json(f"{own}_value", each)
+    def value(own: str, part: Any) -> str:
+        whole = schema.whole(part)
+        if whole.get("type") in ("boolean", "null") and not listed(whole):
+            return '("True" | "False")' if whole["type"] == "boolean" else '"None"'
+        return grammar.json(f"{own}_value", whole)
 
-    members = _members(schema, KEYWORD)
-    if not members and _is_open(schema):
-        pair = grammar.rule(f"{name}_any", f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {grammar.json(f"{name}_value", {})}')
+    if _is_open(members):
+        pair = grammar.rule(f"{name}_any", f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {value(name, members.of(""))}')
         return f'({pair} (", " {pair})*)?'
-    return _separated(grammar, name, members, "=", ", ", value)
+    return _separated(grammar, name, _named(schema, members, KEYWORD), "=", ", ", value)
 
 
 def _separated(
@@ -151,11 +187,11 @@ def _separated(
     members: Sequence[tuple[str, Any, bool]],
     equals: str,
     between: str,
-    value: Callable[[str, Mapping[str, Any]], str],
+    value: Callable[[str, Any], str],
 ) -> str:
     """Members in order, each a key, `equals` and a value; two of them are separated by `between`."""
     # tail_i writes the members from i on after another one, head_i as the first ones.
-    heads, tails = grammar.rule(f"{name}_h{len(members)}", '""'), grammar.rule(f"{name}_t{len(members)}", '""')
+    heads, tails = grammar.rule(f"{name}_h{len(members)}", _EMPTY), grammar.rule(f"{name}_t{len(members)}", _EMPTY)
     for i, (key, each, required) in reversed(list(enumerate(members))):
         own = f"{name}_{i}"
         pair = grammar.rule(own, f"{_quoted(key + equals)} {value(own, each)}")
@@ -165,40 +201,33 @@ def _separated(
     return heads
 
 
-def _is_open(schema: Mapping[str, Any]) -> bool:
+def _is_open(members: Members) -> bool:
     """Whether an object may have any members, because its schema names none."""
-    return not schema.get("properties") and schema.get("additionalProperties") is not False
+    return not members.named and members.others is not None
 
 
-def _members(schema: Mapping[str, Any], readable: str) -> Sequence[tuple[str, Any, bool]]:
-    """Name, schema and necessity of an object's members; the schemas with the definitions that they may refer to.
-    Members whose names do not match a pattern could not be read back, and are left out.
+def _named(schema: Schema, members: Members, readable: str) -> list[tuple[str, Any, bool]]:
+    """Name, schema and necessity of an object's members. Those whose names do not match a pattern could not be read
+    back, and are left out.
 
     Raises:
         GrammarError: such a member is required.
     """
-    properties, required = schema.get("properties"), schema.get("required")
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
-    found = properties if isinstance(properties, Mapping) else {}
-    members = []
-    for key, each in found.items():
+    found = []
+    for key in members.named:
         if not re.fullmatch(readable, key):
-            if key in needed:
+            if key in members.required:
                 raise GrammarError(f"this model's calls cannot name the argument {key!r}; rename it")
-            continue
-        own = dict(each) if isinstance(each, Mapping) else {}
-        refers = bool(shared) and '"$ref"' in json.dumps(own)  # else many members would repeat long definitions
-        members.append((key, own | shared if refers else own, key in needed))
-    return members
+        elif schema.types(members.of(key)):
+            found.append((key, members.of(key), key in members.required))
+    return found
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-_STYLES: dict[str, Callable[[_Grammar, str, Any], str]] = {
-    "json": _json,
+_STYLES: dict[str, Callable[[_Grammar, str, Schema, Members], str]] = {
     "xml": _xml,
     "gemma": _gemma,
     "python": _python,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pystaged.chat.source import Parser, Source
+from pystaged.sampling.schema import Schema, UndecidedError
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool, by name."""
@@ -184,17 +185,22 @@ def _skip(source: Source, form: CallForm, *marks: str) -> Parser[str]:
 
 
 _MISTRAL_HEAD = _pattern(r" ([^\[{\s]{1,128}) (?:\[CALL_ID\][^\[]*)?\[ARGS\] (?=\{)")
+_FUNCTION_HEAD = _pattern(r" <function=([^>\s]{1,128})> (?=\{)")
 
 
-def _mistral_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
-    """Mistral's newer form: name[ARGS]{...}."""
-    head = yield from _head(source, _MISTRAL_HEAD, "")
+def _named_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
+    """Forms with the name before the JSON of the arguments: Mistral's newer one, name[ARGS]{...}, and Functionary's,
+    <function=name>{...}</function>."""
+    head = yield from _head(source, _FUNCTION_HEAD if "<function=" in form.begins else _MISTRAL_HEAD, form.end)
     if head is None:
         return (yield from _json_call(source, form, schemas))
     source.take(head.end())
     yield "call", head[1]
     if (yield from _json_value(source)):
         yield "end", ""
+        yield from source.space()
+        if (yield from source.starts(form.end)):
+            source.take(len(form.end))
     return True
 
 
@@ -218,6 +224,8 @@ def _harmony_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bo
 
 
 _XML_HEAD = _pattern(r" <function=([^>\s]{1,128})>")
+_CDATA = "<![CDATA["
+_QUOTED_HEAD = _pattern(r'([^"\s]{1,128}) " >')
 _GLM_HEAD = _pattern(r' ([^\s<>{}"]{1,128}) (?=<arg_key>|</tool_call>)')
 
 
@@ -225,9 +233,12 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """Forms that write the text of each argument between tags.
 
     Qwen3-Coder's: <function=name>, then <parameter=key>, value and </parameter>. GLM's: name, then
-    <arg_key>key</arg_key> and <arg_value>value</arg_value>.
+    <arg_key>key</arg_key> and <arg_value>value</arg_value>. MiniCPM5's: <function name="name">, then
+    <param name="key">, value, which may be in a CDATA section, and </param>.
     """
-    head = yield from _head(source, _XML_HEAD if "<function=" in form.begins else _GLM_HEAD, form.end)
+    is_quoted = form.begins[0].endswith('"')
+    pattern = _XML_HEAD if "<function=" in form.begins else _QUOTED_HEAD if is_quoted else _GLM_HEAD
+    head = yield from _head(source, pattern, form.end)
     if head is None:
         return False
     source.take(head.end())
@@ -235,7 +246,8 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     begins, tags = form.member.split("{key}")
     key_end, _, value_begins = tags.partition("\n")
     value_ends, closes = (form.member_end.rstrip(), form.member_end.strip()), form.tail.partition("\n")[0]
-    properties = (schemas.get(head[1]) or {}).get("properties")
+    goes_on = (begins, closes, form.end, *form.begins)  # follow the end of a value, or that is text of the value
+    schema = Schema(schemas.get(head[1]) or {})
     separator = "{"
     while (mark := (yield from _skip(source, form, begins, closes))) == begins:
         key, mark = yield from source.collected((key_end,))
@@ -244,19 +256,22 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
         while not source.text and (yield from source.more()):
             pass
         source.text = source.text if value_begins else source.text.removeprefix("\n")
+        ends = value_ends
+        if is_quoted and (yield from source.starts(_CDATA)):
+            source.take(len(_CDATA))
+            ends = (f"]]>{form.member_end}", form.member_end)
         yield "arguments", f"{separator}{_dumped(key)}: "
         separator = ", "
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        if is_text(schema):
+        if _is_text(schema, key):
             yield "arguments", '"'
-            if not (yield from source.until(value_ends, "arguments", lambda part: _dumped(part)[1:-1])):
+            if not (yield from source.until(ends, "arguments", lambda part: _dumped(part)[1:-1], then=goes_on)):
                 return True
             yield "arguments", '"'
         else:
-            words, mark = yield from source.collected(value_ends)
+            words, mark = yield from source.collected(ends, then=goes_on)
             if not mark:
                 return True
-            yield "arguments", _value(words)
+            yield "arguments", _value(words, schema, key)
     if not mark:
         return True
     yield "arguments", "{}" if separator == "{" else "}"
@@ -268,25 +283,22 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     return True
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a schema allows strings only; Qwen3-Coder and Gemma write them without JSON's quotes."""
-    if not isinstance(schema, Mapping):
-        return False
-    values = listed(schema)
-    return all(isinstance(value, str) for value in values) if values else schema.get("type") == "string"
+def _is_text(schema: Schema, key: str, words: str | None = None, value: Any = None) -> bool:
+    """Whether an argument is a string in any case; or whether words are meant as one, not as the JSON value that they
+    spell."""
+    with suppress(UndecidedError, RecursionError):
+        part = schema.member(key)
+        return schema.types(part) == {"string"} if words is None else schema.is_text(part, words, value)
+    return False
 
 
-def listed(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists, none if any are allowed."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else []
-
-
-def _value(words: str) -> str:
+def _value(words: str, schema: Schema | None = None, key: str = "") -> str:
     """JSON of an argument that was written as text; True, False and None are Python's, which templates write."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(words.strip(), words)
     with suppress(ValueError, RecursionError):
-        return json.dumps(json.loads(literal, parse_constant=_no_json), ensure_ascii=False, allow_nan=False)
+        value = json.loads(literal, parse_constant=_no_json)
+        if schema is None or not _is_text(schema, key, words, value):
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _dumped(words)
 
 
@@ -327,18 +339,17 @@ def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
 
 def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """Gemma's form: call:name{key:value,...}, with marks around strings and bare keys."""
-    del schemas
     head = yield from _head(source, _GEMMA_HEAD, form.end)
     if head is None:
         return False
     source.take(head.end())
     yield "call", head[1]
-    depth, word = 0, ""
+    depth, word, key, schema = 0, "", "", Schema(schemas.get(head[1]) or {})
     while depth or not word:
         if (yield from source.starts(form.quote)):
             source.take(len(form.quote))
             yield "arguments", '"'
-            if not (yield from source.until((form.quote,), "arguments", lambda part: _dumped(part)[1:-1])):
+            if not (yield from source.until((form.quote,), "arguments", lambda part: _dumped(part)[1:-1], then=",}]:")):
                 return True
             yield "arguments", '"'
             continue
@@ -353,8 +364,9 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
             continue
         word = source.take(found.end())
         depth += (word in ("{", "[")) - (word in ("}", "]"))
+        key = word if found["is_key"] and depth == 1 else key
         if found["word"]:
-            word = _dumped(word) if found["is_key"] else _value(word)
+            word = _dumped(word) if found["is_key"] else _value(word, schema if depth == 1 else None, key)
         yield "arguments", word
     yield "end", ""
     if (yield from source.starts(form.end)):
@@ -383,7 +395,7 @@ def _python_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[boo
         source.take(head.end())
         is_call = True
         yield "call", head[1]
-        if not (yield from _keywords(source)):
+        if not (yield from _keywords(source, Schema(schemas.get(head[1]) or {}))):
             return True
         yield "end", ""
         if (yield from _next(source)) != ",":
@@ -400,7 +412,7 @@ def _next(source: Source) -> Parser[str]:
     return source.text[:1]
 
 
-def _keywords(source: Source) -> Parser[bool]:
+def _keywords(source: Source, schema: Schema) -> Parser[bool]:
     """Pass on the arguments of a call in Python as a JSON object; returns whether they are complete."""
     separator = "{"
     while (mark := (yield from _next(source))) != ")":
@@ -413,14 +425,14 @@ def _keywords(source: Source) -> Parser[bool]:
         source.take(key.end())
         yield "arguments", f"{separator}{_dumped(key[1])}: "
         separator = ", "
-        if not (yield from _python_value(source)):
+        if not (yield from _python_value(source, schema, key[1])):
             return False
     source.take(1)
     yield "arguments", "{}" if separator == "{" else "}"
     return True
 
 
-def _python_value(source: Source, depth: int = 0) -> Parser[bool]:
+def _python_value(source: Source, schema: Schema | None, key: str = "", depth: int = 0) -> Parser[bool]:
     """Pass on a value in Python as JSON; returns whether it is complete."""
     mark = yield from _next(source)
     if mark in _CLOSING and depth < _DEEPEST:
@@ -436,7 +448,7 @@ def _python_value(source: Source, depth: int = 0) -> Parser[bool]:
             separator = ", "
             if mark == "{" and not (yield from _python_key(source)):
                 return False
-            if not (yield from _python_value(source, depth + 1)):
+            if not (yield from _python_value(source, None, depth=depth + 1)):
                 return False
         source.take(1)
         yield "arguments", "}" if mark == "{" else "]"
@@ -444,7 +456,7 @@ def _python_value(source: Source, depth: int = 0) -> Parser[bool]:
     if mark in ("'", '"'):
         return (yield from _python_text(source))
     if word := (yield from _word(source)):
-        yield "arguments", _value(word)
+        yield "arguments", _value(word, schema, key)
     return bool(word)
 
 
@@ -525,6 +537,18 @@ HARMONY_MARKS = ("<|end|>", "<|call|>")  # the others are in the text even if no
 _JSON = '{{"name": {quoted}, "arguments": '
 FORMS = (
     CallForm(
+        ("<seed:tool_call>", "<function="),
+        ("<seed:tool_call>", "<function="),
+        _xml_call,
+        "<seed:tool_call>\n<function={name}>\n",
+        "</function>\n</seed:tool_call>",
+        end="</seed:tool_call>",
+        between="\n",
+        style="xml",
+        member="<parameter={key}>",
+        member_end="</parameter>\n",
+    ),
+    CallForm(
         ("<function=", "<parameter="),
         ("<tool_call>", "<function="),
         _xml_call,
@@ -533,6 +557,21 @@ FORMS = (
         end="</tool_call>",
         between="\n",
         style="xml",
+    ),
+    CallForm(
+        ('<function name="', '<param name="'),
+        ('<function name="',),
+        _xml_call,
+        '<function name="{name}">',
+        "</function>",
+        end="</function>",
+        between="\n",
+        style="xml",
+        member='<param name="{key}">',
+        member_end="</param>",
+    ),
+    CallForm(
+        ("<function=", "</function>"), ("<function=",), _named_call, "<function={name}>", "</function>", "</function>"
     ),
     *(
         CallForm(
@@ -550,10 +589,17 @@ FORMS = (
             ("<start_function_call>", "<end_function_call>", "<escape>"),
         )
     ),
-    CallForm(("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), _mistral_call, "[TOOL_CALLS]{name}[ARGS]", ""),
+    CallForm(("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), _named_call, "[TOOL_CALLS]{name}[ARGS]", ""),
     *(
         CallForm((begin,), (begin,), _json_call, _JSON, "}}", opening=f"{begin}[", between=", ", closing="]")
         for begin in ("[TOOL_CALLS]", "<|tool_call|>")  # Mistral's older form, and that of Granite and Phi
+    ),
+    *(
+        CallForm((begin,), (begin,), _json_call, _JSON, "}}", end, opening=f"{begin}[", between=", ", closing=f"]{end}")
+        for begin, end in (("<TOOLCALL>", "</TOOLCALL>"), ("<tool_calls>", "</tool_calls>"))  # Nemotron's, Apriel's
+    ),
+    CallForm(
+        ("<|function_call|>",), ("<|function_call|>",), _json_call, f"<|function_call|>{_JSON}", "}}", between=None
     ),
     CallForm(
         ("<arg_key>", "<arg_value>"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pystaged._core import Tokenizer
 from pystaged.chat.marked import MESSAGE, TEMPLATE, marks_of
-from pystaged.text import encode_continuation
+from pystaged.sampling.text import encode_continuation
 
 _WRITTEN = re.compile(f"{TEMPLATE}+")
 _COMES_IN = re.compile(f"[^{TEMPLATE}]+")

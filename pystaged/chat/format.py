@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
-from pystaged.chat import ENDLESS, ChatTemplateError
+from pystaged.chat import ENDLESS, ChatTemplateError, history
+from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS, mark
-from pystaged.chat.messages import Message, marked, marked_messages, with_joined_parts
-from pystaged.process import ChildKilledError, ChildSilentError, ProcessLock, Workers
+from pystaged.chat.messages import Message, completed, marked, marked_messages, with_joined_parts
+from pystaged.chat.turn import TurnReader
+from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
 
 _KEY = "tokenizer.chat_template"
 _AT_ONCE = 2  # templates rendered at the same time
@@ -29,7 +32,6 @@ _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
-_PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("one part", "two part")]}]
 
 
 _workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
@@ -47,8 +49,8 @@ class ChatFormat:
     Args:
         metadata: scalar metadata of the model's file, as text.
         tokenizer: the model's.
-        report: called with a line if there is no template, and once for each option that the template ignores, 16 at
-            most.
+        report: called with a line if there is no template, or calls that it writes cannot be read, and once for each
+            option that the template ignores, 16 at most.
     """
 
     def __init__(self, metadata: Mapping[str, str], tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
@@ -63,11 +65,18 @@ class ChatFormat:
             report("the model has no chat template; conversations are written as ChatML, which it may not know")
         begin()
         self._variables: dict[str, set[str]] = {}  # by template
-        self._takes_parts: dict[str, bool] = {}
+        self._can: dict[tuple[str, str], bool] = {}  # by template and probe; "read": its calls
         self._report = report
         self._reported: set[str] = set()
         self._encoder: Encoder | None = None
-        self._telling = ProcessLock()
+        self._of_model = {
+            "documents": None,
+            "tools": None,
+            "add_generation_prompt": True,
+            "bos_token": self._spelled(tokenizer.bos),
+            "eos_token": self._spelled(tokenizer.eos),
+        }
+        self._telling = threading.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -75,8 +84,13 @@ class ChatFormat:
         return list(self._sources)
 
     def source(self, tools: bool = False) -> str:
-        """The template that is used with or without tools."""
-        return self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
+        """The template that is used with or without tools; raises ChatTemplateError if there is none."""
+        return self._source("tool_use" if tools and "tool_use" in self._sources else "default")
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the templates support tools. If not, a system message describes them, and calls are text."""
+        return "tool_use" in self._sources or "tools" in self.variables()
 
     def variables(self, template: str = "default") -> set[str]:
         """Names of the variables that a template uses; empty if it cannot be parsed, which rendering reports."""
@@ -97,7 +111,8 @@ class ChatFormat:
         """Render messages as the text of a prompt.
 
         Args:
-            messages: the conversation so far: dictionaries with "role" and "content".
+            messages: the conversation so far: dictionaries with "role" and "content", and calls of tools in OpenAI's
+                form.
             tools: schemas of functions that the model may call.
             template: one of `names`; by default "tool_use" if there are tools and such a template.
             template_options: further variables for the template, such as {"enable_thinking": False}.
@@ -154,45 +169,65 @@ class ChatFormat:
         options = {
             str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
         }
-        given = marked_messages(messages)
-        variables = {
-            "documents": None,
-            **options,
-            "messages": given,
-            "tools": None if tools is None else marked(tools, "tools"),
-            "add_generation_prompt": add_generation_prompt,
-            "bos_token": self._spelled(self._tokenizer.bos),
-            "eos_token": self._spelled(self._tokenizer.eos),
-        }
+        given, described = marked_messages(messages), None if tools is None else marked(tools, "tools")
         name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
-        if any(isinstance(message.get("content"), list) for message in given) and not self._parts(name, variables):
-            variables["messages"] = given = with_joined_parts(given)
+
+        def can(what: str) -> bool:
+            return self._probed(name, what)
+
+        given, described = history.arranged(given, described, self._source(name), self.knows_tools, can)
+        given = [
+            with_joined_parts(message)
+            if isinstance(message.get("content"), list)
+            and not (can("parts") and (message["role"] != "system" or can("system parts")))
+            else message
+            for message in given
+        ]
+        variables = self._of_model | options
+        variables |= {"messages": given, "tools": described, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._guarded(name, variables)
         except ChatTemplateError:
-            if all("content" in message for message in given):
+            # Calls without content and tools without description are allowed, but some templates need them.
+            told = list(map(completed, given))
+            full = variables | {"messages": told, "tools": described and history.filled(described)}
+            if full == variables:
                 raise
-            # The messages are calls without content, which some templates need nevertheless.
-            text = self._guarded(name, variables | {"messages": [{"content": mark("")} | each for each in given]})
-        ignored = {*options, *(["tools"] if tools else [])} - self._variables[name]
-        with self._telling.here():
+            text = self._guarded(name, full)
+        ignored = {*options, *(["tools"] if described else [])} - self._variables[name]
+        with self._telling:
             unsaid = {variable[:_LONGEST_NAME] for variable in ignored} - self._reported
             new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
             self._reported |= set(new)
         for variable in new:
             self._report(f"the model's chat template ignores {variable!r}, so it has no effect")
+        if described is not None and (name, "read") not in self._can:
+            self._can[name, "read"] = not self._probed(name, "1 calls") or self._reads_calls(name)
+            if not self._can[name, "read"]:
+                self._report("the model's chat template writes calls of tools in an unknown form; they stay text")
         return text
 
-    def _parts(self, name: str, variables: Mapping[str, Any]) -> bool:
-        """Whether a template writes the text of content parts, and not Python's repr of the list."""
-        if name not in self._takes_parts:
+    def _reads_calls(self, name: str) -> bool:
+        """Whether a call that a template writes is read back."""
+        text = str.__str__(self._guarded(name, self._of_model | {"messages": mark(history.PROBES["1 calls"].messages)}))
+        form = form_of(self._source(name))
+        if form.at_start and form.head.format(name="f", quoted='"f"') in text:
+            return True
+        reader = TurnReader(form=form)
+        reader.push(text)
+        return any(block.name == "f" for block in reader.blocks)
+
+    def _probed(self, name: str, what: str) -> bool:
+        """Whether a template can do what one of history's probes shows."""
+        if (name, what) not in self._can:
+            probe = history.PROBES[what]
             try:
-                text = self._guarded(name, {**variables, "messages": mark(_PARTS), "tools": None})
+                text = self._guarded(name, self._of_model | {"messages": mark(probe.messages)})
             except ChatTemplateError:
                 text = ""
-            has_both = "one part" in text and "two part" in text
-            self._takes_parts[name] = has_both and "'type'" not in text and '"type"' not in text
-        return self._takes_parts[name]
+            shows = all(words in text for words in probe.shows)
+            self._can[name, what] = shows and not any(words in text for words in probe.hides)
+        return self._can[name, what]
 
     def _variables_of(self, name: str) -> set[str]:
         if name not in self._variables:

@@ -22,9 +22,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
-from pystaged import process
 from pystaged.chat import ENDLESS, ChatTemplateError
 from pystaged.chat.marked import MESSAGE, Marked, join
+from pystaged.platform import process
 
 _ROOM = 1 << 28  # bytes of address space for a rendering
 _EACH = 64  # further bytes for each character that it may write
@@ -59,13 +59,13 @@ class _Host:
                 text = self._templates[source].render(variables)
                 words = ENDLESS if len(text) > most else ""
             except _TemplateRefusal as error:
-                words = f"refuses these messages: {error}"
+                words = f"refuses these messages{_line(error)}: {error}"
             except TemplateSyntaxError as error:
                 words = f"is damaged, line {error.lineno}: {error}"
             except (RecursionError, MemoryError, OverflowError):
                 words = ENDLESS
             except Exception as error:  # any other error is the template's
-                words = f"fails for these messages: {str(error) or type(error).__name__}"
+                words = f"fails for these messages{_line(error)}: {str(error) or type(error).__name__}"
         if words:
             raise ChatTemplateError(words[:_MOST_WORDS])
         return text
@@ -235,6 +235,16 @@ def _raise(message: object = "") -> None:
 
 class _TemplateRefusal(TemplateRuntimeError):
     """A template's own objection to the messages."""
+
+
+def _line(error: BaseException) -> str:
+    """Where in its template an error arose."""
+    found, trace = "", error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == "<template>":  # jinja2's name of those that come as text
+            found = f", line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def _strftime_now(pattern: str) -> str:

@@ -44,14 +44,22 @@ class Source:
             if self.text or not (yield from self.more()):
                 return "".join(found)
 
-    def starts(self, mark: str) -> Parser[bool]:
-        """Whether a mark comes next."""
-        while len(self.text) < len(mark) and mark.startswith(self.text) and (yield from self.more()):
-            pass
-        return self.text.startswith(mark)
+    def starts(self, *marks: str) -> Parser[bool]:
+        """Whether one of some marks comes next."""
+        while not self.text.startswith(marks):
+            is_begun = any(mark.startswith(self.text) for mark in marks)
+            if not is_begun or not (yield from self.more()):
+                return False
+        return True
 
     def until(
-        self, marks: Sequence[str], kind: Kind, spelled: Callable[[str], str] = str, *, trims: bool = False
+        self,
+        marks: Sequence[str],
+        kind: Kind,
+        spelled: Callable[[str], str] = str,
+        *,
+        trims: bool = False,
+        then: Sequence[str] = (),
     ) -> Parser[str]:
         """Pass on the text before the first of some marks, and read that mark; returns it, or "" at the end.
 
@@ -59,6 +67,8 @@ class Source:
             kind: of the events.
             spelled: converts each part of the text.
             trims: leave out white space at the end.
+            then: texts, one of which must follow a mark after white space, unless all text ends there; another mark is
+                text.
         """
         held: list[str] = []  # white space
         while True:
@@ -75,17 +85,26 @@ class Source:
             if words:
                 yield kind, spelled(words)
             if found:
-                self.trimmed = "".join(held)
-                return self.take(len(found[1]))
+                self.trimmed, mark = "".join(held), self.take(len(found[1]))
+                if not then:
+                    return mark
+                space = yield from self.space()
+                is_end = not self.text or (yield from self.starts(*then))
+                self.text = space + self.text
+                if is_end:
+                    return mark
+                yield kind, spelled(mark)
+                continue
             if not (yield from self.more()):
                 if rest := "".join([*held, self.take(len(self.text))]):
                     yield kind, spelled(rest)
                 return ""
 
-    def collected(self, marks: Sequence[str]) -> Parser[tuple[str, str]]:
-        """Read the text before the first of some marks, and that mark; returns both, with "" for no mark."""
+    def collected(self, marks: Sequence[str], then: Sequence[str] = ()) -> Parser[tuple[str, str]]:
+        """Read the text before the first of some marks, and that mark; returns both, with "" for no mark. then: as in
+        `until`."""
         words: list[str] = []
-        parser = self.until(marks, "text")
+        parser = self.until(marks, "text", then=then)
         while True:
             try:
                 event = next(parser)

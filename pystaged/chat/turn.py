@@ -112,21 +112,27 @@ class TurnReader:
         schemas: Schemas = MappingProxyType({}),
     ) -> None:
         self.blocks: list[Block] = []
-        self._source = Source()
+        self._source, self._length = Source(), 0
         self._parser = _turn(self._source, thinking, is_open, form, schemas)
 
     def push(self, text: str) -> list[tuple[Block, str]]:
         """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
-        told: list[tuple[Block, str]] = []
-        for begin in range(0, len(text), _PIECE):  # reading a token copies what is behind it
-            self._source.text += text[begin : begin + _PIECE]
-            told += self._read()
-        return told
+        return [(block, new) for block, new, _ in self.placed(text)]
 
     def finish(self) -> list[tuple[Block, str]]:
         """End the answer; returns the rest, as push does."""
-        self._source.ended = True
-        return list(self._read())
+        return [(block, new) for block, new, _ in self.placed("", ended=True)]
+
+    def placed(self, text: str, *, ended: bool = False) -> list[tuple[Block, str, int]]:
+        """As push, and as finish if it has ended; each also with the number of characters that are read by then."""
+        told: list[tuple[Block, str, int]] = []
+        for begin in range(0, len(text), _PIECE):  # reading a token copies what is behind it
+            piece = text[begin : begin + _PIECE]
+            self._source.text += piece
+            self._length += len(piece)
+            told += self._read()
+        self._source.ended = self._source.ended or ended
+        return [*told, *self._read()] if ended else told
 
     def may_grow(self, block: Block) -> bool:
         """Whether a block may get more text."""
@@ -136,7 +142,7 @@ class TurnReader:
         """The blocks of a kind."""
         return [block for block in self.blocks if block.kind == kind]
 
-    def _read(self) -> Iterator[tuple[Block, str]]:
+    def _read(self) -> Iterator[tuple[Block, str, int]]:
         for event in self._parser:
             if event is None:
                 return
@@ -144,14 +150,14 @@ class TurnReader:
             last = self.blocks[-1] if self.blocks else None
             if kind == "end":
                 self.blocks[-1].is_whole = True
-            elif kind == "call":
+                continue
+            if kind == "call":
                 self.blocks.append(Block("call", len(self.blocks), name=text))
-                yield self.blocks[-1], ""
-            else:
-                if kind != "arguments" and (last is None or last.kind != kind):
-                    self.blocks.append(Block(kind, len(self.blocks)))
-                self.blocks[-1].text += text
-                yield self.blocks[-1], text
+                text = ""
+            elif kind != "arguments" and (last is None or last.kind != kind):
+                self.blocks.append(Block(kind, len(self.blocks)))
+            self.blocks[-1].text += text
+            yield self.blocks[-1], text, self._length - len(self._source.text)
 
 
 def calls_of(text: str) -> list[Block]:

@@ -12,24 +12,24 @@ import typer
 from typer.core import TyperCommand
 
 import pystaged
-from pystaged import _ctrl_c
+from pystaged.cli import help
 from pystaged.cli.command import Command, Group, UsageError
+from pystaged.platform import ctrl_c as _ctrl_c
 
 # Commands and their lines in `pystaged --help`. A command's module has its name and is imported only to run it; it
 # holds `app` for a group of commands, or the command as a function of that name.
 _COMMANDS = {
     "generate": "Continue a prompt.",
     "chat": "Chat with a model.",
-    "serve": "Run a server for clients of OpenAI, Anthropic and Ollama, with a chat page.",
+    "serve": "Run a server for clients of OpenAI, Anthropic and Ollama, and a page.",
     "models": "List the models on this machine, or remove one.",
     "pull": "Download a model into the cache and print its path.",
     "quantize": "Convert a model to another type with llama.cpp's quantizer.",
-    "bench": "Measure the speed of plain and staged decoding, and of other programs, on this machine.",
-    "tune": "Measure how long passes take on this machine, and show it.",
+    "bench": "Measure plain and staged decoding, and other programs, on this machine.",
     "info": "Show this build, this machine's devices, and a model's properties.",
     "diff": "Compare two models, quantizations or KV types on the same prompts.",
     "verify": "Generate the text of a receipt again, and compare.",
-    "rpc-server": "Run layers of models for other machines, which use it with --device rpc:HOST:PORT.",
+    "rpc-server": "Run layers of models for other machines (--device rpc:HOST:PORT).",
     "distill": "Train a draft for a model on the model's own answers.",
     "ngram": "Build tables of n-grams to draft from.",
 }
@@ -49,6 +49,8 @@ class _Commands(Group):
             args = [*args[1:], "--help"]
         elif args == ["version"]:
             args = ["--version"]
+        if args[-1:] and args[-1] in help.WORDS and not any(word.startswith("-") for word in args[:-1]):
+            self._show_help(ctx, args)
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except UsageError as error:
@@ -57,6 +59,15 @@ class _Commands(Group):
                 error.possibilities = None
             raise
         return rest
+
+    def _show_help(self, ctx: Any, args: list[str]) -> None:
+        """Show a command's help and leave, without what parsing of options needs, which is slow to import."""
+        command, words = self, args[:-1]
+        while words and hasattr(command, "resolve_command"):
+            name, command, words = command.resolve_command(ctx, words)
+            ctx = type(ctx)(command, info_name=name, parent=ctx)
+        typer.echo(help.help_of(command, ctx, everything=args[-1] == help.ALL), nl=False)
+        ctx.exit()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the arguments name."""
@@ -124,6 +135,11 @@ def main() -> None:
         from pystaged.cli.console import words  # noqa: PLC0415
 
         _say("error: ", "bold red", words(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "new thread" not in str(error):
+            raise
+        status = 1
+        _say("error: ", "bold red", "not enough memory; a smaller model or a smaller --n-ctx needs less")
     if status:
         # Otherwise Python tries to write the output again at exit, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,22 +16,21 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from pystaged._core import Session
-from pystaged.bench import edits as edits_bench
 from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command, UsageError
-from pystaged.cli.console import draft_name, errors, report
+from pystaged.cli.console import draft_name, errors, progress_bars, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
-from pystaged.config import SamplingConfig
-from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
+from pystaged.loading.costs import Costs
 from pystaged.loading.factory import DecoderFactory
+from pystaged.stats import DrafterStats
 
 
 class _Parts(TyperGroup):
@@ -52,21 +48,22 @@ app = typer.Typer(cls=_Parts)
 
 _WIDE = 160  # characters, if the output is not a terminal
 _MOST_TEXTS = 1024  # sequences at once
+_SEEDS = 2  # of each sampling that `lossless` checks
 
 ModelName = Annotated[
     str,
     typer.Option(
         "--model",
         "-m",
-        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown', 'grown-smollm2' and the mixture 'mixed-smollm2' "
-        "have a small model's output at a large one's cost; 'random' (GPT-2 Large), 'llama1b' and 'llama8b' have "
-        "random weights.",
+        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown-smollm2' has SmolLM2's output at the cost of "
+        "a billion weights; 'pair' is the same, drafted by SmolLM2 with noise of 0.08 ('pair:0.15': of 0.15); 'random' "
+        "(GPT-2 Large) and 'llama1b' have random weights.",
         callback=lambda name: name or names.default_model(report),
         show_default=DEFAULT_MODEL,
     ),
 ]
 DraftName = Annotated[
-    str, typer.Option("--draft", help="Path of a draft or draft head, 'bundled', 'auto', or 'none' for n-grams alone.")
+    str, typer.Option("--draft", help="Path of a draft, 'bundled', 'auto', or 'none' for n-grams alone.")
 ]
 Quantization = Annotated[str, typer.Option("--type", help="Type of a model to make.")]
 Prompts = Annotated[
@@ -110,14 +107,8 @@ def bench(
         list[Path] | None,
         typer.Option(help="Folder of a llama.cpp or ik_llama.cpp build to measure, too; may be repeated."),
     ] = None,
-    accept: Annotated[
-        str | None,
-        typer.Option(
-            help="Estimate instead the speedup of a draft with these acceptance rates by depth, as 0.8,0.6,0.5."
-        ),
-    ] = None,
     warm: Warm = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.md, report.json and pictures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.md and report.json.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure speed on this machine: our decoding methods beside other engines (baselines), by category of prompts.
@@ -127,18 +118,13 @@ def bench(
 
     Example: pystaged bench --model smollm2 --minutes 10
 
-    Example: pystaged bench --model grown --llama-cpp ~/llama.cpp/build/bin --out report
-
-    Example: pystaged bench --model big.gguf --draft small.gguf --accept 0.8,0.7,0.6
+    Example: pystaged bench --model pair --llama-cpp ~/llama.cpp/build/bin --out report
     """
     if context.invoked_subcommand:
         given = [context.get_parameter_source(name) for name in context.params]
         if any(source and source.name == "COMMANDLINE" for source in given):
             raise typer.BadParameter(f"write the options of {context.invoked_subcommand} after its name")
         return
-    rates = _rates(accept) if accept is not None else []
-    if rates and warm:
-        raise typer.BadParameter("--accept simulates a draft, which does not use --warm; leave one of them out")
     _check_type(model, quantization)
     found_draft = draft_name(draft)
     setup = {"draft": models.find_draft(model, found_draft, report)}
@@ -155,14 +141,11 @@ def bench(
         threads=threads,
         baselines=baselines,
         llama_cpp=llama_cpp or [],
-        accept=rates,
         warm=warm,
     )
     if out:
         # Fails now, not after the measurements.
         out.mkdir(parents=True, exist_ok=True)
-        if not find_spec("matplotlib"):
-            report("there will be no pictures: matplotlib is not installed; run: pip install 'pystaged[bench]'")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("", total=None, left="")
@@ -187,7 +170,7 @@ def bench(
 
 @app.command(cls=Command)
 def passes(
-    model: ModelName = "random",
+    model: ModelName = "",
     quantization: Quantization = "Q8_0",
     context: Annotated[
         str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
@@ -195,6 +178,9 @@ def passes(
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
     threads: Threads = 0,
     baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure the costs anew with which drafting reckons, and keep them.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows after a context of 256 tokens (--context sets others): what verifying n - 1
@@ -206,15 +192,16 @@ def passes(
     """
     contexts = _numbers("--context", context, 0) if context is not None else []
     path = _model_file(model, quantization)
-    kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    found = curve.measure(
-        path,
-        contexts=contexts,
-        repeats=repeats,
-        kernel=kernel,
-        num_threads=threads,
-        baseline=baseline,
-    )
+    with progress_bars() as progress:
+        found = curve.measure(
+            path,
+            contexts=contexts,
+            repeats=repeats,
+            num_threads=threads,
+            baseline=baseline,
+            cost=lambda loaded: Costs(report).of(path, "cpu", loaded, again=again),
+            progress=progress,
+        )
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
@@ -229,7 +216,6 @@ def texts(
     prompts: Prompts = None,
     counts: Annotated[str, typer.Option("--texts", help="Sequences at once: one number or several.")] = "1,2,4,8,16",
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.", callback=check)] = 96,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 0.0,
     threads: Threads = 0,
     llama_cpp: Annotated[
         Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
@@ -242,8 +228,6 @@ def texts(
     Example: pystaged bench texts --model llama1b --texts 1,8 --llama-cpp ~/llama.cpp/build/bin
     """
     numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
-    with usage():
-        SamplingConfig(temperature=temperature)
     server = methods.find_server(llama_cpp) if llama_cpp else None
     path = _model_file(model, quantization)
     _, chosen = choose(path, prompts, max(numbers))
@@ -253,58 +237,10 @@ def texts(
         [prompt.tokens for prompt in chosen],
         numbers,
         max_tokens=max_tokens,
-        temperature=temperature,
         threads=threads,
         llama_server=server,
         progress=report,
     )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-        return
-    _console().print(found.table())
-
-
-@app.command(cls=Command)
-def edits(
-    model: ModelName = "",
-    draft: DraftName = "none",
-    quantization: Quantization = "Q8_0",
-    form: Annotated[str, typer.Option(help="Form of the prompts: 'sweep' or 'zeta'.")] = "sweep",
-    repo: Annotated[
-        Path | None,
-        typer.Option(
-            help="Git clone whose latest small edits of Python files are the cases; by default 200 packaged edits."
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of edits.", callback=check)] = 200,
-    pass_ms: Annotated[
-        str | None,
-        typer.Option(
-            help="Milliseconds of a pass by rows, as 1:65,2:67,4:78,8:129,16:260; else measured on the model."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Rewrite windows of 21 lines as next-edit models do: tokens per step and seconds, with and without drafting.
-
-    The target is scripted: it writes the true answer, and its passes take the time of the real model's.
-
-    Example: pystaged bench edits --form zeta
-
-    Example: pystaged bench edits --model smollm2 --pass-ms 1:65,2:67,4:78,8:129,16:260
-    """
-    prices = _prices(pass_ms) if pass_ms is not None else None
-    if form not in edits_bench.FORMS:
-        raise typer.BadParameter(f"--form is one of {', '.join(edits_bench.FORMS)}, not '{form}'")
-    with usage():
-        cases = edits_bench.from_repository(repo, limit) if repo else edits_bench.read_cases()[:limit]
-    path = _model_file(model, quantization)
-    bundle = Bundle(path, models.find_draft(model, draft_name(draft), report), 0, report)
-    cost = PassCost(prices) if prices else PassCost(DecoderFactory(bundle).target_cost().seconds)
-    written = edits_bench.encode(map(edits_bench.FORMS[form], cases), bundle.tokenizer)
-    told = {"cases": len(cases), "form": form, "model": path.name, "pass_seconds": cost.seconds}
-    told["prices"] = "the given prices" if prices else f"{path.name}, measured here"
-    found = edits_bench.EditsReport(told, edits_bench.measure(written, cost, bundle.target.vocab_size, bundle.table))
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
         return
@@ -319,7 +255,6 @@ def lossless(
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds for each sampling.")] = 2,
 ) -> None:
     """Check that each way of drafting gives plain decoding's output. Exits with status 1 if one does not.
 
@@ -338,7 +273,7 @@ def lossless(
     runs = {
         f"{mode}, seed {seed}": replace(sampling, seed=seed)
         for mode, sampling in pairs.MODES.items()
-        for seed in range(1 if sampling.is_greedy else seeds)
+        for seed in range(1 if sampling.is_greedy else _SEEDS)
     }
     different: dict[str, list[int]] = {way: [] for way in decoders}
     with Progress(console=Console(stderr=True)) as progress:
@@ -366,15 +301,19 @@ def parts(
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a draft tree.", callback=check)] = 12,
     warm: Warm = 0,
+    costs: Annotated[
+        float, typer.Option(min=1, help="How many times cheaper a pass of the draft is than the target's.")
+    ] = 10,
 ) -> None:
-    """Measure what each part of drafting adds: tokens per step, passes of the draft, acceptance.
+    """Count what each part of drafting adds: tokens per step, passes of the draft, acceptance, and the speed over plain
+    decoding that follows if passes have the costs T(n) = 1 + 0.012 (n - 1) of the target and (1 + 0.02 (n - 1)) / COSTS
+    of the draft.
 
-    With a draft model the parts are n-grams that guide it, and shared noise. Without one they are n-grams, their table,
-    recycled candidates and the draft head.
+    With a draft model the parts are n-grams, the draft, and one tree of both. Without one they are n-grams, their
+    table, recycled candidates and a draft that reads hidden states.
 
-    Example: pystaged bench parts --limit 20
+    Example: pystaged bench parts --limit 20 --costs 13
 
     Example: pystaged bench parts --model smollm2 --prompts question.jsonl --limit 36 --warm 50
     """
@@ -383,18 +322,22 @@ def parts(
     if not texts:
         raise typer.BadParameter(f"--warm {warm} leaves no prompts to measure; choose fewer")
     session = Session(bundle.target)
-    title = f"{len(texts)} prompts, {max_tokens} tokens each, trees of {nodes} nodes"
-    passes = ["draft passes per token"] if bundle.draft else []
-    table = Table("", "tokens per step", *passes, "acceptance at depth 1, 2, ...", title=title, box=None)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each, a draft {costs:g} times cheaper than its target"
+    columns = "tokens per step", "draft passes per token", "x plain, reckoned", "acceptance at depth 1, 2, ..."
+    table = Table("", *columns, title=title, box=None)
+    target, cheap = pairs.reckoned(costs)
     for mode, sampling in pairs.MODES.items():
-        for way, drafter in pairs.parts(bundle, session, nodes).items():
+        for way, drafter in pairs.parts(bundle, session, costs).items():
             decoder, options = Decoder(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
-            if drafter.recycled:
-                pairs.run_texts(decoder, earlier, *options)
+            pairs.run_texts(decoder, earlier, *options)
             stats = pairs.run_texts(decoder, texts, *options)
-            passes = [f"{stats.drafters['draft'].passes / stats.new_tokens:.3f}"] if bundle.draft else []
+            judged = stats.drafters.get("draft", DrafterStats())
+            spent = target.of(stats.steps, stats.rows) + cheap.of(judged.passes, judged.nodes)
+            figures = judged.passes / stats.new_tokens, stats.new_tokens / spent
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
-            table.add_row(f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *passes, depths)
+            table.add_row(
+                f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *(f"{each:.3f}" for each in figures), depths
+            )
     _console().print(table)
 
 
@@ -403,7 +346,7 @@ def _open(
 ) -> tuple[Bundle, list[NDArray[np.int32]]]:
     """A target with its draft, and the prompts' tokens."""
     path = _model_file(model, quantization)
-    bundle = Bundle(path, models.find_draft(model, draft_name(draft), report), 0, report)
+    bundle = Bundle(path, draft=models.find_draft(model, draft_name(draft), report), report=report, recycle=False)
     return bundle, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
 
 
@@ -434,28 +377,3 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
         if not least <= number <= most:
             raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
     return numbers
-
-
-def _rates(accept: str) -> list[float]:
-    """Parse the numbers of --accept."""
-    try:
-        rates = [float(word) for word in accept.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise typer.BadParameter(f"--accept takes probabilities between 0 and 1, as 0.8,0.6,0.5; not '{accept}'")
-    return rates
-
-
-def _prices(given: str) -> dict[int, float]:
-    """Parse --pass-ms; returns seconds by rows."""
-    try:
-        prices = {int(n): float(ms) / 1e3 for n, ms in (word.split(":") for word in given.split(","))}
-    except ValueError:
-        prices = {}
-    seconds = [prices[n] for n in sorted(prices)]
-    if not prices or min(prices) != 1 or not all(0 < each < math.inf for each in seconds) or seconds != sorted(seconds):
-        raise typer.BadParameter(
-            f"--pass-ms takes rows from 1 and milliseconds that do not fall, as 1:65,2:67,8:129; not '{given}'"
-        )
-    return prices

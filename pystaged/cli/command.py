@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pystaged.aliases import COMMANDS, OPTIONS, PROMPT, meant
-from pystaged.validation import plainly
+from pystaged.cli import help
+from pystaged.options.aliases import COMMANDS, NEEDLESS, OPTIONS, PROMPT, PROMPT_FILE, WITH_VALUE, meant
+from pystaged.options.validation import plainly
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
 
@@ -23,14 +21,17 @@ _ARGUMENTS = {
     "chat": 'more than a model and a question are given; write: pystaged chat MODEL "SEVERAL WORDS"',
 }
 
+_PROMPTS = {"prompt", "question"}  # names of arguments
+_ANY_OBJECT = '{"type": "object"}'  # Ollama's --format json
+_SWITCH = ("on", "off", "auto")
+
 
 class Command(TyperCommand):
     """A command that also accepts other programs' names for its options."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        # Typer keeps the line breaks of all paragraphs but the first, and then breaks the lines again.
-        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(self.help or ""))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As click's."""
+        formatter.write(help.help_of(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click's."""
@@ -42,41 +43,86 @@ class Command(TyperCommand):
                 if "unexpected extra argument" in error.message:
                     error.message = _ARGUMENTS.get(ctx.info_name, error.message)
                 raise
-            ours = {word: word for word in self._options() if word.startswith("--")}
-            likely = meant(error.option_name, ours | {word: own for word, own in OPTIONS.items() if own in ours})
-            hint = f"; did you mean {ours.get(likely) or OPTIONS[likely]}?" if likely else ""
-            raise UsageError(f"there is no option {error.option_name}{hint}", ctx) from None
+            raise UsageError(self._unknown(error.option_name), ctx) from None
 
     def _options(self) -> dict[str, Any]:
         return {word: option for option in self.params for word in (*option.opts, *option.secondary_opts)}
 
+    def _unknown(self, word: str) -> str:
+        """A sentence about an option that there is not."""
+        ours = {word: word for word in self._options() if word.startswith("--")}
+        likely = meant(word, ours | {word: own for word, own in OPTIONS.items() if own in ours})
+        hint = f"; did you mean {ours.get(likely) or OPTIONS[likely]}?" if likely else ""
+        return f"there is no option {word}{hint}"
+
     def _in_our_words(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The arguments with our names of options. Fails where there is no such option."""
+        """The arguments with our names of options. Fails where there is no such option, and names all of them."""
         options = self._options()
-        arguments = {param.name for param in self.params if param.param_type_name == "argument"}
-        rest = iter(args)
-        for arg in rest:
+        takes_prompt = {param.name for param in self.params if param.param_type_name == "argument"} & _PROMPTS
+        prompts: list[str] = []
+        needless: dict[str, list[str]] = {}  # by reason
+        refused: list[str] = []
+        rest = list(reversed(args))
+        while rest:
+            arg = rest.pop()
             word, equals, value = arg.partition("=")
-            ours = "" if word in options else OPTIONS.get(word, "")
-            if ours == PROMPT and arguments & {"prompt", "question"}:
-                yield from [value] if equals else []
-                continue
-            if ours.startswith("--") and ours not in options:
-                ctx.fail(f"{word} is {ours} here, and {ctx.info_name} has none")
-            if ours == f"is the command {ctx.info_name} here":
-                continue
-            if ours and not ours.startswith("--") and ours != PROMPT:
-                ctx.fail(f"{word} {ours}")
-            option = options.get(ours or word)
-            yield ours + equals + value if ours and option else arg
-            if word == "--":
-                yield from rest
-            elif option and not equals and not getattr(option, "is_flag", False):
-                yield from islice(rest, 1)  # its value
+            if word.startswith("--") and word not in options:
+                word = word.replace("_", "-")
+            following = rest[-1] if rest else ""
+            ours = word if word in options else OPTIONS.get(word, "")
+            option = options.get(ours)
+            if word == "--format" and (value or following) == "json":
+                value, rest[-1:] = (_ANY_OBJECT, rest[-1:]) if equals else ("", [_ANY_OBJECT])
+            if word == help.ALL:
+                typer.echo(help.help_of(self, ctx, everything=True), nl=False)
+                ctx.exit()
+            elif word == "--":
+                prompts[:0], rest = reversed(rest), []
+            elif word == "--color" and option and not equals and following[:1] in ("", "-"):
+                yield from [word, "stages"]  # a switch in llama.cpp
+            elif option:
+                yield ours + equals + value
+                if rest and not equals and not getattr(option, "is_flag", False):
+                    yield rest.pop()
+            elif ours in (PROMPT, PROMPT_FILE) and takes_prompt and (equals or rest):
+                value = value if equals else rest.pop()
+                prompts.append(value if ours == PROMPT else _content(value))
+            elif word in NEEDLESS:
+                needless.setdefault(NEEDLESS[word], []).append(word)
+                if rest and not equals and (word in WITH_VALUE or following in _SWITCH):
+                    rest.pop()
+            elif ours == f"is the command {ctx.info_name} here":
+                pass
+            elif ours.startswith("--"):
+                refused.append(f"{word} is {ours} here, and {ctx.info_name} has none")
+            elif ours and ours not in (PROMPT, PROMPT_FILE):
+                refused.append(f"{word} {ours}")
+            elif word.startswith("--") and word not in ctx.help_option_names:
+                refused.append(self._unknown(word))
+            else:
+                yield arg
+        if refused:
+            ctx.fail("; ".join(refused))
+        if needless and not ctx.resilient_parsing:
+            from pystaged.cli.console import report  # noqa: PLC0415  slow to import
+
+            told = (f"{', '.join(words)} {'are' if words[1:] else 'is'}{why[2:]}" for why, words in needless.items())
+            report("; ".join(told))
+        yield from prompts and ["--", *prompts]
+
+
+def _content(path: str) -> str:
+    from pystaged.cli.options import read_text  # noqa: PLC0415  slow to import
+
+    return read_text(path).removesuffix("\n")
 
 
 class Group(TyperGroup):
     """Commands that may also be called by other programs' names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As click's."""
+        formatter.write(help.help_of(self, ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name."""
@@ -86,10 +132,6 @@ class Group(TyperGroup):
             ctx.fail(f"{words}: {ours}")
         if ours is None:
             return super().resolve_command(ctx, args)
-        if not ctx.resilient_parsing:
-            from pystaged.cli.console import report  # noqa: PLC0415  slow to import
-
-            report(f"{words} is here: {' '.join(['pystaged', *ours, *args[1:]])}")
         if ctx.parent and list(ours[:-1]) == ctx.command_path.split()[1:]:
             return super().resolve_command(ctx, [ours[-1], *args[1:]])
         root = ctx.find_root()

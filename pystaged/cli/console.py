@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,20 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
+from rich.segment import ControlType
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
     from rich.progress import TaskID
     from rich.table import Table
 
     from pystaged import Engine
-    from pystaged.cli.options import LoadOptions
+    from pystaged.cli.options import Given
     from pystaged.loading.progress import Progress
 
 
 _LONG = 1.0  # seconds after which progress is shown
 _ANY_WIDTH = 10_000  # characters
+_CLEAR = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class _Errors(Console):
@@ -54,6 +57,11 @@ def words(error: Exception) -> str:
     return str(error)
 
 
+def size_words(num_bytes: int) -> str:
+    """A number of bytes in words, such as "98 MB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
     """Progress bars on standard error, one for each task."""
@@ -81,69 +89,66 @@ def progress_bars() -> Iterator[Progress]:
             bars.stop()
 
 
-def _hide(bar: Bar) -> None:
-    if bar.live.is_started:  # otherwise rich 13 writes an empty line without a terminal
-        bar.stop()
+@contextmanager
+def _late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
+    """A bar that is shown after a second, if standard error is a terminal.
+
+    Args:
+        words, more: before and after it; with what is done, the total and fields of the task.
+
+    Yields:
+        A function that takes what is done, the total and the fields; and one that hides the bar until the next call.
+    """
+    from rich import progress as rich_progress  # noqa: PLC0415
+
+    columns = (rich_progress.TextColumn(words), rich_progress.BarColumn(), rich_progress.TextColumn(more))
+    bar = rich_progress.Progress(
+        *columns, console=errors, transient=True, disable=not errors.is_terminal, redirect_stdout=False
+    )
+    task = bar.add_task("", **fields)
+    begin = time.monotonic()
+
+    def show(done: int, total: int, **fields: Any) -> None:
+        if time.monotonic() - begin > _LONG:
+            bar.update(task, completed=done, total=total, **fields)
+            bar.start()
+
+    def hide() -> None:
+        if bar.live.is_started:  # otherwise rich 13 writes an empty line without a terminal
+            bar.stop()
+
+    try:
+        yield show, hide
+    finally:
+        hide()
 
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for a prefill that takes more than a second, if standard error is a terminal; call it with the
-    tokens evaluated and the tokens to evaluate."""
-    from rich import progress as rich_progress  # noqa: PLC0415
+    """A bar for a prefill; call it with the tokens evaluated and the tokens to evaluate."""
+    more = "{task.completed} of {task.total} tokens, {task.fields[speed]:.0f} per second"
+    with _late_bar("reading the prompt", more, speed=0.0) as (show, hide):
+        begin = time.monotonic()
 
-    columns = (
-        rich_progress.TextColumn("reading the prompt"),
-        rich_progress.BarColumn(),
-        rich_progress.TextColumn("{task.completed} of {task.total} tokens, {task.fields[speed]:.0f} per second"),
-    )
-    bar = rich_progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-    task = bar.add_task("", speed=0.0)
-    begin = time.monotonic()
+        def progress(done: int, total: int) -> None:
+            nonlocal begin
+            if done == 0:
+                begin = time.monotonic()
+            elif done == total:
+                hide()
+            else:
+                show(done, total, speed=done / max(1e-9, time.monotonic() - begin))
 
-    def progress(done: int, total: int) -> None:
-        nonlocal begin
-        if done == 0:
-            begin = time.monotonic()
-        seconds = time.monotonic() - begin
-        if done == total:
-            _hide(bar)
-        elif seconds > _LONG:
-            bar.update(task, completed=done, total=total, speed=done / seconds)
-            bar.start()
-
-    try:
         yield progress
-    finally:
-        _hide(bar)
 
 
 @contextmanager
 def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
-    """A progress bar for several sequences, after a second, if standard error is a terminal. Call the first function
-    with finished sequences, all sequences, and tokens; the second hides the bar until the next call."""
-    from rich import progress as rich_progress  # noqa: PLC0415
-
-    columns = (
-        rich_progress.TextColumn("{task.completed} of {task.total} texts are done"),
-        rich_progress.BarColumn(),
-        rich_progress.TextColumn("{task.fields[tokens]} tokens"),
-    )
-    bar = rich_progress.Progress(
-        *columns, console=errors, transient=True, disable=not errors.is_terminal, redirect_stdout=False
-    )
-    task = bar.add_task("", tokens=0)
-    begin = time.monotonic()
-
-    def count(done: int, total: int, tokens: int) -> None:
-        if time.monotonic() - begin > _LONG:
-            bar.update(task, completed=done, total=total, tokens=tokens)
-            bar.start()
-
-    try:
-        yield count, lambda: _hide(bar)
-    finally:
-        _hide(bar)
+    """A bar for several sequences. Call the first function with finished ones, all, and tokens; the second
+    hides the bar until the next call."""
+    with _late_bar("{task.completed} of {task.total} texts are done", "{task.fields[tokens]} tokens", tokens=0) as bar:
+        show, hide = bar
+        yield lambda done, total, tokens: show(done, total, tokens=tokens), hide
 
 
 def model_name(name: str | None) -> str | Path:
@@ -167,12 +172,33 @@ def draft_name(name: str) -> str | Path:
     return name if name in ("auto", "none") else model_name(name)
 
 
-def open_engine(model: str | None, options: LoadOptions, *, long_context: bool = False) -> Engine:
+def open_engine(model: str | None, given: Given, *, long_context: bool = False) -> Engine:
     """Load a model with a command's options; long_context and errors as in pystaged.load."""
     from pystaged import load  # noqa: PLC0415
+    from pystaged.options.table import LOADING  # noqa: PLC0415
 
-    given = cast(Any, options.given | {"draft": draft_name(options.given["draft"])})
-    return load(model_name(model), **given, long_context=long_context, report=report)
+    options = given.only(LOADING) | {"draft": draft_name(given["draft"])}
+    path = model_name(model)
+    with _loading() as say:
+        return load(path, **cast(Any, options), long_context=long_context, report=say)
+
+
+@contextmanager
+def _loading() -> Iterator[Callable[[str], None]]:
+    """Show in a terminal that a model is loaded, until it is; yields what reports a line meanwhile."""
+    if not errors.is_terminal or errors.is_dumb_terminal:
+        yield report
+        return
+
+    def say(line: str) -> None:
+        errors.control(_CLEAR)
+        report(line)
+
+    errors.print("loading the model ...", style="dim", end="")
+    try:
+        yield say
+    finally:
+        errors.control(_CLEAR)
 
 
 def read_prompt(prompt: str) -> str:
@@ -185,3 +211,19 @@ def read_prompt(prompt: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("standard input is not UTF-8") from None
     return text
+
+
+def read_question(question: str) -> str:
+    """As read_prompt; input that is piped into the command stands before the question."""
+    if question == "-" or sys.stdin.isatty():
+        return read_prompt(question)
+    hint = threading.Timer(_LONG, report, ["waiting for the end of standard input; < /dev/null leaves it out"])
+    hint.daemon = True
+    hint.start()
+    try:
+        given = read_prompt("-").rstrip("\n")
+    except OSError:  # closed
+        given = ""
+    finally:
+        hint.cancel()
+    return f"{given}\n\n{question}" if given.strip() else question

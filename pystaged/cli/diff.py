@@ -20,8 +20,8 @@ from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
 from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, check, check_kv
 from pystaged.cli.prompts import read_prompts
-from pystaged.comparison import Figure, TextComparison, compare, figures
-from pystaged.files import destination, whole_file
+from pystaged.platform.files import destination, whole_file
+from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
 
 _Row = tuple[str, ...]
 
@@ -30,7 +30,7 @@ def diff(
     a: Annotated[str, typer.Argument(help="The model that writes the texts, named as in generate.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The model that is compared with it; may be the same.", metavar="B")],
     prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.", show_default=False)
+        Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.", callback=check)] = 20,
     max_tokens: Annotated[
@@ -47,8 +47,7 @@ def diff(
     ] = "",
     n_ctx: ContextLength = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Also write a page in Markdown, with the prompts, to this file.", show_default=False),
+        Path | None, typer.Option(help="Also write a page in Markdown, with the prompts, to this file.")
     ] = None,
     as_json: Json = False,
     threads: Threads = 0,

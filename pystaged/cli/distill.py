@@ -10,10 +10,10 @@ import typer
 
 from pystaged.cli.console import model_name, progress_bars, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, either
-from pystaged.files import alone, destination, part_file
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
-from pystaged.process import orderly_end
+from pystaged.platform.files import alone, destination, part_file
+from pystaged.platform.process import orderly_end
 
 _TYPES = ("q8_0", "q4_0", "f16", "f32")
 
@@ -26,28 +26,19 @@ def distill(
         Path | None,
         typer.Option(
             help="Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By "
-            "default questions that the model generates, and questions about texts on this machine.",
-            show_default=False,
+            "default questions that the model generates, and questions about texts on this machine."
         ),
     ] = None,
     hours: Annotated[
         float, typer.Option(min=0.01, help="Total time in hours; sets the defaults of --tokens and --epochs.")
     ] = 8.0,
-    tokens: Annotated[
-        int | None, typer.Option(min=1000, help="Tokens of answers to write.", show_default=False)
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the answers in training.", show_default=False)
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1000, help="Tokens of answers to write.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers in training.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="GGUF file to write; by default in the cache, where --draft auto finds it.", show_default=False
-        ),
+        Path | None, typer.Option(help="GGUF file to write; by default in the cache, where --draft auto finds it.")
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder of answers and checkpoint; by default in the cache.", show_default=False),
+        Path | None, typer.Option(help="Folder of answers and checkpoint; by default in the cache.")
     ] = None,
     quantization: Annotated[
         str, typer.Option("--type", help=f"Quantization of the draft: {', '.join(_TYPES)}.")
@@ -117,4 +108,4 @@ def _check_torch() -> None:
     try:
         import torch  # noqa: F401, PLC0415
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("distilling needs PyTorch; run: pip install 'pystaged[train]'") from None
+        raise ModuleNotFoundError("distilling needs PyTorch; run: pip install torch") from None

@@ -11,15 +11,14 @@ import typer
 import pystaged
 from pystaged import _core, _llama
 from pystaged._core import Model, Tokenizer
-from pystaged.cli.console import model_name, report
+from pystaged.cli.console import model_name, report, size_words
 from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts, own_layer
 from pystaged.loading.features import describe, known_form
-from pystaged.loading.heads import find_head
-from pystaged.loading.metadata import is_head, reads_target
+from pystaged.loading.metadata import reads_target
 
 
 def info(
@@ -42,7 +41,6 @@ def info(
             or find_distilled(path, engine.tokenizer, report)
             or own_layer(path, engine.tokenizer)
             or find_draft(engine.tokenizer, report)
-            or find_head(engine.tokenizer)
         )
         rows = {
             "pystaged": pystaged.__version__,
@@ -65,7 +63,7 @@ def info(
             f"{engine.kv_memory / 1e9:.2g} GB for them, enough for "
             f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
-        if draft and not is_head(draft):
+        if draft:
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
@@ -74,7 +72,7 @@ def info(
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         typer.echo(
             f"{'device':<18}{name}: {device.description}, "
-            f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
+            f"{size_words(device.free_bytes)} of {size_words(device.total_bytes)} free"
         )
 
 

@@ -20,9 +20,9 @@ from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, either, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
-from pystaged.files import destination, part_file
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
+from pystaged.platform.files import destination, part_file
 
 app = typer.Typer(help="Build tables of n-grams to draft from.", no_args_is_help=True)
 
@@ -33,10 +33,7 @@ def build(
     *,
     named: ModelToo = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write; by default beside the model's file, where generate finds it.", show_default=False
-        ),
+        Path | None, typer.Option(help="File to write; by default beside the model's file, where generate finds it.")
     ] = None,
     tokens: Annotated[
         int,
@@ -68,6 +65,8 @@ def build(
     if out is None and name in names.PACKAGED:
         raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
     path = names.resolve(model_name(name))
+    if out is None:
+        table_path(path).parent.mkdir(parents=True, exist_ok=True)
     target = destination(out or table_path(path))
     with part_file(target):
         pass  # fails now, not after the work, if no file can be made there

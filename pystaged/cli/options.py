@@ -1,4 +1,4 @@
-"""Options of commands, most of them made from pystaged.options."""
+"""Options of commands, most of them made from pystaged.options.table."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from enum import Enum
+from glob import escape, glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pystaged.files import expanded
-from pystaged.options import ALL, LOADING, SAMPLING, flags
+from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, Option, flags
+from pystaged.platform.files import expanded
 
 if TYPE_CHECKING:
-    from pystaged import SamplingConfig
+    from pystaged.engine import Engine
+    from pystaged.options.config import SamplingConfig
+
+GRAMMARS = ("json_schema", "regex", "grammar")
+# What commands offer.
+OF_LOADING, OF_TEXTS = ({name: table[name] for name in table if flags(name, table[name])} for table in (LOADING, TEXT))
 
 
 def check(value: Any) -> Any:
@@ -36,7 +41,7 @@ def check(value: Any) -> Any:
 
 def token_limit(tokens: int | None) -> int | None:
     """--max-tokens; 0, and llama.cpp's -1, are as many as a context has room for."""
-    from pystaged.config import NO_LIMIT  # noqa: PLC0415
+    from pystaged.options.config import NO_LIMIT  # noqa: PLC0415
 
     return NO_LIMIT if check(tokens) in (0, -1) else tokens
 
@@ -128,33 +133,58 @@ class Color(str, Enum):
     STAGES = "stages"
 
 
+def models_like(incomplete: str) -> list[str]:
+    """For completion: the models here and usual names of others, GGUF files and folders that begin like a word."""
+    from pystaged.loading import cache, names  # noqa: PLC0415
+    from pystaged.options.aliases import MODELS  # noqa: PLC0415
+
+    here = glob(f"{escape(incomplete)}*")  # noqa: PTH207  Path would drop ./
+    paths = [f"{path}/" if Path(path).is_dir() else path for path in here]
+    found = [*names.packaged(), *cache.files(), *MODELS, *(path for path in paths if path.endswith((".gguf", "/")))]
+    return [name for name in found if name.startswith(incomplete)]
+
+
 # Typer's settings for options, besides their table.
 _TYPER: dict[str, dict[str, Any]] = {
     "json_schema": {"metavar": "FILE|JSON"},
     "grammar": {"metavar": "FILE|GRAMMAR"},
+    "draft": {"metavar": "MODEL", "autocompletion": models_like},
     "kv": {"callback": check_kv},
-    "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None},
+    "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
-    "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "show_default": "8G"},
+    "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
     "seed": {"callback": None},  # has 64 bits
+    "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
+    "max_tokens": {"min": -1, "callback": token_limit},
+    "stop_loops": {"show_default": "on for answers"},
 }
 _MORE = {
     "dry_sequence_breakers": " May be repeated; 'none' for no strings.",
     "logit_bias": " Written 15043+1, 15043-inf or ' Hello=-2.5'; may be repeated.",
     "stop": " May be repeated.",
 }
+_OF_ANSWERS = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "as the model's makers recommend") | {
+    "seed": "-1"
+}
 
 
-def spelled(name: str, **settings: Any) -> Any:
-    """An option of pystaged.options for Typer.
+def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
+    """An option for Typer, by default that of pystaged.options.table.
 
     Args:
         **settings: arguments of typer.Option that replace the usual ones.
     """
-    option = ALL[name]
+    option = given or ALL[name]
     usual: dict[str, Any] = {"help": option.help + _MORE.get(name, ""), "callback": check}
-    if name in ("n_ctx", "num_threads"):  # others are checked by their config
-        usual["min"] = option.ge
+    usual["metavar"] = {int: "N", float: "X", Path: "FILE"}.get(option.kind, "TEXT")
+    if name in _OF_ANSWERS:
+        usual["show_default"] = f"{option.default}; in answers {_OF_ANSWERS[name]}"
+    elif name in SAMPLING:
+        usual["rich_help_panel"] = "Penalties and other rules"
+        usual["show_default"] = str(option.default) if option.default else False
+    elif name in LOADING:
+        usual["rich_help_panel"] = "Model and drafts"
+        usual["min"] = option.ge  # that of others is checked by their config
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
@@ -164,30 +194,28 @@ DEFAULT_MODEL = "smollm2; bundled if that is not installed"  # names.default_mod
 ModelName = Annotated[
     str | None,
     typer.Option(
-        "--model",
-        "-m",
-        help=MODEL_HELP,
-        show_default=DEFAULT_MODEL,
+        "--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=models_like
     ),
 ]
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL)]
-ModelToo = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", show_default=False)]
-MaxTokens = Annotated[int, spelled("max_tokens", min=-1, callback=token_limit)]
-Stop = Annotated[list[str] | None, spelled("stop")]
-StopLoops = Annotated[bool | None, spelled("stop_loops", show_default="on for answers")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=models_like)
+]
+ModelToo = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.", autocompletion=models_like)
+]
 Threads = Annotated[int, spelled("num_threads")]
 KeysAndValues = Annotated[str, spelled("kv")]
 ContextLength = Annotated[int, spelled("n_ctx")]
 KvMemory = Annotated[int | None, spelled("kv_memory")]
-Colors = Annotated[Color, typer.Option("--color", help="Colour tokens by the stage that proposed them, in terminals.")]
+Colors = Annotated[
+    Color,
+    typer.Option("--color", metavar="none|stages", help="Colour tokens by the stage that proposed them, in terminals."),
+]
 ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each draft tree, with its accepted path bright.")]
 System = Annotated[
     str,
     typer.Option(
-        "--system",
-        metavar="TEXT|@FILE",
-        callback=read_system,
-        help="System message: how the model should answer.",
+        "--system", metavar="TEXT|@FILE", callback=read_system, help="System message: how the model should answer."
     ),
 ]
 Think = Annotated[
@@ -199,101 +227,74 @@ Think = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-class OptionGroup:
-    """Options of pystaged.options that a command has together; `given` holds the values given, by name."""
+class Given(dict[str, Any]):
+    """Options of pystaged.options.table that a command was given, by name, as the engine takes them."""
 
-    names: ClassVar[Iterable[str]]
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # arguments of `spelled`, and `default`
-    _kinds: ClassVar[dict[str, Any]] = {"dry_sequence_breakers": list[str], "logit_bias": list[str], "ngrams": Path}
+    def sampling(self, engine: Engine) -> SamplingConfig:
+        """The sampling of an answer: as the model's makers recommend where nothing is given. Raises ValueError."""
+        from pystaged.options.config import SamplingConfig  # noqa: PLC0415
 
-    def __init__(self, **given: Any) -> None:
-        self.given = {name: value for name, value in given.items() if value is not None and value != []}
+        return SamplingConfig(**engine.recommended_sampling | {"seed": None} | self.only(SAMPLING))
 
-    @classmethod
-    def parameters(cls) -> Iterator[inspect.Parameter]:
-        """The group's options as parameters of a command."""
-        for name in cls.names:
-            settings = {"default": ALL[name].default, **cls.settings.get(name, {})}
-            default = settings.pop("default")
-            kind = cls._kinds.get(name, ALL[name].kind or str)
-            hint = Annotated[kind | None if default is None else kind, spelled(name, **settings)]  # type: ignore[valid-type]
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    def only(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of these names."""
+        return {name: self[name] for name in names if name in self}
 
 
-class PairOptions(OptionGroup):
-    """Options for target and draft: what drafts, and where and how both run."""
+def takes(
+    options: Mapping[str, Option], **changed: Mapping[str, Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's parameter `given`, a Given, by options.
 
-    names: ClassVar[Iterable[str]] = ("draft", "device", "draft_device", "num_threads", "kv")
+    Args:
+        **changed: by name, arguments of `spelled`, and `default`.
+    """
+    members = [_parameter(name, option, **changed.get(name, {})) for name, option in options.items()]
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def adapted(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += members if each.name == "given" else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+
+        def run(**values: Any) -> None:
+            command(given=_given({each.name: values.pop(each.name) for each in members}), **values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return adapted
+
+
+def _given(values: dict[str, Any]) -> Given:
+    """The values given, as the engine takes them. Raises OSError and ValueError for a file that cannot be read."""
+    found = Given((name, value) for name, value in values.items() if value is not None and value != [])
+    found |= {name: read(found[name]) for name, read in _READ.items() if name in found}
+    if len(found.only(GRAMMARS)) > 1:
+        raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
+    if "device" in found:
         from pystaged.backends import devices  # noqa: PLC0415
 
         with usage():
-            devices.check(self.given["device"], self.given["kv"])
-            devices.check(self.given["draft_device"])
+            devices.check(found["device"], found["kv"])
+            devices.check(found["draft_device"])
+    return found
 
 
-class LoadOptions(PairOptions):
-    """PairOptions, and the further options of loading."""
-
-    names: ClassVar = tuple(LOADING)
-
-
-def _sampling_settings() -> Iterator[tuple[str, dict[str, Any]]]:
-    of_answers = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "as the model's makers recommend")
-    of_answers["seed"] = "-1"
-    for name, option in SAMPLING.items():
-        shown: dict[str, Any] = {"rich_help_panel": "Penalties and other rules", "show_default": str(option.default)}
-        if name in of_answers:
-            shown = {"show_default": f"{option.default}; in answers {of_answers[name]}"}
-        elif name == "dry_sequence_breakers":
-            shown["show_default"] = "a new line, a colon, a quote and an asterisk"
-        elif not option.default:
-            shown["show_default"] = False
-        yield name, {"default": None, **shown}
-
-
-class SamplingOptions(OptionGroup):
-    """Options of sampling."""
-
-    names: ClassVar = tuple(SAMPLING)
-    settings: ClassVar = dict(_sampling_settings())
-
-    def changed(self, **values: Any) -> SamplingOptions:
-        """A copy with other values."""
-        return SamplingOptions(**self.given | values)
-
-    def fields(self) -> dict[str, Any]:
-        """The values given, as SamplingConfig takes them. Raises ValueError for an invalid bias."""
-        found = dict(self.given)
-        if "logit_bias" in found:
-            found["logit_bias"] = _biases(found["logit_bias"])
-        if "dry_sequence_breakers" in found:
-            found["dry_sequence_breakers"] = [text for text in found["dry_sequence_breakers"] if text != "none"]
-        return found | ({"seed": None} if found.get("seed") == -1 else {})
-
-    def config(self, recommended: Mapping[str, Any] | None = None) -> SamplingConfig:
-        """The options as a SamplingConfig.
-
-        Args:
-            recommended: values for options of an answer that are not given; its seed is then drawn.
-
-        Raises:
-            ValueError: an option is out of range; the message names it.
-        """
-        from pystaged import SamplingConfig  # noqa: PLC0415
-
-        defaults = {} if recommended is None else {**recommended, "seed": None}
-        return SamplingConfig(**defaults | self.fields())
+def _parameter(name: str, option: Option, **settings: Any) -> inspect.Parameter:
+    """An option as a parameter of a command; those of a text, and lists, are None if they are not given."""
+    is_list = isinstance(option.default, tuple) or name == "logit_bias"
+    usual = None if is_list or name in TEXT or name in SAMPLING else option.default
+    default = settings.pop("default", usual)
+    kind = list[str] if is_list else Path if name == "ngrams" else option.plain
+    kind = kind | None if default is None else kind
+    hint: Any = Annotated[kind, spelled(name, option, **settings)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _biases(words: list[str]) -> dict[int | str, float]:
-    """Parse biases, written 15043+1 or 15043-1 as in llama.cpp, or TEXT=BIAS.
-
-    Raises:
-        ValueError: one is neither; the message names it.
-    """
+    """Parse biases, written 15043+1 or 15043-1 as in llama.cpp, or TEXT=BIAS."""
     biases: dict[int | str, float] = {}
     for word in words:
         by_number = re.fullmatch(r"(\d+)([+-].+)", word)
@@ -301,26 +302,17 @@ def _biases(words: list[str]) -> dict[int | str, float]:
         try:
             number = float(bias if token else "")
         except ValueError:
-            raise ValueError(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
+            raise typer.BadParameter(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
         biases[int(token) if by_number else token] = number
     return biases
 
 
-class GrammarOptions(OptionGroup):
-    """Options that constrain the output; at most one may be given."""
+def _schema(words: str) -> str:
+    return words if words.lstrip()[:1] == "{" else _read_grammar(words)
 
-    names: ClassVar = ("json_schema", "regex", "grammar")
 
-    def options(self) -> dict[str, Any]:
-        """The options for the engine. Raises OSError and ValueError for a file that cannot be read."""
-        found = dict(self.given)
-        if "json_schema" in found and found["json_schema"].lstrip()[:1] != "{":
-            found["json_schema"] = _read_grammar(found["json_schema"])
-        if "grammar" in found and not re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", found["grammar"]):
-            found["grammar"] = _read_grammar(found["grammar"])
-        if len(found) > 1:
-            raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
-        return found
+def _grammar(words: str) -> str:
+    return words if re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", words) else _read_grammar(words)
 
 
 def _read_grammar(path: str) -> str:
@@ -330,28 +322,10 @@ def _read_grammar(path: str) -> str:
     return read_text(path)
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Adapt a command to Typer: the members of parameters that are groups or dataclasses become options."""
-    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        members = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, OptionGroup):
-            members = [*parameter.annotation.parameters()]
-            groups[name] = parameter.annotation, members
-        elif is_dataclass(parameter.annotation):
-            made: Any = parameter.annotation
-            signature = inspect.signature(made, eval_str=True)
-            members = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
-            groups[name] = parameter.annotation, members
-        parameters += members
-
-    def run(**values: Any) -> None:
-        for name, (group, members) in groups.items():
-            values[name] = group(**{member.name: values.pop(member.name) for member in members})
-        command(**values)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+_READ: dict[str, Callable[[Any], Any]] = {
+    "json_schema": _schema,
+    "grammar": _grammar,
+    "logit_bias": _biases,
+    "dry_sequence_breakers": lambda texts: [text for text in texts if text != "none"],
+    "seed": lambda seed: None if seed == -1 else seed,
+}

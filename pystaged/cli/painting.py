@@ -9,21 +9,22 @@ from types import TracebackType
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
-from pystaged.cli.interrupts import uninterrupted
 from pystaged.cli.options import Color
+from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
+from pystaged.decoding.streams import Stream
 from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.platform.ctrl_c import uninterrupted
 from pystaged.result import GenerationResult, Piece
-from pystaged.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.stats import GenerationStats
-from pystaged.streams import Stream
 
 STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
 _TEXT_LINES = 4  # of an unfinished text, below its trees
@@ -76,6 +77,25 @@ def summary(stats: GenerationStats, color: Color) -> Text:
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", STAGE_STYLES[stage])
     return line
+
+
+def stats_table(stats: GenerationStats) -> Group:
+    """A table of what each stage did for a sequence, and further figures below it."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for name in (stage.name.lower() for stage in shown_stages(stats)):
+        stage, work = stats.stages[name], stats.drafters.get(name)
+        passes = stats.steps if name == "target" else work.passes if work else 0
+        seconds = stats.target_seconds if name == "target" else work.seconds if work else 0.0
+        table.add_row(name, str(stage.drafted), str(stage.accepted), str(stage.emitted), str(passes), f"{seconds:.3f}")
+    depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth)
+    more = (
+        f"acceptance at depth 1, 2, ...: {depths or '-'}; weight bytes per token relative to plain decoding: "
+        f"{stats.relative_weight_bytes:.2f}; share of time in Python: {stats.python_share:.1%}; "
+        f"rows per pass: {stats.rows_per_pass:.1f}; guesses among this text's rows: {stats.guess_share:.0%}"
+    )
+    return Group(table, Text(more, "dim"))
 
 
 def write_wrapped(text: str) -> None:

@@ -103,8 +103,3 @@ def _parsed(where: str, line: str, unused: set[str]) -> Asked:
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f"{where}: the messages are not a list of objects with 'role' and 'content'")
     return Asked(where, messages=messages)
-
-
-def argument(prompt: str) -> Asked:
-    """The command line's prompt; - reads it from standard input."""
-    return Asked("", read_prompt(prompt))

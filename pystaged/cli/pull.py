@@ -11,7 +11,7 @@ from pystaged.cli.options import check_type
 from pystaged.loading import hub, names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE
-from pystaged.process import orderly_end
+from pystaged.platform.process import orderly_end
 
 
 def pull(

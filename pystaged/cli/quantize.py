@@ -9,23 +9,19 @@ import typer
 
 from pystaged.cli.console import errors, progress_bars
 from pystaged.cli.options import check_type
-from pystaged.files import destination
 from pystaged.loading import names
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
 from pystaged.loading.quantize import quantize as quantize_file
-from pystaged.process import orderly_end
+from pystaged.platform.files import destination
+from pystaged.platform.process import orderly_end
 
 
 def quantize(
-    source: Annotated[
-        str,
-        typer.Argument(help="A model as in generate, or the folder of a checkpoint.", metavar="IN"),
-    ],
+    source: Annotated[str, typer.Argument(help="A model as in generate, or the folder of a checkpoint.", metavar="IN")],
     out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.", metavar="OUT")],
     type_too: Annotated[
-        str | None,
-        typer.Argument(metavar="TYPE", help="The same as --type.", callback=check_type, show_default=False),
+        str | None, typer.Argument(metavar="TYPE", help="The same as --type.", callback=check_type)
     ] = None,
     *,
     quantization: Annotated[

@@ -2,254 +2,172 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated
 
 import typer
 
-from pystaged.aliases import hub_id
-from pystaged.cli.console import errors, open_engine, report
+from pystaged.cli.console import errors, model_name, open_engine, report, size_words
 from pystaged.cli.options import (
-    LoadOptions,
-    ModelArgument,
+    MODEL_HELP,
+    OF_LOADING,
+    Given,
     ModelToo,
-    SamplingOptions,
-    StopLoops,
     Think,
     check,
-    either,
-    grouped,
     is_loopback,
-    token_limit,
+    takes,
     usage,
 )
-from pystaged.config import SamplingConfig
 from pystaged.engine import Engine
-from pystaged.files import expanded, read_small
+from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
-from pystaged.process import bound_heaps
-from pystaged.recommended import described
+from pystaged.options.config import SamplingConfig
+from pystaged.options.recommended import described
+from pystaged.options.table import SAMPLING, TEXT
+from pystaged.platform.memory import available_memory
+from pystaged.platform.process import bound_heaps
+from pystaged.server.settings import SERVER, Settings
 
-if TYPE_CHECKING:
-    from pystaged.server.settings import Settings
-
-_KEY_VARIABLE = "PYSTAGED_API_KEY"
-_MOST_KEYS = 1 << 20  # bytes of a file
-_GIB = 1 << 30
-
-
-@dataclass
-class AddressOptions:
-    """Where the server listens, and whose requests it answers."""
-
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"API key that requests need; may be repeated, then any is valid; also {_KEY_VARIABLE}.",
-            callback=check,
-            show_default=False,
-        ),
-    ] = None
-    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Further host name of the server; may be repeated.", callback=check, show_default=False),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Site whose pages may use the server, such as https://example.com, or * for all; may be repeated.",
-            callback=check,
-            show_default=False,
-        ),
-    ] = None
-
-    def keys(self) -> list[str]:
-        """All API keys. Raises OSError and ValueError for a file that cannot be read, or an empty key."""
-        from pystaged.server.security import read_keys  # noqa: PLC0415
-
-        given = list(self.api_key or [])
-        if os.environ.get(_KEY_VARIABLE):
-            given.append(os.environ[_KEY_VARIABLE])
-        if self.api_key_file is not None:
-            given += [line for line in read_small(self.api_key_file, _MOST_KEYS).decode().splitlines() if line.strip()]
-            if not given:
-                raise ValueError(f"{self.api_key_file} has no keys")
-        return read_keys(given)
+_KV_SHARE = 8  # the keys and values of each of several models get the free memory divided by this
 
 
-@dataclass
-class QueueOptions:
-    """Limits on the requests in progress."""
-
-    parallel: Annotated[
-        int, typer.Option(min=1, help="Maximum number of sequences decoded at once.", callback=check)
-    ] = 16
-    queue: Annotated[
-        int, typer.Option(min=0, help="Maximum number of sequences waiting; more are refused.", callback=check)
-    ] = 64
-    timeout: Annotated[float, typer.Option(min=1, help="Longest time of a request, in seconds.")] = 3600.0
-    queue_timeout: Annotated[float, typer.Option(min=1, help="Longest wait in the queue, in seconds.")] = 600.0
-    grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that sequences in progress may take when the server stops.")
-    ] = 30
-
-
-class SharedOptions(LoadOptions):
-    """LoadOptions for users who may not know each other."""
-
-    settings: ClassVar = {
-        "recycle": {
-            "default": False,
-            "help": "Draft from likely tokens of all users' earlier texts; the speed of a text may then reveal others' "
-            "texts.",
-        },
-        "n_ctx": {
-            "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
-            "16384 or 8192, the largest that fits into a quarter of the free memory.",
-        },
-    }
-
-
-@grouped
+@takes(
+    SERVER | {name: TEXT[name] for name in ("max_tokens", "stop_loops")} | SAMPLING | OF_LOADING,
+    max_tokens={
+        "help": "Default and maximum of a request's max_tokens, 0 or -1 for the context length; 2048 by default."
+    },
+    recycle={
+        "default": False,
+        "help": "Draft from likely tokens of all users' earlier texts; the speed of a text may then reveal others' "
+        "texts.",
+    },
+    n_ctx={
+        "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
+        "16384 or 8192, the largest that fits into a quarter of the free memory.",
+    },
+)
 def serve(
-    model: ModelArgument = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several are loaded when asked for.", show_default=SMOLLM2),
+    ] = None,
     *,
     named: ModelToo = None,
-    address: AddressOptions,
-    waiting: QueueOptions,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--models", metavar="FOLDER", help="Serve the GGUF files in a folder, too.", show_default=False),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds that sequences in progress may take when the server stops.")
+    ] = 30,
     alias: Annotated[
         str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Requests must name the model.")] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=-1,
-            callback=token_limit,
-            help="Default and maximum of a request's max_tokens, 0 or -1 for the context length; 2048 by default.",
-        ),
-    ] = None,
-    stop_loops: StopLoops = None,
     think: Think = None,
-    reasoning_budget: Annotated[
-        int | None,
-        typer.Option(
-            min=-1, callback=check, help="Maximum tokens of an answer's reasoning, -1 for no limit.", show_default=False
-        ),
-    ] = None,
-    billing_header: Annotated[
-        bool,
-        typer.Option(
-            "--billing-header",
-            help="Keep Claude Code's line x-anthropic-billing-header, whose change at every turn prevents reuse.",
-        ),
-    ] = False,
-    sampling: SamplingOptions,
-    loading: SharedOptions,
+    given: Given,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
-    metrics_prefix: Annotated[str, typer.Option(help="Prefix of the names in /metrics.", callback=check)] = (
-        "pystaged:"
-    ),
 ) -> None:
     """Run a server compatible with OpenAI's, Anthropic's and Ollama's interfaces, with a chat page.
 
-    The model is smollm2 unless you name another. Texts share passes, and each is the same as alone. Sampling options
-    are defaults of requests; those not given are as the model's makers recommend. Ctrl-C ends the server after the
-    texts in progress, a second Ctrl-C at once.
+    The model is smollm2 unless you name another. If you name several, or a folder, requests name one of these or of
+    those in the cache; it is loaded when it is asked for, and unloaded when it rests or its memory is needed. Texts
+    share passes, and each is the same as alone. Sampling options are defaults of requests; those not given are as the
+    model's makers recommend. Ctrl-C ends the server after the texts in progress, a second Ctrl-C at once.
 
     Example: pystaged serve smollm2
+
+    Example: pystaged serve smollm2 model.gguf --default smollm2
 
     Example: pystaged serve model.gguf --draft small.gguf --parallel 8 --kv-memory 4G
 
     Example: PYSTAGED_API_KEY=secret pystaged serve smollm2 --host 0.0.0.0 --port 8000
     """
     try:
-        from pystaged.server.app import application  # noqa: PLC0415
-        from pystaged.server.run import address as address_of  # noqa: PLC0415
-        from pystaged.server.run import answering_that_it_loads, bound, serve  # noqa: PLC0415
-        from pystaged.server.settings import Settings  # noqa: PLC0415
+        from pystaged.server.app import application, application_of  # noqa: PLC0415
+        from pystaged.server.models import Models  # noqa: PLC0415
+        from pystaged.server.run import address, answering_that_it_loads, bound, serve  # noqa: PLC0415
+        from pystaged.server.security import read_keys  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'serving needs {error.name}: pip install "pystaged[server]"', name=error.name
+            f'serving needs {error.name}: pip install ".[server]" in a clone of pystaged', name=error.name
         ) from None
     bound_heaps()
-    name = either(model, named)
-    name = SMOLLM2 if name is None else name  # what the bundled pair writes is no answer
-    keys = address.keys()
+    if models and named is not None:
+        raise typer.BadParameter("name the models once, by MODEL or --model")
+    models = [named] if named is not None else models or []
+    name = models[0] if models else SMOLLM2  # what the bundled pair writes is no answer
+    is_one = len(models) <= 1 and folder is None
+    if not is_one and (alias is not None or given["draft"] not in ("auto", "none")):
+        raise typer.BadParameter("--alias and --draft are for one model")
+    if is_one and given.get("default") is not None:
+        raise typer.BadParameter("--default is for several models")
+    keys = read_keys(given.get("api_keys", []), api_key_file)
     with usage():
-        defaults = _defaults(sampling, max_tokens, stop_loops)
-        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
-            raise ValueError(f"--metrics-prefix must be letters, digits, _ and :, not {metrics_prefix!r}")
-    with bound(address.host, address.port) as listener:
-        if not is_loopback(address.host) and not keys:
+        SamplingConfig(**given.only(SAMPLING))
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", given["metrics_prefix"]):
+            raise ValueError(f"--metrics-prefix must be letters, digits, _ and :, not {given['metrics_prefix']!r}")
+    if given.get("reasoning_budget") == -1:
+        del given["reasoning_budget"]
+    with bound(host, port) as listener:
+        if not is_loopback(host) and not keys:
             errors.print(
-                f"[bold yellow]warning:[/bold yellow] whoever reaches {address.host}:{address.port} can use this "
-                "server; --api-key asks for a key"
+                f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this server; --api-key "
+                "asks for a key"
             )
+        of_server = given.only(SERVER) | {"api_keys": keys, "allowed_hosts": [*given.get("allowed_hosts", []), host]}
         settings = Settings(
-            alias or _name_of(name),
-            strict=strict,
-            defaults=defaults,
+            alias or names.name_of(name) if is_one else "",
+            defaults=given.only([*SAMPLING, "stop_loops", "max_tokens"]),
             think=think,
-            reasoning_budget=None if reasoning_budget == -1 else reasoning_budget,
-            api_keys=keys,
-            allowed_hosts=[*(address.allowed_host or []), address.host],
-            cors_origins=address.cors_origin or [],
-            parallel=waiting.parallel,
-            queue=waiting.queue,
-            timeout=waiting.timeout,
-            queue_timeout=waiting.queue_timeout,
-            billing_header=billing_header,
-            metrics_prefix=metrics_prefix,
             log=report if log_requests else None,
+            **of_server,
         )
         with ExitStack() as stack:
             with answering_that_it_loads(listener, settings):
-                engine = stack.enter_context(open_engine(name, loading, long_context=True))
-                app = application(engine, settings)
+                if is_one:
+                    engine = stack.enter_context(open_engine(name, given, long_context=True))
+                    app, greet = application(engine, settings), partial(_greet, engine, settings)
+                else:
+                    free = available_memory()
+                    given.setdefault("kv_memory", free // _KV_SHARE)
+                    files = names.several(models, folder, model_name)
+                    load = partial(open_engine, given=given, long_context=True)
+                    served = Models(settings, files, load, memory=free, kv_memory=given["kv_memory"])
+                    stack.callback(served.close)
+                    words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
+                    app, greet = application_of(served), partial(report, words + ", ".join(files))
             serve(
                 app,
                 listener,
-                grace=waiting.grace,
-                ready=lambda: _greet(engine, settings, address_of(listener)),
+                grace=grace,
+                ready=lambda: _listening(greet, address(listener)),
+                waiting=lambda requests: report(
+                    f"requests in progress: {requests}; waiting {grace} s at most, Ctrl-C again ends at once"
+                ),
             )
 
 
-def _greet(engine: Engine, settings: Settings, where: str) -> None:
+def _greet(engine: Engine, settings: Settings) -> None:
     name, model = settings.name, engine.model
     draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
-    report(f"{name}: {model.architecture}, {model.file_bytes / _GIB:.2f} GiB on {model.devices or 'cpu'}; {draft}")
+    report(f"{name}: {model.architecture}, {size_words(model.file_bytes)} on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
-    memory = f"{engine.kv_memory / _GIB:.2f} GiB for keys and values"
+    memory = f"{size_words(engine.kv_memory)} for keys and values"
     report(f"contexts of {engine.n_ctx} tokens; {memory}, enough for {room} of them")
     sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
     report(f"default sampling: {described(sampling)}")
+
+
+def _listening(greet: Callable[[], object], where: str) -> None:
+    greet()
     report(f"listening on {where}, which has a chat page; OpenAI's clients use {where}/v1; Ctrl-C stops the server")
-
-
-def _defaults(sampling: SamplingOptions, max_tokens: int | None, stop_loops: bool | None) -> dict[str, Any]:
-    """The options given, as defaults of requests. Raises ValueError for invalid ones."""
-    sampling.config()
-    found = sampling.fields()
-    if stop_loops is not None:
-        found["stop_loops"] = stop_loops
-    if max_tokens is not None:
-        found["max_tokens"] = max_tokens
-    return found
-
-
-def _name_of(model: str) -> str:
-    """What clients call a model: a hub id or a name as it is, of a file its name without the folder."""
-    path = expanded(model)
-    return path.name.removesuffix(".gguf") if path.is_file() else hub_id(model)

@@ -1,32 +1,36 @@
-"""Shared by chat and chat --raw: reading lines, turns that Ctrl-C ends, and commands such as /set."""
+"""The conversation of `pystaged chat`: reading lines, turns that Ctrl-C ends, and commands such as /set."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import typer
 from rich.text import Text
 
 import pystaged
-from pystaged.aliases import KEYWORDS, SETTINGS, meant
-from pystaged.cli.console import errors, reading_bar, report, words
-from pystaged.cli.generate import stats_table
-from pystaged.cli.interrupts import Interrupts
-from pystaged.cli.options import Color, SamplingOptions
-from pystaged.cli.painting import show, summary, write_wrapped
-from pystaged.config import SamplingConfig, TextOptions
-from pystaged.files import expanded, whole_file
-from pystaged.options import ALL, LOADING, SAMPLING, flags
-from pystaged.recommended import LOOP_WORDS, described
+from pystaged._core import Tokenizer
+from pystaged.chat.format import begin
+from pystaged.chat.messages import marked_messages
+from pystaged.chat.turn import quoted
+from pystaged.cli.console import errors, open_engine, read_prompt, read_question, reading_bar, report, size_words, words
+from pystaged.cli.lines import Lines
+from pystaged.cli.options import GRAMMARS, Color, Given, read_system, usage
+from pystaged.cli.painting import show, stats_table, summary, write_wrapped
+from pystaged.decoding.streams import Stream
+from pystaged.loading.names import SMOLLM2
+from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
+from pystaged.options.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
+from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described, toy_words
+from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, flags
+from pystaged.platform.ctrl_c import Interrupts
+from pystaged.platform.files import expanded, read_small, whole_file
+from pystaged.platform.memory import loadable_memory
 from pystaged.result import GenerationResult, Piece
-from pystaged.streams import Stream
 
-_QUOTES = '"""'
 # Names that /set accepts.
 _SETTABLE: dict[str, Any] = {
     name: option.kind
@@ -38,81 +42,96 @@ _SETTABLE: dict[str, Any] = {
 # Options of the command that a running chat cannot change.
 _FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SETTABLE.keys()
 
-Asked = tuple[list[Any], str]
-"""A turn: the state before it, and the user's text."""
-
-SWITCH = {"on": True, "off": False}
-
-_HELP = '''Lines between """ and """ form one message; a line that ends with \\ continues on the next one. Only the
-former may begin with /. Ctrl-C ends the model's turn and keeps what it wrote.
-/clear         begin again              /undo   take the last turn back
-/retry         the last turn again, with the next seed          /seed N  same seed, same turn; -1 draws one
-/set NAME VALUE   temperature, top_k, repeat_penalty, ..., as the options; max_tokens; stop_loops on, off
-/show          show the settings
-/text          show the conversation
-/save FILE     save it                  /load FILE   continue a saved one
-/stats         what each stage did in the last turn; on, off: the speed after each turn
-/color on      colour each token by the stage that proposed it; off
-/help   show this          /bye   leave, as does Ctrl-D'''
+_Messages = list[dict[str, Any]]
 
 
-class Turns(ABC):
-    """User and model take turns.
+class _State(NamedTuple):
+    """A conversation: its messages, and its last turn as the state before it and the user's text."""
+
+    messages: _Messages
+    turn: tuple[_State, str] | None = None
+
+
+_SWITCH = {"on": True, "off": False}
+_LEAVING = ("exit", "quit", "bye")
+_MOST_BYTES = 64 << 20  # of a saved conversation
+_TURN = 2  # messages of a turn
+
+_HELP = '''A line you type is asked, and the model answers; exit, quit or bye alone leaves.
+/system TEXT       say how the model is to answer, @FILE reads it; "" takes that
+                   back, without TEXT it is shown
+/think on, off     whether a model that can think does so first
+Pasted lines are one message, and so are lines between """ and """; a line
+that ends with \\ continues on the next one. Only a message in """ may begin
+with /. Ctrl-C ends the model's turn and keeps what it wrote.
+/clear             forget the conversation
+/undo              take the last turn back
+/retry             the last turn again, with the next seed
+/seed N            same seed, same turn; -1 draws one
+/set NAME VALUE    set temperature, top_k, ..., max_tokens, stop_loops
+/show              show the settings
+/text              show the conversation
+/save FILE         save it
+/load FILE         continue a saved one
+/stats             what each stage did; on, off: the speed after each turn
+/color on, off     colour each token by the stage that proposed it
+/help              show this
+/bye               leave, as does Ctrl-D'''
+
+
+class Chat:
+    """A conversation as messages.
 
     Args:
         engine: an open one, which stays open.
-        sampling, max_tokens, stop_loops: initial values, which /set changes; 0 tokens means until the context is full.
-        color, show_tree, stop: see generate.
+        given: options of the command, which /set changes; max_tokens and stop_loops are among them, and 0 tokens means
+            until the context is full; context_overflow, "drop" unless given, says whether the model no longer reads the
+            oldest turns where the context is full.
+        color, show_tree: see generate.
         interrupts: already entered.
         stats: whether to show the speed after each turn.
-        constraint: arguments of Engine.generate that constrain each turn.
+        system: the system message; think: whether models that can think do so.
     """
-
-    _about: str  # explains a line of input, for /help
-    _leaving: tuple[str, ...] = ()  # lines without / that say to leave
-    _keeps_unanswered = False  # whether the user's text stays if the model wrote nothing
 
     def __init__(
         self,
         engine: pystaged.Engine,
-        sampling: SamplingOptions,
-        max_tokens: int,
+        given: Given,
         color: Color,
         interrupts: Interrupts,
-        *,
         show_tree: bool = False,
         stats: bool = False,
-        stop: Sequence[str] = (),
-        stop_loops: bool = False,
-        constraint: Mapping[str, Any] | None = None,
+        system: str = "",
+        think: bool | None = None,
     ) -> None:
         self._engine = engine
-        self._sampling = sampling
-        self._max_tokens = max_tokens
+        self._given = given
         self._color = color
         self._interrupts = interrupts
         self._show_tree = show_tree
         self._shows_stats = stats
-        self._stop, self._stop_loops = stop, stop_loops
-        self._constraint = constraint or {}
-        self._so_far: list[Any] = []
-        self._earlier: list[tuple[list[Any], Asked | None]] = []  # states to which /undo returns, and their last turns
-        self._asked: Asked | None = None  # the last turn
-        self._last: GenerationResult | None = None  # its result
+        self._system = system
+        self._template_options = {} if think is None else {"enable_thinking": think}
+        self._num_dropped = 0  # messages that the model no longer reads
+        self._files = set[Path]()  # that /save may replace
+        self._states = [_State([])]  # /undo returns to the last but one
+        self._last: GenerationResult | None = None  # the result of the last turn
         self._made_with: object = None  # the settings that it was made with
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: errors.print(self._about + _HELP, style="dim", markup=False),
+            "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
             "/clear": lambda _: self._clear(),
             "/undo": lambda _: self._undo(),
             "/retry": lambda _: self._retry(),
             "/text": lambda _: write_wrapped(self._text()),
             "/seed": self._seed,
             "/set": self._set,
-            "/show": lambda _: self._show(),
+            "/show": lambda words: self._set_system("") if words == "system" else self._show(),
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
             "/color": self._paint,
+            "/system": self._set_system,
+            "/think": self._set_think,
         }
         self._commands |= {"/?": self._commands["/help"], "/new": self._commands["/clear"]}
 
@@ -123,9 +142,10 @@ class Turns(ABC):
             ValueError, TypeError, OSError: it cannot be done.
         """
         command, _, words = line.strip().partition(" ")
-        if line.strip() in self._leaving:
+        command = command.lower()
+        if line.strip() in _LEAVING:
             return False
-        if not line.startswith("/"):
+        if not line.startswith("/") or ("\n" in line and command not in self._commands):
             self.say(line)
         elif command in ("/bye", "/exit", "/quit"):
             return False
@@ -137,38 +157,52 @@ class Turns(ABC):
             raise ValueError(f"there is no command {command}; {hint}/help shows those there are")
         return True
 
-    @abstractmethod
     def say(self, text: str) -> None:
-        """Take text that is not a command, even if it begins with /. Errors as in take."""
+        """Ask text that is not a command, even if it begins with /. Errors as in take."""
+        if text.strip():
+            self._turn(text)
 
-    @abstractmethod
-    def _begun(self, said: str) -> list[Any]:
-        """The state after the user's text."""
-
-    @abstractmethod
-    def _stream(self, begun: list[Any], options: TextOptions) -> Stream:
+    def _stream(self, begun: _Messages, options: TextOptions) -> Stream:
         """Start the model's turn."""
+        drops = self._given.get("context_overflow", "drop") == "drop"
+        messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
+        return self._engine.stream_chat(messages, template_options=self._template_options, **options)
 
-    @abstractmethod
-    def _ended(self, begun: list[Any], pieces: Sequence[Piece]) -> list[Any]:
-        """The state after the model's turn."""
+    def _with_system(self, messages: _Messages) -> _Messages:
+        return [{"role": "system", "content": self._system}, *messages] if self._system else messages
 
-    @abstractmethod
+    def _fitting(self, begun: _Messages, max_tokens: int) -> _Messages:
+        """The messages without the oldest turns, where all do not fit into the context with room for an answer."""
+        n_ctx, first = self._engine.n_ctx, self._num_dropped
+        most = n_ctx - min(max_tokens, n_ctx // 4)
+        while True:
+            messages = self._with_system(begun[first:])
+            tokens = self._engine.chat_format.encode(messages, template_options=self._template_options)
+            if len(tokens) <= most or first + _TURN >= len(begun):
+                break
+            first += _TURN
+            most = min(most, n_ctx // 2)  # what is left is read again, so that happens once in several turns
+        if first > self._num_dropped and len(tokens) <= n_ctx:
+            self._num_dropped, more = first, self._more_room("; for more start with")
+            report(f"the context of {n_ctx} tokens is full: the oldest {first} messages are no longer read{more}")
+        return messages
+
     def _text(self) -> str:
-        """The state as text."""
-
-    @abstractmethod
-    def _saved(self) -> str:
-        """The content of a file for /save."""
-
-    @abstractmethod
-    def _load_from(self, path: Path) -> str:
-        """Continue from a file of /save; returns a phrase that says how long it is. Errors as in take."""
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far)
 
     def _save(self, words: str) -> None:
         path = _file("/save", words)
+        if path.exists() and path not in self._files:
+            self._files.add(path)
+            raise ValueError(f"{path} is there already; the same command again replaces it")
+        self._files.add(path)
         with whole_file(path) as part:
-            part.write_text(self._saved(), "utf-8")
+            kept = {
+                "vocabulary": self._engine.tokenizer.fingerprint,
+                "system": self._system,
+                "messages": self._so_far,
+            }
+            part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
     def _load(self, words: str) -> None:
@@ -176,57 +210,66 @@ class Turns(ABC):
 
     def resume(self, path: Path) -> None:
         """Continue what /save saved. Errors as in take."""
-        report(f"loaded {path}: {self._load_from(path)}")
+        self._system, messages = read_conversation(path, self._engine.tokenizer)
+        states = [_State([])]
+        for end in range(_TURN, len(messages) + 1, _TURN):
+            states.append(_State(messages[:end], (states[-1], messages[end - _TURN]["content"])))
+        self._go_to(states)
+        self._files.add(path)
+        report(f"loaded {path}: {len(messages)} messages")
 
     def greeting(self, name: str) -> str:
         """Lines that name the model, its drafters, and the sampling."""
         model = self._engine.model
         drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
-        limit = f"{self._max_tokens} tokens at most" if self._max_tokens else f"context of {self._engine.n_ctx} tokens"
+        limit = f"{self._most} tokens at most" if self._most else f"context of {self._engine.n_ctx} tokens"
         return (
-            f"{name}: {model.architecture}, {model.file_bytes / 1e6:.0f} MB; {drafts}\n"
-            f"{described(self._config(self._sampling))}; {limit}; /help for help"
+            f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
+            f"{described(self._config(self._given))}; {limit}; /help for help"
         )
 
     def answer_once(self, said: str) -> None:
-        """Answer one question; errors and Ctrl-C are left to the caller."""
+        """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
-            stream = self._stream(self._begun(said), self._options(progress))
+            stream = self._stream([*self._so_far, _asks(said)], self._options(progress))
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
+        if self._given.get("json_schema") is not None:
+            result.json()
 
     def _turn(self, said: str) -> None:
         """Run a turn: the user's text, then the model's."""
-        before, asked = self._so_far, self._asked
-        self._asked = before, said
-        begun, made_with = self._begun(said), self._fixed_by()
+        before = self._states[-1]
+        self._states[-1] = before._replace(turn=(before, said))  # for /retry, if nothing is written
+        begun, made_with = [*before.messages, _asks(said)], self._fixed_by()
         pieces: list[Piece] = []
         try:
             result, about = self._write(lambda progress: self._stream(begun, self._options(progress)), pieces.append)
         except pystaged.ContextFullError:
-            here, most = self._engine.n_ctx, self._engine.model.max_context
-            more = f", or start with --n-ctx, up to {most}" if most > here else ""
             raise ValueError(
-                f"all of it does not fit into the context of {here} tokens: /clear begins again{more}"
+                f"the question, with what is read before it, does not fit into the context of {self._engine.n_ctx} "
+                f"tokens: shorten it, write /clear{self._more_room(', or start with')}"
             ) from None
         is_done = result is not None and result.finish_reason != "cancelled"
-        if pieces or is_done or self._keeps_unanswered:
-            self._so_far = self._ended(begun, pieces)
-            self._earlier.append((before, asked))
+        if pieces or is_done:
+            self._states[-1:] = [before, _State([*begun, _answer(pieces)], (before, said))]
             self._last, self._made_with = result, made_with
         if result and is_done:
             self._tell(result)
         else:
             errors.print(about)
 
+    def _more_room(self, words: str) -> str:
+        """How to get a longer context; empty where the model has none."""
+        most = self._engine.model.max_context
+        return f"{words} --n-ctx, up to {most}" if most > self._engine.n_ctx else ""
+
     def _options(self, progress: Callable[[int, int], None]) -> TextOptions:
         return TextOptions(
-            max_tokens=self._max_tokens or self._engine.n_ctx,
-            sampling=self._config(self._sampling),
-            stop=self._stop,
-            stop_loops=self._stop_loops,
+            max_tokens=self._most or self._engine.n_ctx,
+            sampling=self._config(self._given),
             progress=progress,
-            **cast(TextOptions, self._constraint),
+            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
         )
 
     def _write(
@@ -260,13 +303,22 @@ class Turns(ABC):
             stream.close()
         return stream.result if stream else None, about
 
-    def _config(self, sampling: SamplingOptions) -> SamplingConfig:
-        """What is in force. Raises ValueError for what is out of range."""
-        return sampling.config()
+    @property
+    def _so_far(self) -> _Messages:
+        return self._states[-1].messages
+
+    @property
+    def _most(self) -> int:
+        """Most tokens of a turn; 0 until the context is full."""
+        return int(self._given["max_tokens"])
+
+    def _config(self, given: Given) -> SamplingConfig:
+        """The sampling in force. Raises ValueError for what is out of range."""
+        return given.sampling(self._engine)
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
-        return self._max_tokens, self._stop_loops, self._sampling.changed(seed=0).given
+        return self._system, self._template_options, self._given | {"seed": 0}
 
     def _tell(
         self,
@@ -281,48 +333,43 @@ class Turns(ABC):
             report(LOOP_WORDS.format(allows_loops))
         if result.finish_reason != "length":
             return
-        if len(result.tokens) == self._max_tokens:
-            report(f"cut at {self._max_tokens} tokens; {allows_more} allows more")
+        if len(result.tokens) == self._most:
+            report(f"cut at {self._most} tokens; {allows_more} allows more")
         else:
-            report(f"the context of {self._engine.n_ctx} tokens is full: /clear begins again, --n-ctx allows more")
+            report(f"cut: the context of {self._engine.n_ctx} tokens is full{self._more_room('; for more start with')}")
 
-    def _begin(
-        self, so_far: list[Any], earlier: list[tuple[list[Any], Asked | None]], asked: Asked | None = None
-    ) -> None:
-        """Continue from a state. asked: its last turn, for /retry."""
-        self._so_far, self._earlier, self._asked, self._last = so_far, earlier, asked, None
+    def _go_to(self, states: list[_State]) -> None:
+        self._states, self._last, self._num_dropped = states, None, 0
 
     def _clear(self) -> None:
-        self._begin([], [*self._earlier, (self._so_far, self._asked)])
-        report("begun again; /undo takes that back")
+        self._go_to([*self._states, _State([])])
+        report("the conversation is forgotten; /undo takes that back")
 
     def _undo(self) -> None:
-        if not self._earlier:
+        if len(self._states) == 1:
             raise ValueError("there is nothing to undo")
-        before, asked = self._earlier[-1]
-        self._begin(before, self._earlier[:-1], asked)
+        self._go_to(self._states[:-1])
         report("taken back")
 
     def _retry(self) -> None:
-        if not self._asked:
+        kept = self._states
+        if not kept[-1].turn:
             raise ValueError("there is no turn to take again")
-        before, said = self._asked
-        kept, earlier, asked = self._so_far, self._earlier, self._asked
-        is_done = kept is not before and self._last is not None and self._last.finish_reason == "stop"
-        if self._config(self._sampling).is_greedy and is_done and self._made_with == self._fixed_by():
+        before, said = kept[-1].turn
+        is_answered = kept[-1].messages is not before.messages
+        is_done = is_answered and self._last is not None and self._last.finish_reason == "stop"
+        if self._config(self._given).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
-        seed = self._sampling.given.get("seed", -1)
-        if seed >= 0:
-            self._sampling = self._sampling.changed(seed=(seed + 1) % 2**64)
-        self._so_far, self._earlier = before, earlier[: len(earlier) - (kept is not before)]
-        self._asked = earlier[-1][1] if kept is not before else None
+        if self._given.get("seed") is not None:
+            self._given["seed"] = (self._given["seed"] + 1) % 2**64
+        self._states = kept[: len(kept) - is_answered]
         try:
             self._turn(said)
         finally:
-            if self._so_far is before:  # nothing was written
-                self._so_far, self._earlier, self._asked = kept, earlier, asked
+            if self._so_far is before.messages:  # nothing was written
+                self._states = kept
 
     def _stats(self, words: str) -> None:
         if words in ("on", "off"):
@@ -348,18 +395,39 @@ class Turns(ABC):
         self._set(f"seed {words}")
 
     def _show(self) -> None:
-        loops = "on" if self._stop_loops else "off"
-        report(described(self._config(self._sampling)))
-        report(f"max_tokens {self._max_tokens}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
+        loops = "on" if self._given["stop_loops"] else "off"
+        report(described(self._config(self._given)))
+        report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
+        if self._system:
+            report(f"system message: {self._system}")
+        for is_on in self._template_options.values():
+            report(f"think {'on' if is_on else 'off'}")
+
+    def _set_system(self, words: str) -> None:
+        if words:
+            self._system = "" if words == '""' else read_system(words)
+            report("the system message is set" if self._system else "there is no system message any more")
+        elif self._system:
+            typer.echo(self._system)
+        else:
+            report("there is no system message")
+
+    def _set_think(self, words: str) -> None:
+        if words not in _SWITCH:
+            raise ValueError("write /think on or /think off")
+        if "enable_thinking" not in self._engine.chat_format.variables():
+            raise ValueError("this model's chat template cannot switch thinking on or off")
+        self._template_options = {"enable_thinking": _SWITCH[words]}
+        report(f"think {words}")
 
     def _set(self, words: str) -> None:
         words = words.removeprefix("parameter ")  # as in Ollama
         name, *values = words.split(maxsplit=1) or [""]
-        if name == "system" and "/system" in self._commands:
-            self._commands["/system"]("".join(values))
+        if name == "system":
+            self._set_system("".join(values))
             return
-        if name in ("think", "nothink") and "/think" in self._commands:
-            self._commands["/think"]("off" if name == "nothink" else "".join(values) or "on")
+        if name in ("think", "nothink"):
+            self._set_think("off" if name == "nothink" else "".join(values) or "on")
             return
         if name in SETTINGS:
             raise ValueError(f"/set {name}: {SETTINGS[name]}")
@@ -369,24 +437,36 @@ class Turns(ABC):
         name = _our_name(name)
         kind = _SETTABLE[name]
         try:
-            number = SWITCH[value] if kind is bool else kind(value)
+            number = _SWITCH[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
             wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None
         if name == "stop_loops":
-            self._stop_loops = number
-            report(f"stop_loops {value}")
-            return
-        if name == "max_tokens":
+            self._given[name] = number
+        elif name == "max_tokens":
             if not -1 <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
-            self._max_tokens = max(int(number), 0)
-            report(f"max_tokens {value}")
-            return
-        sampling = self._sampling.changed(**{name: number})
-        self._config(sampling)
-        self._sampling = sampling
-        report(f"seed {value}" if name == "seed" else described(self._config(sampling)))
+            self._given[name] = max(int(number), 0)
+        else:
+            given = Given(self._given | {name: None if name == "seed" and number == -1 else number})
+            sampling = self._config(given)
+            self._given = given
+            if name != "seed":
+                report(described(sampling))
+                return
+        report(f"{name} {value}")
+
+
+def _asks(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _answer(pieces: Sequence[Piece]) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces)
+    message: dict[str, Any] = {"role": "assistant", "content": quoted(text)}
+    if message["content"] == text:
+        message["tokens"] = [token for piece in pieces for token in piece.tokens]
+    return message
 
 
 def _our_name(name: str) -> str:
@@ -414,50 +494,95 @@ def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
     return line
 
 
-def take_lines(turns: Turns, interrupts: Interrupts, greeting: str = "") -> None:
-    """Run lines from standard input until one leaves or the input ends; errors are printed. A terminal is greeted."""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, PLC0415  gives `input` editing and a history where there is one
-        report(greeting)
-    while (read := _read(interrupts)) is not None:
-        text, is_quoted = read
-        try:
-            if is_quoted:
-                turns.say(text)
-            elif not turns.take(text):
-                break
-        except (ValueError, TypeError, OSError) as error:
-            errors.print(f"error: {words(error)}", style="red", markup=False)
+def converse(
+    model: str | None,
+    question: str | None,
+    given: Given,
+    resume: Path | None,
+    color: Color,
+    system: str,
+    *,
+    think: bool | None,
+    stats: bool,
+    show_tree: bool,
+) -> None:
+    """Answer one question, or run what is typed in a terminal; see `chat`."""
+    model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
+    given["max_tokens"] = max(given.get("max_tokens", ANSWER_TOKENS), 0)
+    given.setdefault("stop_loops", True)
+    with usage():
+        GenerationConfig(**given.only([*TEXT, *SAMPLING]) | {"max_tokens": given["max_tokens"] or NO_LIMIT})
+    if question is not None:
+        question = read_question(question)
+    elif not sys.stdin.isatty():
+        question = read_prompt("-").removesuffix("\n")
+    begin()
+    with open_engine(model, given) as engine, Interrupts() as interrupts:
+        if question is not None and not question.strip():
+            raise ValueError("nothing is asked: the question is empty")
+        # Raises for options that cannot be used; the stream is not read.
+        engine.stream(" ", **cast(TextOptions, given.only([*GRAMMARS, *SAMPLING]) | {"min_tokens": 0}))
+        session = Chat(engine, given, color, interrupts, show_tree, stats, system=system, think=think)
+        if resume is not None:
+            if system:
+                raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
+            session.resume(expanded(resume))
+        if question is None:
+            toy = toy_words(engine.tokenizer.metadata, loadable_memory())
+            report("\n".join(filter(None, [session.greeting(model), toy])))
+            take_lines(session, interrupts)
+            return
+        with interrupts.allowed():
+            session.answer_once(question)
 
 
-def _read(interrupts: Interrupts) -> tuple[str, bool] | None:
-    """Read a line from standard input, or several that \\ joins or that stand between triple quotes, and whether they
-    are; None at the end of input."""
-    lines: list[str] = []
-    quoted = False
-    while True:
-        try:
-            with interrupts.allowed():
-                line = input((". " if lines else "> ") if sys.stdin.isatty() else "")
-        except EOFError:
-            if sys.stdin.isatty():
-                typer.echo()
-            return ("\n".join(lines), quoted) if lines else None
-        except KeyboardInterrupt:
-            # As in a shell, the typed text is dropped.
-            typer.echo()
-            if sys.stdin.isatty():
-                report("/bye or Ctrl-D leaves")
-            lines, quoted = [], False
-            continue
-        if not lines and line.lstrip().startswith(_QUOTES):
-            quoted, line = True, line.lstrip()[len(_QUOTES) :]
-        if quoted:
-            if line.rstrip().endswith(_QUOTES):
-                return "\n".join([*lines, line.rstrip()[: -len(_QUOTES)]]).strip("\n"), True
-            lines.append(line)
-        elif line.endswith("\\"):
-            lines.append(line[:-1])
-        else:
-            return "\n".join([*lines, line]), False
+def take_lines(chat: Chat, interrupts: Interrupts) -> None:
+    """Run the lines typed in a terminal until one leaves or the input ends; errors are printed."""
+    lines = Lines(interrupts)
+    try:
+        while (read := lines.read()) is not None:
+            text, is_quoted = read
+            try:
+                if is_quoted:
+                    chat.say(text)
+                elif not chat.take(text):
+                    break
+            except (ValueError, TypeError, OSError) as error:
+                errors.print(f"error: {words(error)}", style="red", markup=False)
+    finally:
+        lines.keep()
+
+
+def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, _Messages]:
+    """Read the system message and the messages of a saved conversation; tokens of another vocabulary are dropped.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not a saved conversation.
+    """
+    try:
+        kept = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+        system, messages = kept["system"], kept["messages"]
+        turns = [("user", "assistant")[number % 2] for number in range(len(messages))]
+        if not isinstance(system, str) or [message["role"] for message in messages] != turns or len(turns) % 2:
+            raise TypeError("user and assistant do not alternate")
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise TypeError("a message's content is not text")
+        if messages:
+            marked_messages(messages)
+        is_ours = kept.get("vocabulary") == tokenizer.fingerprint
+        for message in messages if is_ours else ():
+            _check_tokens(message.get("tokens", []), tokenizer.num_tokens)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
+        raise ValueError(f"{path} is not a conversation saved with /save: {why}") from None
+    fields = ("role", "content", "tokens") if is_ours else ("role", "content")
+    return system, [{name: message[name] for name in fields if name in message} for message in messages]
+
+
+def _check_tokens(tokens: Any, num_tokens: int) -> None:
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise TypeError("the tokens of a message are not a list of integers")
+    for token in tokens:
+        if not 0 <= token < num_tokens:
+            raise ValueError(f"token {token} is outside the vocabulary of {num_tokens} tokens")

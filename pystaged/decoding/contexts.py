@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from pystaged._core import DeviceError, Session
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import common_prefix
-from pystaged.process import ProcessLock
 
 _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context
 _WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another sequence's and copy it
@@ -135,7 +133,7 @@ class ContextPool:
     ) -> None:
         self._make = make
         self.prompts: Prompts | None = None
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close an engine during a call
+        self._lock = threading.RLock()  # the garbage collector may close an engine during a call
         first = make(None, 0)
         kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
@@ -146,29 +144,19 @@ class ContextPool:
         self.full_bytes = self._needed(first.target.n_ctx)
         usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // FREE_SHARE, self.full_bytes)
         self.memory = memory or usual
-        self._n_ctx = first.target.n_ctx
+        self.n_ctx = first.target.n_ctx  # positions of each context
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
         # For each context, the number of tokens after which recurrent layers keep a state for the next user turn: at
         # that turn a template may drop the reasoning after it. Prompts that extend the whole text, as after tool calls,
         # leave it unchanged.
         self._anchors = weakref.WeakKeyDictionary[Decoder, int]()
-        self._closed = False
-        self._process = os.getpid()
+        self.closed = False
 
     def check_open(self) -> None:
         """Raise ValueError if the pool is closed."""
-        if self._closed:
+        if self.closed:
             raise ValueError("the engine is closed")
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def n_ctx(self) -> int:
-        """Positions of each context."""
-        return self._n_ctx
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +180,7 @@ class ContextPool:
             ValueError: the pool is closed.
             DeviceError: a device failed, or has no room.
         """
-        with self._lock.here():
+        with self._lock:
             self.check_open()
             self._tidy()
             need = self._needed(len(prompt) + max_tokens)
@@ -224,26 +212,25 @@ class ContextPool:
 
     def give_back(self, context: Decoder) -> None:
         """End a loan and keep the context at rest; if the pool is closed, free it."""
-        with self._lock.here():
-            self._look_again()
+        with self._lock:
             self._lent = [loan for loan in self._lent if loan.context() is not context]
-            if not self._closed:
+            if not self.closed:
                 self._keep(context)
             self._rest(context)
             self._tidy()
 
     def forget(self) -> None:
         """Free all contexts at rest and drop all loans, after their device was lost."""
-        with self._lock.here():
+        with self._lock:
             while self._at_rest:
                 self._at_rest.popitem()[0].close()
             self._lent.clear()
 
     def close(self) -> None:
         """Free the contexts at rest, and each lent one when it is given back; lend no more."""
-        self._closed = True
+        self.closed = True
         try:
-            with self._lock.here():
+            with self._lock:
                 for context in list(self._at_rest):
                     self._keep(context, last=True)
         finally:  # Ctrl-C ends the writing
@@ -262,9 +249,7 @@ class ContextPool:
         except (DeviceError, ValueError):  # its device is lost, or it is closed
             context.close()
             return
-        except RuntimeError:  # the process forked during a call, so its session cannot be used
-            return
-        if self._closed:
+        if self.closed:
             context.close()
             return
         for other, (tokens, _) in list(self._at_rest.items()):
@@ -280,7 +265,7 @@ class ContextPool:
     def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Read a text from disk into a context at rest, if that saves enough prefill; returns whether it did.
         length: tokens of the prompt that a context here can supply."""
-        found = self.prompts.find(prompt, self._n_ctx) if self.prompts else None
+        found = self.prompts.find(prompt, self.n_ctx) if self.prompts else None
         if not self.prompts or not found:
             return False
         path, tokens = found
@@ -302,22 +287,10 @@ class ContextPool:
 
     def _tidy(self) -> None:
         """Drop loans whose contexts no longer exist, and free contexts beyond the bounds."""
-        self._look_again()
         self._lent = [loan for loan in self._lent if loan.context() is not None]
         for context in list(self._at_rest)[:-_MOST_AT_REST]:
             self._free(context)
         self._make_room(0)
-
-    def _look_again(self) -> None:
-        """In a child of fork(), drop the contexts that were in a call."""
-        if self._process == os.getpid():
-            return
-        self._process = os.getpid()
-        for context in list(self._at_rest):
-            try:
-                self._at_rest[context] = self._held(context)
-            except RuntimeError:
-                del self._at_rest[context]
 
     def _make_room(self, need: int, spared: Decoder | None = None) -> None:
         """Cut and free contexts at rest until `need` more bytes are within the bound, or none is left to cut."""

@@ -1,4 +1,4 @@
-"""Time of a pass by its rows and past length: measured once, and refined while running."""
+"""Time of a pass by its rows and past length: a few samples at loading, and refined while running."""
 
 from __future__ import annotations
 
@@ -6,40 +6,51 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from statistics import median_low
 
 import numpy as np
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_SLOPE_ROWS = (1, 4, 8, 32)  # few are enough: attention takes about the same time for each row
-_BUDGET = 0.8  # seconds of measuring one model
-_PATIENCE = 3.0  # seconds after which one round must do: long passes vary less
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 15
-_LEAST = 1e-6  # shortest time of a pass, in seconds
-_BLEND = 0.05  # weight of a new observation, for passes of any size; the first ones of a process weigh more
+SAMPLING = 0.3  # seconds of sampling a model's passes at loading
+_FIRST = 3.0  # samples of a number of rows of which the fastest counts
+_RISE = 0.1  # time of another row where none is sampled, as a share of one row's pass
+_LEAST = 1e-6  # shortest time of a pass, in seconds: a coarse clock may show 0
+_BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # additional weight, for passes of its own size
+_MOST = 1.25  # factor by which a new observation may differ, so that one stalled pass moves nothing
+_DEEPEST = 8  # tokens of the longest chain by which devices are compared
 
 
 class PassCost:
     """T(n, c) of one model: processor seconds of a pass over n >= 1 rows that attend to c cells, the past length.
 
-    The time without a past, and its increase per thousand cells, are interpolated linearly between the measured n.
+    The time without a past, and its increase per thousand cells, are interpolated linearly between the known n. The
+    fastest of the first samples of an n counts, because noise only adds time; then a clipped average, which follows
+    lasting changes. An n without a sample lies on the line through its neighbours.
 
     Args:
         seconds: time without a past, by number of rows.
         slopes: more seconds per thousand cells, by the same numbers of rows; 0 by default.
+        samples: number of samples behind `seconds`, by the same numbers of rows; enough by default.
     """
 
-    def __init__(self, seconds: Mapping[int, float], slopes: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        seconds: Mapping[int, float],
+        slopes: Mapping[int, float] | None = None,
+        samples: Mapping[int, float] | None = None,
+    ) -> None:
         slopes = slopes or dict.fromkeys(seconds, 0.0)
+        samples = samples or dict.fromkeys(seconds, _FIRST)
         if len(seconds) == 1:
             # With one measurement, assume that the time is proportional to the number of rows.
             seconds, slopes = ({f * n: f * v for n, v in each.items() for f in (1, 2)} for each in (seconds, slopes))
         self._rows = tuple(sorted(seconds))
-        self._knots = _rising([seconds[n] for n in self._rows])
+        self._knots = [seconds[n] for n in self._rows]
         self._slopes = [slopes[n] for n in self._rows]
+        self._samples = [samples.get(n, _FIRST) for n in self._rows]
         self._scale = 1.0
-        self._observed = 0.0  # passes
+        self._fill()
+        _rising(self._knots)
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -50,6 +61,11 @@ class PassCost:
     def slopes(self) -> dict[int, float]:
         """Current estimate of the increase per thousand cells, in seconds by measured number of rows."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
+
+    @property
+    def samples(self) -> dict[int, float]:
+        """Number of samples by number of rows, up to those that count first."""
+        return dict(zip(self._rows, self._samples, strict=True))
 
     def __call__(self, num_rows: int, cells: float = 0, experts: float | None = None) -> float:
         """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens. experts: for an
@@ -73,20 +89,42 @@ class PassCost:
             experts: as for the estimate.
         """
         del experts
-        believed = self(num_rows, cells)
-        change = surprise(seconds, believed)
+        seconds, believed = max(seconds, _LEAST), self(num_rows, cells)
+        late, change = seconds / believed - 1, surprise(seconds, believed, _MOST)
         i, along = place(self._rows, num_rows)
         along = min(along, 1.0)
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
+        first = False
         for knot, weight in ((i, 1 - along), (i + 1, along)):
+            samples = self._samples[knot]
             own = _OWN_BLEND * share * weight * change
+            if weight >= 0.5 and samples < _FIRST:
+                first, own = True, late if late < 0 or not samples else 0.0
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-        self._observed += share
-        self._scale *= 1 + max(_BLEND, 1 / (1 + self._observed)) * share * change
+            if first:
+                self._samples[knot] = min(samples + weight * share, _FIRST)
+        if first:
+            self._fill()
+        else:
+            self._scale *= 1 + _BLEND * share * change
+
+    def _fill(self) -> None:
+        """Reckon the times of numbers of rows that have no sample from those that have."""
+        known = [k for k, samples in enumerate(self._samples) if samples]
+        for k in range(len(self._knots)) if len(known) < len(self._knots) else ():
+            if not self._samples[k]:
+                n, above = self._rows[k], bisect_right(known, k)
+                low = known[max(above, 1) - 1]
+                m, took = self._rows[low], self._knots[low]
+                rise = _RISE * took / (1 + _RISE * (m - 1))
+                if 0 < above < len(known):
+                    high = known[above]
+                    rise = (self._knots[high] - took) / (self._rows[high] - m)
+                self._knots[k] = took + (n - m) * rise
 
 
 @lru_cache(maxsize=1024)  # each step needs the same few values
@@ -96,58 +134,66 @@ def place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
     return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])
 
 
-def surprise(seconds: float, believed: float) -> float:
-    """Relative error of an estimate: seconds / believed - 1, clipped to -0.5..1."""
+def surprise(seconds: float, believed: float, most: float = 2.0) -> float:
+    """Relative error of an estimate: seconds / believed - 1, where the quotient is clipped to 1 / most..most."""
     # One interrupted pass must not outweigh a hundred others.
-    return min(max(seconds / believed, 0.5), 2.0) - 1
+    return min(max(seconds / believed, 1 / most), most) - 1
 
 
 def measure(
-    run_pass: Callable[[int, int], None],
+    run_pass: Callable[[int, int], float],
     *,
     most_rows: int = MEASURED_ROWS[-1],
     cells: int = 0,
-    clock: Callable[[], float] = time.thread_time,
-    wall: Callable[[], float] = time.perf_counter,
+    seconds: float = SAMPLING,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> PassCost:
-    """Time passes of 1 to `most_rows` rows in turn for about a second; the median of each counts.
-
-    Medians, not minima: while other programs run, a pass takes about twice as long if its threads do not run at the
-    same time. The minimum for one number of rows may be a short time and that for the next a long one.
+    """Sample passes of 1 to `most_rows` rows in turn, as many as the time allows, those first that tell most.
 
     Args:
-        run_pass: makes a pass over the given number of rows with the given past length.
-        cells: past length for the slopes; 0 measures none.
-        clock: seconds, times the passes. wall: seconds, limits the time of measuring.
+        run_pass: makes a pass over the given number of rows with the given past length; returns its seconds.
+        cells: past length for the slopes; 0 samples none.
+        seconds: time of sampling. A pass that would not end in it is left out, but not the first.
+        clock: seconds, limits the time of sampling.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
-    deep = [n for n in rows if n in (*_SLOPE_ROWS, rows[-1])] if cells else []
-    # Up and down, so that no small pass runs with the caches that a large one left.
-    passes = [(n, 0) for n in rows] + [(n, cells) for n in reversed(deep)]
-    for each in passes[len(rows) - 1 : len(rows) + 1]:
-        run_pass(*each)  # the largest ones, so that first-use allocations are not timed
-    times: dict[tuple[int, int], list[float]] = {each: [] for each in passes}
-    begin = wall()
-    for done in range(_MOST_ROUNDS):
-        spent = wall() - begin
-        if spent > _PATIENCE or (spent > _BUDGET and done >= _LEAST_ROUNDS):
-            break
-        for each in passes:
-            start = clock()
-            run_pass(*each)
-            times[each].append(max(clock() - start, _LEAST))  # a coarse clock may show 0
-        passes.reverse()
-    usual = {each: median_low(took) for each, took in times.items()}
-    seconds = dict(zip(rows, _rising([usual[n, 0] for n in rows]), strict=True))
-    if not cells:
-        return PassCost(seconds)
-    behind = zip(deep, _rising([usual[n, cells] for n in deep]), strict=True)
-    slopes = [max(0.0, took - seconds[n]) / (cells / 1000) for n, took in behind]
-    return PassCost(seconds, dict(zip(rows, np.interp(rows, deep, slopes).tolist(), strict=True)))
+    deep = [(n, cells) for n in (1, rows[-1])] if cells else []
+    order = [*dict.fromkeys((n, 0) for n in (1, 8, rows[-1]) if n in rows), *deep]
+    order += [(n, 0) for n in (4, 16, 2, 24, 12, 6, 3) if n in rows and (n, 0) not in order]
+    took: dict[tuple[int, int], list[float]] = {each: [] for each in order}
+    end = clock() + seconds
+    for n, past in order * int(_FIRST):
+        expected = took[n, past] or [(1 + _RISE * (n - 1)) * alone for alone in took[1, 0]]
+        if not expected or clock() + min(expected) <= end:
+            took[n, past].append(max(run_pass(n, past), _LEAST))
+    samples = {n: len(took[n, 0]) for n in rows}
+    cost = PassCost({n: min(took[n, 0], default=0.0) for n in rows}, samples=samples)
+    behind = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in deep if took[n, past]}
+    if not behind:
+        return cost
+    slopes = np.interp(rows, list(behind), list(behind.values())).tolist()
+    return PassCost(cost.seconds, dict(zip(rows, slopes, strict=True)), samples)
 
 
-def _rising(values: list[float]) -> list[float]:
+def _rising(values: list[float]) -> None:
     """Lower each value to the least of those after it: fewer rows never cost more, and noise only adds time."""
     for i in reversed(range(len(values) - 1)):
         values[i] = min(values[i], values[i + 1])
-    return values
+
+
+def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:
+    """Speedup over plain decoding of a chain of guesses of the best length.
+
+    Args:
+        rate: probability that a guess is right.
+        price: tokens that drafting `places` guesses costs.
+        extra: tokens that a pass over the given number of rows costs beyond a plain step.
+    """
+    tokens, most = 1.0, 0.0
+    for depth in range(1, _DEEPEST + 1):
+        tokens += rate**depth
+        speedup = tokens / (1 + extra(1 + depth) + -(-depth // places) * price)
+        if speedup <= most:
+            break
+        most = speedup
+    return most

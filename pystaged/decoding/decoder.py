@@ -1,88 +1,125 @@
-"""Decoding: a step drafts a tree and verifies it with one pass of the target.
+"""A text's phases: it reads its prompt, then each step drafts a tree and verifies it with one pass of the target.
 
-Steps are generators that yield requests for passes; requests.py answers those of one sequence, stepper.py of a batch.
+`ask` goes on to the next pass that the text needs, `take` takes what the pass found; stepper.py makes the passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, Session
-from pystaged.config import SamplingConfig
-from pystaged.decoding.batch_load import BatchLoad
-from pystaged.decoding.budget import Budget
-from pystaged.decoding.constraint import Constraint, constrained
+from pystaged._core import ContextFullError, RecycledCandidates, Session
+from pystaged.decoding.account import Account, Meter
+from pystaged.decoding.constraint import constrained
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import MAX_NODES
-from pystaged.decoding.prefill import Prefill
-from pystaged.decoding.requests import Clocks, Done, Request, Requests, Verify, alone
-from pystaged.decoding.step import FinishReason, Step
+from pystaged.decoding.policy import MAX_NODES, BatchLoad
+from pystaged.decoding.requests import AnyRequest, Clocks, Read, Score, Verify
+from pystaged.decoding.step import FinishReason, Logprobs, Step
 from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.options.config import SamplingConfig
+from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats, GenerationStats
+
+_SCORED_ROWS = 64  # rows of a pass that scores; few, because each row has logits
 
 Progress = Callable[[int, int], None]
 """Called during prefill with the tokens that were read so far and the tokens to read in all."""
 
 
+@dataclass(slots=True)
+class Prefill:
+    """Options and results of one sequence's prefill.
+
+    reuse: keep the prefix of the prompt that the context holds. prediction: tokens that drafters may expect after the
+    prompt. num_top: number of the likeliest alternatives to each prompt token whose log-probabilities are wanted; None
+    for no log-probabilities. first_scored: index of the first token with log-probabilities, at least 1. logprobs: the
+    results, for each prompt token from that one on.
+    """
+
+    reuse: bool = True
+    prediction: Sequence[int] = ()
+    num_top: int | None = None
+    first_scored: int = 1
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def most_reused(self, length: int) -> int:
+        """Most tokens that a prompt of `length` tokens may take from a context."""
+        if not self.reuse:
+            return 0
+        # A token is scored when the one before it is evaluated.
+        return length - 1 if self.num_top is None else min(length, self.first_scored) - 1
+
+    def piece(self, session: Session, prompt: NDArray[np.int32], at: int) -> Read:
+        """The request to prefill the next piece of a prompt. at: number of its tokens that the session holds."""
+        tokens = prompt[:-1]
+        num_unscored = len(tokens) if self.num_top is None else self.first_scored - 1
+        if at < num_unscored:
+            return Read(session, at, tokens[at:num_unscored])
+        piece = slice(at, at + _SCORED_ROWS)
+        sampling = SamplingConfig().native_sampling(None, self.num_top)
+        return Score(session, at, tokens[piece], prompt[1:][piece], sampling)
+
+
+class Phase(Enum):
+    """What a text does next."""
+
+    BEGIN = "keep what the context holds of the prompt"
+    PREFILL = "read the prompt"
+    CATCH_UP = "let the drafter read the prompt"
+    STEP = "begin a tree"
+    TREE = "grow the tree, and verify it"
+    OVER = "nothing"
+
+
 class Decoder:
-    """Decodes one sequence at a time in a context: the target's session, drafters with their sessions, and the budget.
+    """Decodes one sequence at a time in a context: the target's session, the drafter with its sessions, the account.
 
     Between steps the target's session holds all tokens of the sequence but the last, the root of the next tree.
 
     Args:
         target: the session to decode in; nobody else may use it meanwhile.
-        *drafters: propose the trees; each step uses the one with the highest expected gain. None for plain decoding.
-        cost: processor seconds of a target pass, refined here, to decide whether drafting pays. With None the first
-            drafter always drafts.
-        rates: for each drafter, the initial estimate of the share of its first guesses that are right.
+        drafter: proposes the trees; None for plain decoding.
+        cost: processor seconds of a target pass, refined here, to decide whether drafting pays. With None every step
+            drafts.
         batch: the batch that shares the passes; by default this sequence alone.
-        meter: measures the time of drafting; shared with the drafters.
+        meter: measures the time of drafting; shared with the drafter.
         clocks: wall time and processor time.
     """
 
     def __init__(
         self,
         target: Session,
-        *drafters: Drafter,
+        drafter: Drafter | None = None,
+        *,
         cost: PassCost | None = None,
-        rates: Sequence[float] | None = None,
         batch: BatchLoad | None = None,
         meter: Meter | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         self.target = target
-        self.drafters = drafters
+        self.drafter = drafter
         self.batch = batch or BatchLoad()
-        self._clocks = clocks or Clocks()
-        self._meter = meter or Meter(self._clocks.processor)
-        self.budget = Budget(cost, self.batch, self._meter, rates or [0.5] * len(drafters))
+        self.clocks = clocks or Clocks()
+        self._meter = meter or Meter(self.clocks.processor)
+        self.account = Account(cost, self.batch, self._meter)
         self._experts = cost if isinstance(cost, ExpertCost) else None
-        self._drafting: Sequence[Drafter] = ()  # the drafters of this sequence, empty for plain decoding
-        self._constraint: Constraint | None = None  # of this sequence
-        self._is_plain = False
+        self._phase = Phase.OVER
+        self.request: AnyRequest | None = None  # the pass that the text needs
+        self.outcome: Step | BaseException | None = None  # of its last pass
+        self.rows, self.gain = 0, 0.0  # rows of the last verified tree, root included; tokens expected from it
+        self._drafting: Drafter | None = None  # the drafter of this sequence, None for plain decoding
+        self._drafts = False  # in this step
+        self._recycled: RecycledCandidates | None = None  # learns from the step's rows
         self._before = self._root = -1  # the last two tokens of the sequence
-        self._length = 0
+        self._length = 0  # tokens in the context
 
-    def generate(
-        self,
-        prompt: NDArray[np.int32],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        **options: Any,
-    ) -> Generator[Step, None, None]:
-        """Continue a prompt step by step, with a pass of its own for each request. Arguments and errors as in `text`;
-        yields steps, no requests; uses the context only during `next`."""
-        return alone(self.text(prompt, sampling, max_tokens, **options), self._clocks)
-
-    def text(
+    def begin(
         self,
         prompt: NDArray[np.int32],
         sampling: SamplingConfig,
@@ -94,100 +131,179 @@ class Decoder:
         progress: Progress | None = None,
         constraint: Constraint | None = None,
         prefill: Prefill | None = None,
-    ) -> Generator[Request | Step, Done | None, None]:
-        """Continue a prompt step by step.
+    ) -> None:
+        """Begin a text; its phases follow: `ask`, and `take` after each pass, until `end`.
 
         Args:
             prompt: int32[n], n >= 1.
             max_tokens: most tokens to decode, at least 1.
             is_end: whether a token ends the sequence; it is not emitted.
             speculate: False decodes plainly; the tokens are the same.
-            stats: filled while decoding, complete when the iterator is exhausted or closed.
-            progress: as in start.
+            stats: filled while decoding, complete after `end`.
+            progress: called before the first piece of the prompt and after each.
             constraint: limits the tokens; an object for this sequence alone.
             prefill: options of prefill; an object for this sequence alone.
 
-        Returns:
-            A generator of requests, whose results must be sent to it, and of steps. The last step, which may have no
-            tokens, has the finish_reason.
-
         Raises:
-            ContextFullError: at once: the prompt is longer than the context.
-            ValueError: at once: an empty prompt, or max_tokens below 1; later: from the constraint.
+            ContextFullError: the prompt is longer than the context.
+            ValueError: an empty prompt, or max_tokens below 1.
         """
         if len(prompt) < 1 or max_tokens < 1:
             raise ValueError(f"prompt and max_tokens must be at least 1 token, not {len(prompt)} and {max_tokens}")
-        self._check(prompt)
-        stats = GenerationStats() if stats is None else stats
-        prefill = prefill or Prefill()
-        return self._text(prompt, sampling, max_tokens, is_end, speculate, stats, progress, constraint, prefill)
+        if len(prompt) > self.target.n_ctx:
+            raise ContextFullError(
+                f"the prompt has {len(prompt)} tokens, but the context holds {self.target.n_ctx}; shorten the prompt"
+            )
+        self._prompt, self.sampling, self.left, self._is_end = prompt, sampling, max_tokens, is_end
+        self._drafting, self._is_plain = self.drafter if speculate else None, not speculate
+        self.stats = GenerationStats() if stats is None else stats
+        self._progress, self._constraint, self._prefill = progress, constraint, prefill or Prefill()
+        self._phase, self.request, self.outcome = Phase.BEGIN, None, None
 
-    def start(
-        self,
-        prompt: NDArray[np.int32],
-        *,
-        speculate: bool = True,
-        progress: Progress | None = None,
-        greedy: bool = True,
-        constraint: Constraint | None = None,
-        prefill: Prefill | None = None,
-    ) -> Requests[int]:
-        """Prefill a prompt, int32[n] with n >= 1; returns the number of tokens that the context held already.
+    def ask(self) -> None:
+        """Go on to the next pass that the text needs, which is then `request`; or to an `outcome` without one."""
+        self.outcome = None
+        try:
+            self.request = self._next_pass() if self.request is None else self.request
+        except BaseException as error:
+            self.outcome = error
 
-        After an interruption, the next call goes on after the pieces that were read.
+    def take(self) -> None:
+        """Go on with what the pass of `request` found. A step, or an error, is then the `outcome`."""
+        request, self.request = self.request, None
+        assert request
+        try:
+            if request.session is not self.target:
+                assert self._drafting
+                self._drafting.take(request)
+            elif isinstance(request, Verify):
+                self.outcome = self._accept(request)
+            else:
+                self._note_piece(request)
+        except BaseException as error:
+            self.outcome = error
 
-        Args:
-            speculate: False decodes plainly until the next start.
-            progress: called before the first piece of the prompt and after each.
-            greedy: whether decoding is greedy.
-            constraint: limits the tokens until the next start; the caller of `step` must advance it.
-            prefill: options of prefill.
+    def end(self) -> None:
+        """End the text, after its last step or in the middle."""
+        if self._phase is Phase.OVER:
+            return
+        begun, self._phase = self._phase is not Phase.BEGIN, Phase.OVER
+        self.request = self.outcome = self._drafting = self._constraint = self._progress = None
+        del self._is_end, self._prefill
+        try:
+            if self.drafter:
+                self.drafter.constrain(None)
+                self.drafter.end()
+        finally:
+            if begun:
+                self.stats.finish(self._work_before, self.work(), self.target.weight_bytes)
 
-        Raises:
-            ContextFullError: the prompt is longer than the context.
-        """
-        self._check(prompt)
-        prefill = prefill or Prefill()
-        self._drafting = self.drafters if speculate else ()
-        reused = min(common_prefix(self.target.tokens, prompt), prefill.most_reused(len(prompt)))
-        reused = min([reused, *(drafter.reusable(prompt) for drafter in self._drafting)])
-        reused = self.target.rewind(reused)
-        missing = prompt[reused:-1]
-        read = 0
-        while read < len(missing):
-            if progress:
-                progress(read, len(missing))
-            first = reused + read
-            read += yield from prefill.read(self.target, prompt[:-1], prompt[1:], first)
-            self._note_experts(prompt[first : reused + read])
-            for drafter in self._drafting:
-                yield from drafter.watch(prompt, first, reused + read)
-        if progress:
-            progress(read, read)
+    @property
+    def wants_draft(self) -> bool:
+        """Whether its request is for a session other than the target's."""
+        return self.request is not None and self.request.session is not self.target
+
+    def _next_pass(self) -> AnyRequest | None:
+        if self._phase not in (Phase.STEP, Phase.TREE):
+            if request := self._next_read():
+                return request
+            if self._constraint is not None and self._constraint.is_complete:
+                self.outcome = Step([], [], TokenTree.root(self._root), [], 0.0, 0.0, 0, 0, finish_reason="stop")
+                return None
+        if self._phase is Phase.STEP:
+            self._begin_tree()
+        if self._drafting and self._drafts and (request := self._drafting.request()):
+            return request
+        return self._verify()
+
+    def _next_read(self) -> AnyRequest | None:
+        """The next pass that reads the prompt; None when it is read."""
+        if self._phase is Phase.BEGIN:
+            self._rewind()
+        if self._drafting and (request := self._drafting.request()):
+            return request
+        if self._phase is Phase.PREFILL:
+            if self._length < len(self._prompt) - 1:
+                return self._prefill.piece(self.target, self._prompt, self._length)
+            self._open()
+            if self._drafting and (request := self._drafting.request()):
+                return request
+        self.account.opened()
+        self.stats.reused_tokens += self.reused
+        self.stats.prefill_seconds += self.clocks.wall() - self._began
+        self._phase = Phase.STEP
+        return None
+
+    def _rewind(self) -> None:
+        """Keep what the context holds of the prompt."""
+        # Wall time, because users wait for the batch's other work, too.
+        self._work_before, self._began = self.work(), self.clocks.wall()
+        prompt, drafting = self._prompt, self._drafting
+        self._phase = Phase.PREFILL
+        self.stats.prompt_tokens += len(prompt)
+        reused = min(common_prefix(self.target.tokens, prompt), self._prefill.most_reused(len(prompt)))
+        reused = min(reused, drafting.reusable(prompt)) if drafting else reused
+        self.reused = self._length = self.target.rewind(reused)
+        if self._progress and self.reused < len(prompt) - 1:
+            self._progress(0, len(prompt) - 1 - self.reused)
+
+    def _note_piece(self, request: AnyRequest) -> None:
+        """Take a piece of the prompt that the target has read."""
+        request.check()
+        first = self._length
+        self._length += request.result
+        if isinstance(request, Score):
+            self._prefill.logprobs += request.logprobs
+        self._note_experts(self._prompt[first : self._length])
+        if self._drafting:
+            self._drafting.watch(self._prompt, first, self._length)
+        if self._progress:
+            self._progress(self._length - self.reused, len(self._prompt) - 1 - self.reused)
+
+    def _open(self) -> None:
+        """Begin to draft: the drafter reads the prompt, as far as its account allows."""
+        prompt, read = self._prompt, self._length - self.reused
+        if self._progress and not read:
+            self._progress(0, 0)
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
-        self._length = len(prompt) - 1
-        self._is_plain = not speculate
-        self._constrain_by(constraint)
-        for drafter in self._drafting:
-            drafter.prediction = prefill.prediction
-            drafter.start(prompt)
-        yield from self.budget.open(self._drafting, len(prompt), len(missing), greedy)
-        return reused
+        if self.drafter:
+            self.drafter.constrain(self._constraint)
+        greedy = self.sampling.is_greedy
+        if self._drafting:
+            self._drafting.prediction, self._drafting.is_greedy = self._prefill.prediction, greedy
+            self._drafting.start(prompt)
+        self._phase = Phase.CATCH_UP
+        self.account.open(self._drafting, len(prompt), read, greedy)
 
-    def step(self, sampling: SamplingConfig, max_tokens: int) -> Requests[Step]:
-        """Draft a tree, verify it, and return its tokens: at least one, normally no more than max_tokens."""
-        max_depth = min(max_tokens, self.target.n_ctx - self._length, self.target.most_pending) - 1
-        guesses, masks = self._constrain((yield from self._draft(sampling, max_depth)), max_depth)
+    def _begin_tree(self) -> None:
+        """Begin a step: a drafter begins a tree if that may pay."""
+        self._began, self._phase = self.clocks.wall(), Phase.TREE
+        drafter = self._drafting if self._max_depth >= 1 else None
+        self._drafts = self.account.begin(drafter, self._length)
+        if drafter and self._drafts:
+            drafter.draft(self.sampling, self._max_depth, self.account.seconds)
+
+    def _verify(self) -> Verify:
+        """The pass over the tree that was drafted."""
+        if self._drafting and self._drafts:
+            tree = self.account.trim(self._drafting.tree, self._drafting.estimate)
+        else:
+            tree = TokenTree.root(self._root)
+        guesses, masks = self._constrain(tree, self._max_depth)
         # A plain step asks for no candidates, because the time to find them would be a loss.
-        recycled = self._drafting[self.budget.chosen].recycled if self.budget.chosen is not None else None
+        recycled = self._recycled = self._drafting.recycled if self._drafting and self._drafts else None
         wanted = min(recycled.num_candidates, self.target.vocab_size) if recycled else 0
-        verified = yield from self._meter.target(
-            Verify(self.target, self._length, guesses, sampling.native, wanted, masks)
-        )
-        tree, path, tokens, logprobs, candidates = verified.result
+        self._meter.stop()
+        return Verify(self.target, self._length, guesses, self.sampling.native, wanted, masks)
+
+    def _accept(self, verified: Verify) -> Step:
+        """Take the path of a tree and the bonus token; tell drafter and account."""
+        self._meter.go_on()
+        verified.check()
+        tree, (path, tokens, logprobs, candidates) = verified.tree, verified.result
         experts = self._note_experts(tree.tokens)
         begin = self._meter()
-        if recycled:
+        if recycled := self._recycled:
             before = tree.tokens[tree.parents]
             before[0] = self._before
             recycled.learn(before, tree.tokens, *candidates)
@@ -195,107 +311,50 @@ class Decoder:
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
         self._tell(tokens)
-        telling, certain = self._meter() - begin, stages.count(Stage.GRAMMAR)
-        speedup = self.budget.record(self._drafting, verified, telling, certain, experts)
-        return Step(
-            tokens,
-            stages,
-            tree,
-            path,
-            verified.seconds,
-            speedup,
-            verified.num_rows,
-            self.batch.sequences,
-            logprobs=logprobs,
-        )
+        telling, certain = self._meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
+        speedup = self.account.record(verified, telling, certain, experts)
+        rows, texts = verified.pass_rows, self.batch.sequences
+        step = Step(tokens, stages, tree, path, verified.seconds, speedup, rows, texts, logprobs=logprobs)
+        step = self._cut(step, self.left, self._is_end)
+        if self._constraint:
+            self._constraint.advance(step.tokens)
+            if step.finish_reason != "stop" and self._constraint.is_complete:
+                step = replace(step, finish_reason="stop")
+        self.left -= len(step.tokens)
+        self.stats.record(step, self.clocks.wall() - self._began)
+        self._phase = Phase.STEP
+        return step
+
+    @property
+    def _max_depth(self) -> int:
+        """Most levels of the step's tree below its root."""
+        return min(self.left, self.target.n_ctx - self._length, self.target.most_pending) - 1
 
     def work(self) -> dict[str, DrafterStats]:
-        """Statistics of the drafters' work so far, by stage name."""
-        total: dict[str, DrafterStats] = {}
-        for drafter in self.drafters:
-            for name, work in drafter.work().items():
-                total[name] = total[name].plus(work) if name in total else work
-        return total
+        """Statistics of the drafter's work so far, by stage name."""
+        return self.drafter.work() if self.drafter else {}
 
     @property
     def sessions(self) -> list[Session]:
-        """The target's session, then those of the drafters."""
-        return [self.target, *(session for drafter in self.drafters for session in drafter.sessions())]
+        """The target's session, then those of the drafter."""
+        return [self.target, *(self.drafter.sessions() if self.drafter else [])]
 
     def inherit(self, other: Decoder) -> None:
-        """Copy the learnt state of another decoder with the same drafters."""
-        self.budget.inherit(other.budget)
-        for drafter, experienced in zip(self.drafters, other.drafters, strict=True):
-            drafter.inherit(experienced)
+        """Copy the learnt state of another decoder with the same proposers."""
+        self.account.inherit(other.account)
+        if self.drafter and other.drafter:
+            self.drafter.inherit(other.drafter)
 
     def close(self) -> None:
-        """Close the sessions of target and drafters."""
+        """Close the sessions of target and drafter."""
         self.target.close()
-        for drafter in self.drafters:
-            drafter.close()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the context has no position left to evaluate the root at."""
-        return self._length >= self.target.n_ctx
-
-    def _check(self, prompt: NDArray[np.int32]) -> None:
-        if len(prompt) > self.target.n_ctx:
-            raise ContextFullError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {self.target.n_ctx}; shorten the prompt"
-            )
-
-    def _text(
-        self,
-        prompt: NDArray[np.int32],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        is_end: Callable[[int], bool],
-        speculate: bool,
-        stats: GenerationStats,
-        progress: Progress | None,
-        constraint: Constraint | None,
-        prefill: Prefill,
-    ) -> Generator[Request | Step, Done | None, None]:
-        # Wall time, because users wait for the batch's other work, too.
-        wall = self._clocks.wall
-        before, left, begin = self.work(), max_tokens, wall()
-        stats.prompt_tokens += len(prompt)
-        try:
-            stats.reused_tokens += yield from self.start(
-                prompt,
-                speculate=speculate,
-                progress=progress,
-                greedy=sampling.is_greedy,
-                constraint=constraint,
-                prefill=prefill,
-            )
-            stats.prefill_seconds += wall() - begin
-            finished = constraint is not None and constraint.is_complete
-            if finished:
-                yield Step([], [], TokenTree.root(self._root), [], 0.0, 0.0, 0, 0, finish_reason="stop")
-            while not finished:
-                begin = wall()
-                step = self._cut((yield from self.step(sampling, left)), left, is_end)
-                if constraint:
-                    constraint.advance(step.tokens)
-                    if step.finish_reason != "stop" and constraint.is_complete:
-                        step = replace(step, finish_reason="stop")
-                left -= len(step.tokens)
-                finished = step.finish_reason is not None
-                stats.record(step, wall() - begin)
-                yield step
-        finally:
-            self._constrain_by(None)
-            self._drafting = ()
-            for drafter in self.drafters:
-                drafter.end()
-            stats.finish(before, self.work(), self.target.weight_bytes)
+        if self.drafter:
+            self.drafter.close()
 
     def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
         """The part of a step before the end token and within max_tokens, with finish_reason set if it is the last."""
         length = min(len(step.tokens), max_tokens)
-        finish: FinishReason | None = "length" if length == max_tokens or self.is_full else None
+        finish: FinishReason | None = "length" if length == max_tokens or self._length >= self.target.n_ctx else None
         for i, token in enumerate(step.tokens[:length]):
             if is_end(token):
                 length, finish = i, "stop"
@@ -307,19 +366,6 @@ class Decoder:
             step, tokens=step.tokens[:length], stages=step.stages[:length], finish_reason=finish, logprobs=logprobs
         )
 
-    def _draft(self, sampling: SamplingConfig, max_depth: int) -> Requests[TokenTree]:
-        drafters = self._drafting if max_depth >= 1 else ()
-        self.budget.choose(drafters, self._length)
-        shadow = self.budget.shadow
-        # A forced token is no test of a drafter.
-        if shadow is not None and not (self._constraint and self._constraint.forced()):
-            scored, seconds = shadow
-            yield from drafters[scored].draft(sampling, 1, seconds)
-        chosen, tree = self.budget.chosen, TokenTree.root(self._root)
-        if chosen is not None:
-            tree = yield from drafters[chosen].draft(sampling, max_depth, self.budget.seconds)
-        return self.budget.trim(tree)
-
     def _note_experts(self, tokens: NDArray[np.int32]) -> int | None:
         """Of a mixture, learn the experts of the last pass's rows; returns the number of those of the whole pass."""
         if self._experts is None:
@@ -327,11 +373,6 @@ class Decoder:
         used, distinct = self.target.experts
         self._experts.learn(tokens.tolist(), used)
         return distinct
-
-    def _constrain_by(self, constraint: Constraint | None) -> None:
-        self._constraint = constraint
-        for drafter in self.drafters:
-            drafter.constrain(constraint)
 
     def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
         """The tree with the constraint's forced tokens and without forbidden ones, and the masks of its nodes."""
@@ -342,9 +383,8 @@ class Decoder:
 
     def _tell(self, tokens: list[int]) -> None:
         try:
-            for drafter in self._drafting:
-                drafter.advance(tokens)
+            if self._drafting:
+                self._drafting.advance(tokens)
         except BaseException:
-            # Some drafters lack these tokens, so none drafts until the next sequence.
-            self._drafting = ()
+            self._drafting = None  # it lacks these tokens, so it drafts no more in this sequence
             raise

@@ -10,29 +10,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
-from pystaged.config import SamplingConfig
-from pystaged.decoding.constraint import Constraint
-from pystaged.decoding.requests import Requests
+from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Read, fulfil
 from pystaged.decoding.tree import TokenTree
+from pystaged.options.config import SamplingConfig
+from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats
 
 
 class Drafter(Protocol):
-    """Proposes trees of tokens for one sequence at a time. Methods that may need passes are generators of requests.
+    """Proposes trees of tokens for one sequence at a time.
 
-    prediction: tokens expected after the prompt; set before `start`, and no part of the sequence. places: consecutive
-    guesses that one pass or lookup makes.
+    After `watch`, `catch_up` and `draft` it asks for passes: the caller makes each `request` and gives it to `take`,
+    until there is none.
+
+    Attributes:
+        prediction: tokens expected after the prompt, no part of the sequence; set before `start`.
+        is_greedy: whether decoding is greedy; set before `start`.
+        estimate: seconds that the last draft should have taken; 0 without costs.
+        tree: the last draft: the root alone if nothing is worth verifying.
     """
 
     prediction: Sequence[int]
-
-    places: int
+    is_greedy: bool
+    estimate: float
+    tree: TokenTree
 
     recycled: RecycledCandidates | None
-    """Learns from every row of the verified trees of this drafter; None for a drafter that does not."""
-
-    hit: bool | None
-    """Whether its first guess for the token after the last root was right; None if it was not asked for one."""
+    """Learns from every row of the verified trees; None for a drafter that does not."""
 
     def work(self) -> dict[str, DrafterStats]:
         """Statistics of its work so far, by stage name."""
@@ -58,7 +62,7 @@ class Drafter(Protocol):
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
         ...
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
         """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
         ...
 
@@ -71,20 +75,27 @@ class Drafter(Protocol):
         ...
 
     def lag(self) -> float:
-        """Estimated seconds to prefill the tokens that it has not read yet."""
+        """Estimated seconds to read the tokens that its cheapest draft needs and that it has not read yet."""
         ...
 
     def price(self) -> float:
-        """Estimated seconds of its smallest draft after prefill: one pass or one lookup."""
+        """Estimated seconds of its cheapest draft after that: one pass or one lookup."""
         ...
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+    def catch_up(self, seconds: float = math.inf) -> None:
         """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
         ...
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
-        """Draft a tree of at most max_depth levels below the root. The first pass is always made, further ones if they
-        fit into `seconds`. The tree is the root alone if prefill does not fit, or there is nothing to propose."""
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        """Draft a tree of at most max_depth levels below the root, by passes that should fit into `seconds`."""
+        ...
+
+    def request(self) -> AnyRequest | None:
+        """The next pass that it needs; None if it is done."""
+        ...
+
+    def take(self, request: AnyRequest) -> None:
+        """Go on with the result of a pass. Raises the pass's error."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -93,6 +104,15 @@ class Drafter(Protocol):
         Takes almost no time if it has not drafted, because plain steps are not charged for it.
         """
         ...
+
+
+def fulfil_all(drafter: Drafter, clocks: Clocks | None = None) -> None:
+    """Make the passes that a drafter asks for, each of them alone."""
+    while request := drafter.request():
+        if isinstance(request, Read):
+            request.num_rows = min(len(request.tokens), MOST_ROWS)
+        fulfil(request, clocks or Clocks())
+        drafter.take(request)
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

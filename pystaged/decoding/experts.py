@@ -15,6 +15,7 @@ from pystaged.decoding.tree import Node, Stage
 _BLEND = 0.05  # weight of a new observation of distinct experts
 _PRIOR, _KEPT = 50.0, 0.998  # weight of the measured price, in passes; factor of all earlier weights at each pass
 _USUAL = 0.1  # assumed difference of those passes from the usual number of experts, as a share of one row's
+_PRICE = 0.7  # assumed time of a row's experts, as a share of its pass
 _LEAST = 0.25  # least time of a pass, as a share of one that uses the usual number
 _KNOWN = 8192  # most tokens whose experts are kept
 _COMPARED = 8  # guesses that are compared for each place in a tree
@@ -27,20 +28,23 @@ class ExpertCost(PassCost):
     T(n, c, e) = T(n, c) + price * (e - U(n)), where the price is learnt by least squares.
 
     Args:
-        seconds, slopes: T(n, c), as in PassCost.
-        price: seconds of an expert.
+        seconds, slopes, samples: T(n, c), as in PassCost.
         unions: U by numbers of rows; U(1) is the experts of a row.
+        price: seconds of an expert; assumed by default.
     """
 
     def __init__(
         self,
         seconds: Mapping[int, float],
         slopes: Mapping[int, float] | None,
-        price: float,
         unions: Mapping[int, float],
+        price: float | None = None,
+        samples: Mapping[int, float] | None = None,
     ) -> None:
-        super().__init__(seconds, slopes)
+        super().__init__(seconds, slopes, samples)
         known = sorted(unions)
+        if price is None:
+            price = _PRICE * seconds[known[0]] / unions[known[0]]
         self._unions: list[float] = np.interp(self._rows, known, [unions[n] for n in known]).tolist()
         self._price = price
         # Sums of squares, of differences in experts and of those with differences in seconds, each relative to T.

@@ -11,23 +11,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pystaged.decoding.batch_load import BatchLoad
-
 MAX_NODES = 64  # nodes of a tree that the target verifies, root excluded
 MAX_EXPANDED = 64  # expanded nodes of a tree, each a row of a draft pass or a lookup
 MAX_CHILDREN = 16  # candidates per node
+
+
+def _free(num_leaves: int) -> float:
+    del num_leaves
+    return 0.0
+
+
+@dataclass(slots=True)
+class BatchLoad:
+    """Size of the batch that a sequence is decoded in. A sequence alone is a batch of one.
+
+    sequences: number of sequences that step together, this one included. rows: rows of the other sequences' trees in
+    the next target pass, roots included. tokens: number that the others are expected to gain from that pass.
+    """
+
+    sequences: int = 1
+    rows: int = 0
+    tokens: float = 0.0
 
 
 @dataclass(slots=True)
 class Growth:
     """A growing tree, as a policy sees it.
 
-    scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that are not expanded yet,
-    descending. passes: number of drafting passes so far, the root's included; seconds: their time.
+    scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that the next pass can
+    expand, best first; gains: the tokens that expanding each should add to a step. passes: number of drafting passes so
+    far; seconds: their time. price: seconds of another pass, by the number of leaves that it expands; 0 without costs.
+    lag: seconds for which the first pass also reads tokens that it lacks.
     cells: past length: tokens of the sequence before the root, which every pass attends to.
     experts: in `keep` of a mixture: predicted number of distinct experts of the root and the first n nodes, for n = 0,
     1, ...; the scores are then in the order of the nodes' gain per second, not descending.
-    child: score of the best child divided by its parent's, for the best of the nodes expanded last; 0 if it has none.
     """
 
     scores: Sequence[float]
@@ -36,7 +53,9 @@ class Growth:
     seconds: float
     cells: int = 0
     experts: Sequence[float] | None = None
-    child: float = 0.0
+    gains: Sequence[float] = ()
+    price: Callable[[int], float] = _free
+    lag: float = 0.0
 
 
 class TreePolicy(Protocol):
@@ -116,15 +135,14 @@ class FixedPolicy:
 
 
 class GainPolicy:
-    """Grows a tree while the expected extra tokens are worth their time, then keeps the n best nodes that maximize
-    (1 + sum of scores) / (T_target(n + 1) + drafting time), at the current past length.
+    """Buys another pass while the tokens that it should add are worth its time, then keeps the n best nodes that
+    maximize (1 + sum of scores) / (T_target(n + 1) + drafting time), at the current past length.
 
     In a batch, the numerator includes the tokens that the other sequences expect, and T_target includes their rows.
     Assumes that all sequences take the same time to draft and share the time of a drafting pass equally.
 
     Args:
         target_cost: seconds of a target pass, by its rows and its past length; of a mixture also by its experts.
-        draft_cost: seconds of a drafting pass, by the same.
         budget: most nodes of a tree.
         children: candidates per node.
         batch: the batch that shares the passes; by default this sequence alone.
@@ -133,16 +151,13 @@ class GainPolicy:
     def __init__(
         self,
         target_cost: Callable[..., float],
-        draft_cost: Callable[[int, int], float],
         budget: int = 31,
         children: int = 4,
         batch: BatchLoad | None = None,
     ) -> None:
-        self.children = children
+        self.children, self.budget = children, budget
         self._batch = batch or BatchLoad()
         self._target_cost = target_cost
-        self._draft_cost = draft_cost
-        self._budget = budget
         self._known: tuple[tuple[int, int], dict[int, float]] = (-1, -1), {}  # cached costs of verifying one tree
 
     def keep(self, growth: Growth) -> int:
@@ -150,30 +165,30 @@ class GainPolicy:
 
     def expand(self, growth: Growth) -> int:
         size, rate = self._best_size(growth)
-        if size >= self._budget:
-            return 0
-        # A leaf's best child adds about this share of the leaf's score, and one row for the target. Copies have more.
-        child = max(0.75, growth.child)
-        texts, cells = self._batch.sequences, growth.cells
-        row_cost = rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
+        row, texts = self._row(size, rate, growth.cells), self._batch.sequences
         best_width, best_gain, gain = 0, 0.0, 0.0
-        before = 0.0
-        for width, score in enumerate(growth.leaves[: self._budget], 1):
-            if child * score <= row_cost:
-                break  # the following leaves have lower scores
-            pass_cost = self._draft_cost(width * texts, cells) / texts
-            gain += child * score - rate * (pass_cost - before) - row_cost
-            before = pass_cost
-            if gain > best_gain:
-                best_width, best_gain = width, gain
+        for width, more in enumerate(growth.gains, 1):
+            gain += max(0.0, more - row)
+            net = gain - rate * (growth.lag + growth.price(width * texts) / texts)
+            if net > best_gain:
+                best_width, best_gain = width, net
         return best_width
+
+    def least(self, growth: Growth) -> float:
+        """The score from which a guess is worth a row of the target's pass."""
+        size, rate = self._best_size(growth)
+        return self._row(size, rate, growth.cells)
+
+    def _row(self, size: int, rate: float, cells: int) -> float:
+        """What another row after `size` nodes costs, in tokens."""
+        return rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
         tokens, cells = 1.0 + self._batch.tokens, growth.cells
         drafting = growth.seconds * self._batch.sequences
         best_size, best_rate = 0, tokens / (self._verify_cost(1, cells) + drafting)
-        for size, score in enumerate(growth.scores[: self._budget], 1):
+        for size, score in enumerate(growth.scores[: self.budget], 1):
             tokens += score
             rate = tokens / (self._verify_cost(size + 1, cells, growth.experts) + drafting)
             if rate > best_rate:

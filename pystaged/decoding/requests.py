@@ -1,15 +1,11 @@
-"""Requests for passes and their results: decoding and drafting are generators of requests.
-
-The caller of a generator decides which requests share a pass: `alone` makes one for each, stepper.py one for a batch.
-"""
+"""Requests for passes, which hold what came of them. stepper.py decides which requests share a pass."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +16,31 @@ from pystaged.decoding.tree import TokenTree
 
 MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
 
-T = TypeVar("T")
-R = TypeVar("R")
 
+@dataclass(slots=True, eq=False)
+class Request:
+    """Rows of one session for a pass, and what came of them.
 
-class _OfSession:
-    """Base of requests, which have a session and a `past`: the tokens that it holds before their rows.
+    `work` describes the rows for a shared pass, `perform` makes a pass for them alone; `take` stores what either found.
 
-    `work` describes the request for a shared pass, `perform` makes a pass for it alone. `result` converts what either
-    returned.
+    Attributes:
+        past: tokens that the session holds before the rows.
+        result: see the subclass. error: why there is none, or None.
+        share: share of the pass's rows, above 0 and at most 1.
+        pass_rows, pass_past: rows of the whole pass, and the mean number of tokens before each of them.
+        seconds: wall time of the pass.
+        processor_seconds: time that the calling thread ran, or the wall time of a pass on a device.
     """
 
-    __slots__ = ()
-
     session: Session
+    past: int
+    result: Any = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    share: float = field(default=1.0, init=False)
+    pass_rows: int = field(default=0, init=False)
+    pass_past: float = field(default=0.0, init=False)
+    seconds: float = field(default=0.0, init=False)
+    processor_seconds: float = field(default=0.0, init=False)
 
     @property
     def can_share(self) -> bool:
@@ -45,19 +52,22 @@ class _OfSession:
         """Whether its pass runs outside this process's threads."""
         return getattr(self.session, "on_device", True)
 
+    def check(self) -> None:
+        """Raise the error of the pass."""
+        if self.error is not None:
+            raise self.error
+
 
 @dataclass(slots=True, eq=False)
-class Read(_OfSession):
+class Read(Request):
     """Request to prefill the first num_rows of the tokens, int32[n]; the result is num_rows.
 
     num_rows: set by the caller that makes the pass. hidden: for each token the target's hidden states, for a draft that
     reads them.
     """
 
-    session: Session
-    past: int
     tokens: NDArray[np.int32]
-    num_rows: int = field(default=0, kw_only=True)
+    num_rows: int = field(default=0, init=False)
     hidden: HiddenRows | None = field(default=None, kw_only=True)
 
     def work(self) -> Work:
@@ -70,9 +80,9 @@ class Read(_OfSession):
         self.session.prefill(self.tokens[: self.num_rows])
         return None
 
-    def result(self, found: Any) -> int:
+    def take(self, found: Any) -> None:
         del found
-        return self.num_rows
+        self.result = self.num_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +108,8 @@ class Score(Read):
         parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
         return parents, self.sampling, 0, only(self.following[: self.num_rows])
 
-    def result(self, found: Any) -> int:
-        self.logprobs = Logprobs.of(*found[2])
-        return self.num_rows
+    def take(self, found: Any) -> None:
+        self.result, self.logprobs = self.num_rows, Logprobs.of(*found[2])
 
 
 def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
@@ -111,14 +120,12 @@ def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
 
 
 @dataclass(slots=True, eq=False)
-class Propose(_OfSession):
+class Propose(Request):
     """Request to evaluate rows, which stay pending. The result is the k best candidates after each of the last `judged`
     rows, best first: their tokens, -1 where there are fewer, and their scores.
     masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all. hidden: for each token the
     hidden states that a draft reads, as in Read."""
 
-    session: Session
-    past: int
     tokens: Sequence[int]
     parents: Sequence[int]
     judged: int
@@ -142,24 +149,18 @@ class Propose(_OfSession):
         self.session.evaluate(self.tokens, self.parents, self.judged)
         return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling, self.masks)
 
-    def result(self, found: Any) -> tuple[list[list[int]], list[list[float]]]:
-        tokens, scores = found
-        return tokens.tolist(), scores.tolist()
-
-
-Verified = tuple[TokenTree, list[int], list[int], list[Logprobs] | None, tuple[NDArray[Any], ...]]
+    def take(self, found: Any) -> None:
+        self.result = tuple(each.tolist() for each in found)
 
 
 @dataclass(slots=True, eq=False)
-class Verify(_OfSession):
+class Verify(Request):
     """Request to evaluate a tree and to commit its accepted path. The result is the tree, which the caller may have
     trimmed; its accepted nodes, root first; the target's own token after each; their log-probabilities if the sampling
     asks for them, else None; and the candidates of all nodes as in Session.verify, empty if num_candidates is 0.
     masks: allowed tokens after each node, uint32[nodes, words]; None allows all.
     """
 
-    session: Session
-    past: int
     tree: TokenTree
     sampling: Sampling
     num_candidates: int = 0
@@ -181,30 +182,13 @@ class Verify(_OfSession):
     def _masks(self) -> NDArray[np.uint32] | None:
         return None if self.masks is None else self.masks[: len(self.tree)]
 
-    def result(self, found: Any) -> Verified:
+    def take(self, found: Any) -> None:
         path, tokens, *more = found
         logprobs = Logprobs.of(*more.pop(0)) if more and isinstance(more[0], tuple) else None
-        return self.tree, path.tolist(), tokens.tolist(), logprobs, tuple(more)
+        self.result = path.tolist(), tokens.tolist(), logprobs, tuple(more)
 
 
-Request = Read | Propose | Verify
-
-
-@dataclass(slots=True)
-class Done:
-    """The result of a request.
-
-    result: see the request's class. share: the request's share of the pass's rows, above 0 and at most 1. num_rows:
-    rows of the whole pass; past: mean number of tokens before each of them. seconds: wall time of the pass;
-    processor_seconds: time that the calling thread ran, or the wall time of a pass on a device.
-    """
-
-    result: Any
-    share: float
-    num_rows: int
-    past: float
-    seconds: float
-    processor_seconds: float
+AnyRequest = Read | Propose | Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,61 +198,42 @@ class Clocks:
     wall: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.thread_time
 
-    def of(self, request: Request) -> Callable[[], float]:
+    def of(self, request: AnyRequest) -> Callable[[], float]:
         """The clock for a request's pass: wall time on devices. On the CPU, processor time of the calling thread, which
         takes part in all of the work: interruptions do not count, and its part is the same on a busy machine."""
         return self.wall if request.on_device else self.processor
 
 
-Requests = Generator[Request, Done, R]
-"""A generator that yields requests, is sent the result of each, and returns an R."""
-
-
 _CLOCKS = Clocks()
 
 
-def resume(text: Generator[T, Done | None, R], answer: Done | BaseException | None) -> T:
-    """Send a generator the result or error of its last request; returns the next item that it yields."""
-    return text.throw(answer) if isinstance(answer, BaseException) else text.send(answer)
-
-
-def fulfil(request: Request, clocks: Clocks) -> Done | BaseException:
-    """Make a pass for one request; returns its result or error."""
+def fulfil(request: AnyRequest, clocks: Clocks = _CLOCKS) -> None:
+    """Make a pass for one request and store its result or error."""
     processor = clocks.of(request)
     begin, processor_begin = clocks.wall(), processor()
     try:
-        result = request.result(request.perform())
+        request.take(request.perform())
     except BaseException as error:
-        return error
-    took, cost = clocks.wall() - begin, processor() - processor_begin
-    return Done(result, 1.0, request.num_rows, request.past, took, cost)
+        request.error = error
+        return
+    request.seconds, request.processor_seconds = clocks.wall() - begin, processor() - processor_begin
+    request.pass_rows, request.pass_past = request.num_rows, request.past
 
 
-def alone(text: Generator[Any, Any, R], clocks: Clocks = _CLOCKS) -> Generator[Any, None, R]:
-    """Run a generator with a pass of its own for each request; yields its other items and returns its result."""
-    answer: Done | BaseException | None = None
-    with closing(text):
-        while True:
-            try:
-                said = resume(text, answer)
-            except StopIteration as end:
-                result: R = end.value
-                return result
-            answer = None
-            if not isinstance(said, Request):
-                yield said
-                continue
-            if isinstance(said, Read):
-                said.num_rows = min(len(said.tokens), MOST_ROWS)
-            answer = fulfil(said, clocks)
+def share(requests: Sequence[AnyRequest], make: Callable[[list[Any]], list[Any]], clocks: Clocks = _CLOCKS) -> None:
+    """Make one pass for several requests and store their results. Raises as `make`, which makes the passes of works."""
+    processor = clocks.of(requests[0])
+    begin, processor_begin = clocks.wall(), processor()
+    found = make([request.work() for request in requests])
+    seconds, cost = clocks.wall() - begin, processor() - processor_begin
+    rows, past = sum(request.num_rows for request in requests), mean_past(requests)
+    for request, each in zip(requests, found, strict=True):
+        request.take(each)
+        request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
+        request.seconds, request.processor_seconds = seconds, cost
 
 
-def finish(text: Requests[R], clocks: Clocks = _CLOCKS) -> R:
-    """Run a generator of requests alone, with a pass of its own for each; returns its result."""
-    running = alone(text, clocks)
-    try:
-        while True:
-            next(running)
-    except StopIteration as end:
-        result: R = end.value
-        return result
+def mean_past(requests: Sequence[AnyRequest]) -> float:
+    """Mean number of tokens before a row; a read whose num_rows is not set yet counts as one row."""
+    rows = sum(max(1, request.num_rows) for request in requests)
+    return sum(max(1, request.num_rows) * request.past for request in requests) / rows

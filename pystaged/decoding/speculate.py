@@ -1,8 +1,8 @@
 """Speculative decoding of one sequence in its simplest form.
 
-The rest of this package adds to it: `stepper` decodes batches, `budget` decides whether a step drafts, `constraint`
-enforces grammars, and `contexts` reuses KV caches. Only constraints change tokens, so `speculate` emits the tokens that
-the engine emits, which tests check.
+The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `decoder` that of one,
+`account` decides whether a step drafts, `constraint` enforces grammars, and `contexts` reuses KV caches. Only
+constraints change tokens, so `speculate` emits the tokens that the engine emits, which tests check.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.config import SamplingConfig
-from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.requests import finish
+from pystaged.decoding.drafter import Drafter, fulfil_all
 from pystaged.decoding.tree import TokenTree
+from pystaged.options.config import SamplingConfig
 
 
 def speculate(
@@ -45,14 +44,16 @@ def speculate(
     steps: list[list[int]] = []
     room = min(max_tokens, target.n_ctx - len(prompt) + 1)
     while room > 0:
-        # Draft: a tree of guesses. Its root is the last token of the sequence, which the target has not read yet.
-        tree = finish(drafter.draft(sampling, room - 1))
+        # Begin a tree of guesses and grow it. Its root is the last token, which the target has not read yet.
+        drafter.draft(sampling, room - 1)
+        fulfil_all(drafter)
+        tree = drafter.tree
 
         # Verify: one pass of the target over all nodes, then `follow`. Only the path stays in the KV cache.
         _, tokens = target.verify(tree.tokens, tree.parents, sampling.native)[:2]
         tokens = tokens.tolist()
 
-        # Tell the drafter. The bonus token, the last one, is the next root.
+        # Accept: the path and the bonus token; tell the drafter. The bonus token, the last one, is the next root.
         drafter.advance(tokens)
         ends = [i for i, token in enumerate(tokens) if is_end(token)]
         steps.append(tokens[: ends[0]] if ends else tokens)

@@ -11,99 +11,20 @@ token.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from pystaged._core import run
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.requests import MOST_ROWS, Clocks, Done, Propose, Read, Request, Verify, fulfil, resume
+from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Propose, Read, Verify, fulfil, mean_past, share
+from pystaged.decoding.step import Step
+from pystaged.options.table import PREFILL_BUDGET
 from pystaged.stats import PassStats
 
-PREFILL_BUDGET = 0.25  # longest time of a pass that decodes and prefills, in seconds
 _LEAST_PIECE = 8  # least tokens of prefill in such a pass, however long it takes
 _UNPRICED_PIECE = 32  # tokens of prefill in such a pass if no costs are known
 _DRAFT_PIECE = 64  # tokens that a draft prefills in one step of a batch
-
-
-class BatchMember:
-    """A sequence of a batch: a generator of requests and of steps.
-
-    decoder: its context from `begin` on; nobody else may use it meanwhile. request: its open request. rows: number of
-    rows of its last verified tree, root included; gain: tokens that were expected from that tree.
-
-    `on_step` is called with each step, `on_end` once, with the exception that ended the sequence or None.
-    """
-
-    def __init__(self) -> None:
-        self.decoder: Decoder | None = None
-        self.request: Request | None = None
-        self.is_over = False
-        self.rows, self.gain = 0, 0.0
-        self._steps: Generator[Any, Any, None] | None = None
-
-    def begin(self, decoder: Decoder, steps: Generator[Any, Any, None]) -> None:
-        """Begin to decode in a context."""
-        self.decoder, self._steps = decoder, steps
-
-    def on_step(self, step: Any) -> None:
-        raise NotImplementedError
-
-    def on_end(self, error: BaseException | None) -> None:
-        raise NotImplementedError
-
-    @property
-    def wants_draft(self) -> bool:
-        """Whether its request is for a session other than the target's."""
-        return bool(self.request and self.decoder and self.request.session is not self.decoder.target)
-
-    def resume(self, answer: Done | BaseException | None) -> None:
-        """Go on with the result or error of its request, up to the next request or step."""
-        self.request = None
-        try:
-            if self._steps is None or self._is_running:
-                raise RuntimeError("the process forked during a step of this sequence; generate it again")
-            said = resume(self._steps, answer)
-            if isinstance(said, Request):
-                self.request = said
-            else:
-                self.on_step(said)
-        except StopIteration:
-            self.close()
-        except BaseException as error:
-            self.close(error)
-
-    def note_tree(self) -> None:
-        """Store the size and gain of the tree being verified, as an estimate of the next one."""
-        if isinstance(self.request, Verify):
-            self.rows, self.gain = self.request.num_rows, float(self.request.tree.scores.sum())
-
-    def note_batch(self, steps: Sequence[BatchMember]) -> None:
-        """Set its batch load to the members that take steps now, which are expected to share its next pass, too."""
-        if self.decoder:
-            others = [member for member in steps if member is not self]
-            batch = self.decoder.batch
-            batch.sequences = 1 + len(others)
-            batch.rows = sum(member.rows for member in others)
-            batch.tokens = sum(member.gain for member in others)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """End the sequence; may be called from `on_step`. After a MemoryError it can be called again."""
-        if self.is_over:
-            return
-        self.request = None
-        try:
-            if self._steps and not self._is_running:
-                self._steps.close()
-        except BaseException as other:
-            error = error or other
-        self.on_end(error)
-        self.is_over = True
-
-    @property
-    def _is_running(self) -> bool:
-        return self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING
 
 
 class Stepper:
@@ -131,35 +52,42 @@ class Stepper:
         self._clocks = clocks or Clocks()
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
-    def step(self, texts: Sequence[BatchMember]) -> None:
-        """Step the batch by one pass of the target: each sequence takes a step, or prefills a piece of its prompt."""
-        for text in texts:
-            if text.request is None and not text.is_over:
-                text.resume(None)
-        self._draft(texts)
-        asking = [text for text in texts if text.request and not text.wants_draft]
-        steps = [text for text in asking if isinstance(text.request, Verify)]
-        self._trim_trees([text.request for text in steps if isinstance(text.request, Verify)])
-        self._portion_prompts([text.request for text in asking if isinstance(text.request, Read)], steps)
-        asking = [text for text in asking if text.request and text.request.num_rows]
-        answers = self._pass(asking)
-        self._last = self._clocks.processor()
-        self._count([text.request for text in asking if text.request], answers)
-        for text in steps:
-            text.note_tree()
-        for text in asking:
-            text.note_batch(steps)
-        for text, answer in zip(asking, answers, strict=True):
-            text.resume(answer)
+    def step(self, texts: Sequence[Decoder]) -> list[Step | BaseException | None]:
+        """Step the batch by one pass of the target: each text takes a step, or reads a piece of its prompt.
 
-    def _count(self, requests: Sequence[Request], answers: Sequence[Done | BaseException]) -> None:
+        Returns:
+            For each text its step, its error, or None if it reads its prompt or its drafter does.
+        """
+        for text in texts:
+            text.ask()  # begins a tree, which lookups grow
+        have_read = set[Decoder]()  # texts whose drafts have read a piece in this step
+        while asked := self._drafts(texts, have_read):  # the next passes that proposers want
+            self._pass(asked)
+            for text in asked:
+                text.take()
+                if text.outcome is None:
+                    text.ask()
+        asked = [text for text in texts if text.request and not text.wants_draft]
+        steps = [text for text in asked if isinstance(text.request, Verify)]
+        self._trim_trees([text.request for text in steps if isinstance(text.request, Verify)])
+        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], steps)
+        asked = [text for text in asked if text.request and text.request.num_rows]
+        requests = self._pass(asked)  # the target's, for all trees and pieces of prompts
+        self._last = self._clocks.processor()
+        self._count(requests)
+        note_batch(asked, steps)
+        for text in asked:
+            text.take()  # accepts a tree's path and the bonus token
+        return [text.outcome for text in texts]
+
+    def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        made = [(each, done) for each, done in zip(requests, answers, strict=True) if isinstance(done, Done)]
-        trees = [request.num_rows for request, _ in made if isinstance(request, Verify)]
-        rows = sum(request.num_rows for request, _ in made)
+        made = [request for request in requests if request.error is None]
+        trees = [request.num_rows for request in made if isinstance(request, Verify)]
+        rows = sum(request.num_rows for request in made)
         more = PassStats(
-            passes=round(sum(done.share for _, done in made)),  # shares of one pass, or each request's own
-            seconds=sum(done.share * done.seconds for _, done in made),
+            passes=round(sum(request.share for request in made)),  # shares of one pass, or each request's own
+            seconds=sum(request.share * request.seconds for request in made),
             rows=rows,
             prompt_rows=rows - sum(trees),
             guesses=sum(trees) - len(trees),
@@ -167,36 +95,38 @@ class Stepper:
         )
         self.passes = self.passes.plus(more)
 
-    def _draft(self, texts: Sequence[BatchMember]) -> None:
-        """Make the requested draft passes, level by level; a draft that has more to prefill than a piece waits then.
-        Pieces of drafts that read the target's hidden states are larger, as they take a small part of its time."""
-        have_read: set[BatchMember] = set()
-        while drafting := [text for text in texts if text.wants_draft and text not in have_read]:
-            for text in drafting:
-                if isinstance(text.request, Read):
-                    most = _DRAFT_PIECE if len(texts) > 1 and text.request.hidden is None else MOST_ROWS
-                    text.request.num_rows = min(len(text.request.tokens), most)
-                    if text.request.num_rows < len(text.request.tokens):
-                        have_read.add(text)
-            for text, answer in zip(drafting, self._pass(drafting), strict=True):
-                text.resume(answer)
+    def _drafts(self, texts: Sequence[Decoder], have_read: set[Decoder]) -> list[Decoder]:
+        """The texts whose drafts have a pass to make; a draft that has more to read than a piece waits then. Pieces of
+        drafts that read the target's hidden states are larger, as they take a small part of its time."""
+        found = []
+        for text in texts:
+            request = text.request
+            if request is None or not text.wants_draft or text in have_read:
+                continue
+            if isinstance(request, Read):
+                most = _DRAFT_PIECE if len(texts) > 1 and request.hidden is None else MOST_ROWS
+                request.num_rows = min(len(request.tokens), most)
+                if request.num_rows < len(request.tokens):
+                    have_read.add(text)
+            found.append(text)
+        return found
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
         if self._cost and len(requests) > 1:
-            cost, past = self._cost, _mean_past(requests)
+            cost, past = self._cost, mean_past(requests)
             trees = [request.tree.scores.tolist() for request in requests]
             spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
             rows = best_rows(trees, lambda n: cost(n, past), spent)
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[BatchMember]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Decoder]) -> None:
         """Set the rows of each prefill request beside these steps."""
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
         if beside and requests:
-            past = _mean_past(requests)
+            past = mean_past(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
             while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:
                 room += 1
@@ -210,32 +140,51 @@ class Stepper:
             request.num_rows += more
             room -= more
 
-    def _pass(self, texts: Sequence[BatchMember]) -> list[Done | BaseException]:
-        """Answer requests by one pass; if it fails, by a pass for each, so that only the request at fault fails."""
+    def _pass(self, texts: Sequence[Decoder]) -> list[AnyRequest]:
+        """Make one pass for the requests of texts; if it fails, one for each, so that only the request at fault
+        fails."""
         requests = [text.request for text in texts if text.request]
         if len(requests) < 2 or not all(request.can_share for request in requests):
-            return [fulfil(request, self._clocks) for request in requests]
+            for request in requests:
+                fulfil(request, self._clocks)
+            return requests
         pending = [_num_pending(request) for request in requests]
         try:
-            return self._share(requests)
+            share(requests, self._make, self._clocks)
         except Exception as error:
-            failure = error
-        return [
-            own_copy(failure) if _was_made(request, before) else fulfil(request, self._clocks)
-            for request, before in zip(requests, pending, strict=True)
-        ]
+            for request, before in zip(requests, pending, strict=True):
+                if _was_made(request, before):
+                    request.error = own_copy(error)
+                else:
+                    fulfil(request, self._clocks)
+        return requests
 
-    def _share(self, requests: Sequence[Request]) -> list[Done | BaseException]:
-        processor = self._clocks.of(requests[0])
-        begin, processor_begin = self._clocks.wall(), processor()
-        found = self._make([request.work() for request in requests])
-        seconds, cost = self._clocks.wall() - begin, processor() - processor_begin
-        rows = sum(request.num_rows for request in requests)
-        past = _mean_past(requests)
-        return [
-            Done(request.result(each), request.num_rows / rows, rows, past, seconds, cost)
-            for request, each in zip(requests, found, strict=True)
-        ]
+
+def generate(text: Decoder, *arguments: Any, **options: Any) -> Generator[Step, None, None]:
+    """Continue a prompt alone, step by step; arguments and errors as in Decoder.begin."""
+    stepper, outcome = Stepper(None, clocks=text.clocks), None
+    text.begin(*arguments, **options)
+    try:
+        while not isinstance(outcome, Step) or outcome.finish_reason is None:
+            (outcome,) = stepper.step([text])
+            if isinstance(outcome, Step):
+                yield outcome
+            elif outcome is not None:
+                raise outcome
+    finally:
+        text.end()
+
+
+def note_batch(texts: Sequence[Decoder], steps: Sequence[Decoder]) -> None:
+    """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
+    for text in steps:
+        assert isinstance(text.request, Verify)
+        text.rows, text.gain = text.request.num_rows, float(text.request.tree.scores.sum())
+    for text in texts:
+        others = [other for other in steps if other is not text]
+        text.batch.sequences = 1 + len(others)
+        text.batch.rows = sum(other.rows for other in others)
+        text.batch.tokens = sum(other.gain for other in others)
 
 
 def own_copy(error: BaseException) -> BaseException:
@@ -275,7 +224,7 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     return rows
 
 
-def _num_pending(request: Request) -> int:
+def _num_pending(request: AnyRequest) -> int:
     """Pending rows of a draft's session before its pass, -1 where the session is closed."""
     try:
         return request.session.num_pending if isinstance(request, Propose) else 0
@@ -283,7 +232,7 @@ def _num_pending(request: Request) -> int:
         return -1
 
 
-def _was_made(request: Request, pending: int) -> bool:
+def _was_made(request: AnyRequest, pending: int) -> bool:
     """Whether a failed pass has changed its session, because memory for the result was short; it cannot be repeated.
     pending: the session's pending rows before it."""
     try:
@@ -294,9 +243,3 @@ def _was_made(request: Request, pending: int) -> bool:
         return True
     except (ValueError, RuntimeError, OSError):  # closed, in a call, or its device lost: its own pass raises that
         return False
-
-
-def _mean_past(requests: Sequence[Request]) -> float:
-    """Mean number of tokens before a row; a read whose num_rows is not set yet counts as one row."""
-    rows = sum(max(1, request.num_rows) for request in requests)
-    return sum(max(1, request.num_rows) * request.past for request in requests) / rows

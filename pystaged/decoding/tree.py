@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """The proposer of a token: the target, a draft model or draft head, n-grams, or a grammar that allows no other one.
-    Tokens of a head count as DRAFT, the n-grams mixed into its proposals included."""
+    """The proposer of a token: the target, a draft (a model, a head), n-grams, or a grammar that allows no other one.
+    CONFIRMED: n-grams guessed it, and the draft then named it, too."""
 
     TARGET = 0
     DRAFT = 1
     NGRAM = 2
     GRAMMAR = 3
+    CONFIRMED = 4
 
 
-Cell = tuple[int, int, int]
-"""Key of a guess in the calibration: its source, its rank and a bin of its share."""
+Cell = tuple[int, int, int, int]
+"""Key of a guess in the calibration: its source, its rank, a bin of its share, and its support by lookups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,11 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_certain(self) -> int:
+        """Number of the root and of the tokens that a grammar forces."""
+        return 1 + int(np.count_nonzero(self.stages == Stage.GRAMMAR))
+
     def head(self, length: int) -> TokenTree:
         """The tree of the first `length` nodes."""
         if length == len(self):
@@ -58,7 +64,7 @@ class TokenTree:
 class Node:
     """A guess of a growing tree.
 
-    score: estimated probability that it is on the target's path.
+    score: estimated probability that it is on the target's path. cells: those that learn whether it is.
     """
 
     token: int
@@ -66,27 +72,37 @@ class Node:
     depth: int
     score: float
     stage: Stage
-    cell: Cell
+    cells: tuple[Cell, ...] = ()
 
 
 class TreeBuilder:
     """A growing tree, whose siblings have distinct tokens."""
 
     def __init__(self, root: int) -> None:
-        self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET, (0, 0, 0))]
+        self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET)]
         self.children: list[dict[int, int]] = [{}]  # by token
 
-    def add(self, parent: int, token: int, score: float, stage: Stage, cell: Cell) -> int:
-        """Add a child of `parent` and return it; a child that has the token already keeps the higher score."""
-        known = self.children[parent].get(token)
-        if known is not None:
-            self.nodes[known].score = max(self.nodes[known].score, score)
-            return known
+    def add(self, parent: int, token: int, score: float, stage: Stage, cells: tuple[Cell, ...] = ()) -> int:
+        """Add a child of `parent` and return it. If one has the token already, it and what is below it get the new
+        score, stage and cells."""
+        node = self.children[parent].get(token)
+        if node is not None:
+            known = self.nodes[node]
+            factor, known.score = score / known.score, score
+            self._scale_below(node, factor)
+            known.stage, known.cells = stage, cells
+            return node
         node = len(self.nodes)
-        self.nodes.append(Node(token, parent, self.nodes[parent].depth + 1, score, stage, cell))
+        self.nodes.append(Node(token, parent, self.nodes[parent].depth + 1, score, stage, cells))
         self.children.append({})
         self.children[parent][token] = node
         return node
+
+    def _scale_below(self, node: int, factor: float) -> None:
+        for child in self.children[node].values():
+            # A rounded product must not exceed the parent's score: the likeliest nodes are a tree.
+            self.nodes[child].score = min(self.nodes[child].score * factor, self.nodes[node].score)
+            self._scale_below(child, factor)
 
     def path(self, node: int) -> list[int]:
         """Tokens from the child of the root to the node."""

@@ -27,8 +27,8 @@ from pystaged.chat.format import ChatFormat
 from pystaged.decoding.requests import MOST_ROWS
 from pystaged.distill.prompts import Messages, Questions
 from pystaged.drafting.corpus import user_opening
-from pystaged.files import whole_file
-from pystaged.memory import available_memory
+from pystaged.platform.files import whole_file
+from pystaged.platform.memory import available_memory
 
 Tokens = NDArray[np.int32]
 

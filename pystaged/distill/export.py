@@ -11,9 +11,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
-from pystaged.files import whole_file
 from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
 from pystaged.loading.families import DFLASH
+from pystaged.platform.files import whole_file
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
 

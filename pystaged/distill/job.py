@@ -23,9 +23,9 @@ from pystaged.distill.export import export
 from pystaged.distill.plan import Plan
 from pystaged.distill.prompts import read_prompts
 from pystaged.distill.train import Report, Trainer, best_device, steps_of, train
-from pystaged.files import check_room
 from pystaged.loading.distilled import identity
 from pystaged.loading.progress import Progress
+from pystaged.platform.files import check_room
 
 _EVALUATED = 12  # prompts
 _EVERY = 300.0  # seconds between two lines, and two checkpoints
@@ -142,12 +142,12 @@ class Job:
         numbers = range(1, self._files)
         tokens = commonest(self._answers.likely(numbers, self._shape.vocab_size), self._shape.rows)
         draft = BlockDraft(self._shape, tokens, self._target, torch.Generator().manual_seed(self._plan.seed))
+        draft.to(self._device)
         texts, held_out = self._answers.texts(numbers), self._answers.texts([0])
         steps = steps_of(len(texts), self._plan.epochs)
         self._trainer = Trainer(
             *(draft, self._target, self._answers, texts, held_out, steps),
             seed=self._plan.seed,
-            device=self._device,
             kind=self._plan.kind,
         )
         checkpoint = self._folder / "checkpoint.safetensors"

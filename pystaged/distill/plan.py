@@ -13,7 +13,7 @@ from torch import nn
 
 from pystaged.distill.answers import LIKELIEST
 from pystaged.distill.draft import Shape
-from pystaged.files import whole_file
+from pystaged.platform.files import whole_file
 
 EPOCHS, MOST_EPOCHS = 4, 16
 KINDS = ("float32", "bfloat16")  # of matrix products

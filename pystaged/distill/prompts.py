@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from pystaged.files import read_small
+from pystaged.platform.files import read_small
 
 Messages = list[dict[str, Any]]
 

@@ -29,8 +29,6 @@ TEXTS_OF_STEP, TEXTS_AT_ONCE = 8, 4
 HELD_OUT = 32  # texts of a report
 FAR = 4096  # largest gap in a text's positions, so that the draft learns contexts longer than a text
 
-Device = str
-
 
 @dataclass(frozen=True)
 class Report:
@@ -45,7 +43,7 @@ class Report:
 
 
 class Trainer:
-    """Trains a draft.
+    """Trains a draft, on the device where it is.
 
     Args:
         texts, held_out: to train on and to evaluate with, as from Answers.texts.
@@ -63,12 +61,12 @@ class Trainer:
         steps: int,
         *,
         seed: int = 0,
-        device: Device = "cpu",
         kind: str = "float32",
     ) -> None:
-        self.draft, self.step, self.steps = draft.to(device), 0, steps
+        self.draft, self.step, self.steps = draft, 0, steps
         self._target, self._answers, self._texts, self._held_out = target, answers, texts, held_out
-        self._seed, self._device, self._kind = seed, device, getattr(torch, kind)
+        self._seed, self._kind = seed, getattr(torch, kind)
+        self._device = str(next(draft.parameters()).device)
         self._weights = torch.exp(-torch.arange(draft.shape.block) / 4)
         self._optimizers = optimizers(self.draft, self._kind)
         self._rates = [each.param_groups[0]["lr"] for each in self._optimizers]
@@ -222,7 +220,7 @@ def steps_of(texts: int, epochs: int) -> int:
     return epochs * (texts // min(TEXTS_OF_STEP, texts))
 
 
-def best_device() -> Device:
+def best_device() -> str:
     """A GPU if torch has one."""
     if torch.cuda.is_available():
         return "cuda"

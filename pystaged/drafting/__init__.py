@@ -1,1 +1,1 @@
-"""Drafters: draft models, draft heads and n-grams."""
+"""Drafters: draft models and n-grams."""

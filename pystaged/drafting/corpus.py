@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Sampling, Session, Work, run
-from pystaged.batch import results
-from pystaged.config import GenerationConfig
-from pystaged.sequence import Sequence as Text
+from pystaged.decoding.batch import results
+from pystaged.decoding.sequence import Sequence as Text
+from pystaged.options.config import GenerationConfig
 
 if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat

@@ -1,4 +1,9 @@
-"""The drafter: grows a tree from its proposers' candidates under a policy, and learns how often they are right."""
+"""The drafter: one tree, which all proposers grow in the order of their price (Spector & Ré 2023, arXiv 2308.04623).
+
+Lookups expand the best nodes for microseconds. A pass of a proposer that costs (a draft model, a level of EAGLE-3 or
+MTP, a block) is bought while what it should add is worth its price. It judges the best nodes that it has not judged,
+whole paths that lookups guessed among them, in one pass. Then the target verifies the best nodes.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,48 @@ import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.config import SamplingConfig
-from pystaged.decoding.constraint import CERTAIN, Constraint
+from pystaged.decoding.account import Meter
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, Growth, TreePolicy
-from pystaged.decoding.requests import Requests
-from pystaged.decoding.tree import Stage, TokenTree
-from pystaged.drafting.mixing import Calibration, mix, rank
+from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.requests import AnyRequest
+from pystaged.decoding.tree import Cell, Stage, TokenTree
+from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
+from pystaged.drafting.lookups import Lookup
 from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
+from pystaged.options.config import SamplingConfig
+from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats
 
 _CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
+_LEAST = 0.02  # score from which a node may be judged
+_EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
+_COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
+_HELD = 0.4  # the same of the children that lookups give the root
+_BLEND = 0.02  # weight of a new observation of these
+_FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
 
 
 class TreeDrafter:
-    """Grows a tree: the policy decides how many of the best leaves to expand, the proposers propose their children.
+    """Grows one tree from the candidates of all proposers, and learns how often they are right.
+
+    With a GainPolicy, lookups expand every node that may be among the best, and each pass of the other proposer is
+    bought by what it should add. With any other policy, all proposers expand the leaves that the policy chooses.
 
     Args:
-        proposers: a draft model alone; or lookups, and perhaps a draft head or a draft that reads hidden states, in the
-            order of mixing.SHARES.
+        proposers: in the order of their price: lookups in the order of mixing, then at most one other.
         policy: decides how the tree grows.
         vocab_size: the target's; tokens at or above it are never proposed.
-        cost: processor seconds to expand a number of leaves, not counting the proposers' passes; refined here. None
-            counts 0.
-        meter: measures the time of drafting; the decoder's, if that has a budget.
+        cost: processor seconds to look up a number of nodes, refined here. None counts 0.
+        meter: measures the time of drafting; the decoder's, if that has an account.
         experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
     """
@@ -54,34 +68,41 @@ class TreeDrafter:
         experts: ExpertCost | None = None,
         chains: bool = False,
     ) -> None:
-        self.stats = DrafterStats()
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
-        self.hit: bool | None = None
-        self.places = max(proposer.places for proposer in proposers)
         self.prediction: Sequence[int] = ()
+        self.is_greedy = True
+        self.estimate = 0.0
+        self.tree: TokenTree
         self._proposers = proposers
+        self._lookups = [proposer for proposer in proposers if isinstance(proposer, Lookup)]
+        self._costly = next((proposer for proposer in proposers if not isinstance(proposer, Lookup)), None)
         self._meter = meter or Meter()
+        self._looking_up, self._passes = DrafterStats(), DrafterStats()
         for proposer in proposers:
-            proposer.stats, proposer.meter = self.stats, self._meter
-        self._stage = min(proposer.stage for proposer in proposers)
+            proposer.stats = self._looking_up if isinstance(proposer, Lookup) else self._passes
+            proposer.meter = self._meter
+        self._gain = policy if isinstance(policy, GainPolicy) else None
         self._policy = CheckedPolicy(policy, chains=chains)
+        self._chains = chains
         self._vocab_size = vocab_size
         self._cost = cost
         self._experts = experts
-        self._calibrations = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
-        self._calibration = self._calibrations[True]
-        self._children = 0  # most children of a node
+        self._learnt = {True: _Learnt(), False: _Learnt()}  # by whether decoding is greedy
+        self._known = self._learnt[True]
         self._constraint: Constraint | None = None
         self._tail: list[int] = []  # last tokens of the prediction and the sequence
         self._length = 0  # tokens of the sequence, its root included
         self._tree: GrowingTree | None = None  # the last tree until its outcome is known
-        self._ranked: list[tuple[float, int]] = []  # negative score and node of each guess, ascending
-        self._leaves: list[tuple[float, int]] = []  # those of them that can be expanded
-        self._child = 0.0  # as in Growth
-        self._asked = False  # whether proposers were asked for a guess after the root
+        self._late: Sequence[Proposer] = ()  # proposers that read the sequence now, until `_deadline` of the meter
+        self._deadline = math.inf
+        self._asking: Proposer | None = None  # whose pass is being made
 
     def work(self) -> dict[str, DrafterStats]:
-        return {self._stage.name.lower(): replace(self.stats)}
+        found = {"ngram": replace(self._looking_up)}
+        if self._costly:
+            name = self._costly.stage.name.lower()
+            found[name] = found[name].plus(self._passes) if name in found else replace(self._passes)
+        return found
 
     def close(self) -> None:
         for session in self.sessions():
@@ -92,7 +113,8 @@ class TreeDrafter:
 
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
-            self._calibrations = {greedy: learnt.copy() for greedy, learnt in other._calibrations.items()}
+            self._learnt = {greedy: learnt.copy() for greedy, learnt in other._learnt.items()}
+            self._known = self._learnt[self.is_greedy]
             for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
                 proposer.inherit(experienced)
 
@@ -102,88 +124,121 @@ class TreeDrafter:
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return min(proposer.reusable(prompt) for proposer in self._proposers)
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
-        for proposer in self._proposers:
-            yield from proposer.watch(prompt, first, last)
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
+        self._late = [proposer for proposer in self._proposers if proposer.watch(prompt, first, last)]
+        self._deadline = math.inf
 
     def start(self, context: NDArray[np.int32]) -> None:
-        self._tree = None
+        self._tree, self._late = None, ()
         self._tail = [*self.prediction, *context[-TAIL:].tolist()][-TAIL:]
         self._length = len(context)
+        self._known = self._learnt[self.is_greedy]
+        for learnt in self._learnt.values():
+            learnt.forget()
         for proposer in self._proposers:
             proposer.start(context, self.prediction)
 
     def end(self) -> None:
-        self._tree, self.prediction = None, ()
+        if self._tree is not None:
+            self._discard()  # its outcome will not be known
+        self._late, self.prediction = (), ()
         for proposer in self._proposers:
             proposer.end()
 
-    def most_levels(self) -> float:
-        """Levels of a tree that the contexts of its proposers have room for."""
-        return min(proposer.most_levels() for proposer in self._proposers)
-
     def lag(self) -> float:
-        return sum(proposer.lag() for proposer in self._proposers)
+        return sum(proposer.lag() for proposer in self._lookups or self._proposers)
 
-    def price(self, num_leaves: int = 1) -> float:
-        own = self._cost(num_leaves) if self._cost else 0.0
-        return own + sum(proposer.price(num_leaves) for proposer in self._proposers)
+    def price(self) -> float:
+        own = self._cost(1) if self._cost else 0.0
+        return own if self._lookups or not self._costly else own + self._costly.price(1)
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        begin = self._meter()
-        for proposer in self._proposers:
-            yield from proposer.catch_up(seconds - (self._meter() - begin))
+    def catch_up(self, seconds: float = math.inf) -> None:
+        self._read(self._proposers, seconds)
 
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+    def _read(self, proposers: Sequence[Proposer], seconds: float) -> None:
+        self._deadline = self._meter() + seconds
+        self._late = [proposer for proposer in proposers if proposer is not self._costly or self._may_buy()]
+
+    def _may_buy(self) -> bool:
+        """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
+        if self._gain is None or self._costly is None:
+            return True
+        gain = _EAGER * self._known.covered(()) - self._known.held
+        growth = Growth([], [1.0], 0, 0.0, self._length - 1, gains=[gain], price=self._costly.price)
+        return self._gain.expand(growth) > 0
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         begin = self._meter()
         if self._tree is not None:
             self._discard()  # the outcome of the last tree is not known, because its step failed
-        self._calibration = self._calibrations[sampling.is_greedy]
-        self._asked = False
-        max_depth = int(min(max_depth, self.most_levels()))
-        self._children = self._policy.children
-        tree = GrowingTree(
-            self._tail,
-            self._length,
-            max_depth,
-            max(_CANDIDATES, self._children),
-            sampling,
-            self._constraint,
-            self._vocab_size,
-        )
-        for proposer in self._proposers:
-            if max_depth >= 1 and not proposer.is_ready:
-                yield from proposer.catch_up(seconds - (self._meter() - begin))
-        if max_depth < 1 or not all(proposer.is_ready for proposer in self._proposers):
-            return tree.build([])
-        passes = expanded = 0
+        self._known = self._learnt[sampling.is_greedy]
+        children = max(_CANDIDATES, self._policy.children)
+        constraint = self._constraint
+        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, constraint, self._vocab_size)
+        if max_depth < 1:
+            self.tree = tree.build([])
+            return
+        self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
+        if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
+            self._read(late, seconds)
+
+    def request(self) -> AnyRequest | None:
         try:
-            last = self._force(tree)
-            for proposer in self._proposers:
-                yield from proposer.begin(tree, last, seconds - (self._meter() - begin))
-            # The root is always expanded; then the policy decides.
-            growth, width = self._growth(passes, self._meter() - begin), 1
-            seconds -= self.lag()  # for the tokens that are read in the root's pass
-            while width > 0:
-                yield from self._expand(tree, width)
-                passes += 1
-                expanded += width
-                spent, before = self._meter() - begin, growth.seconds
-                if self._cost:
-                    self._cost.observe(width, 0, spent - before)
-                growth = self._growth(passes, spent)
-                width = min(self._policy.expand(growth), MAX_EXPANDED - expanded) if self._leaves else 0
-                width = self._affordable(width, seconds - growth.seconds)
-            kept = self._keep(tree, growth)
+            request = self._next_pass()
         except BaseException:
             self._discard()
             raise
-        finally:
-            self.stats.passes += passes
-            self.stats.seconds += self._meter() - begin
-        self._asked = passes > 0 and last == 0
-        self._tree = tree if passes else None
-        return tree.build(kept)
+        if request:
+            self._meter.stop()
+        return request
+
+    def take(self, request: AnyRequest) -> None:
+        self._meter.go_on(request)
+        assert self._asking
+        self._asking.take(request)
+
+    def _next_pass(self) -> AnyRequest | None:
+        """Read and grow the tree up to the next pass; None if all is done."""
+        tree, costly = self._tree, self._costly
+        while self._late:
+            self._asking = self._late[0]
+            if read := self._asking.catch_up(self._deadline - self._meter()):
+                return read
+            self._late = self._late[1:]
+            if tree:
+                tree.reading = self._meter() - tree.began
+        if tree is None or tree.rows == []:
+            return None
+        if tree.rows is None:
+            if costly and costly.is_ready:
+                tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
+            self._force(tree)
+            self._choose_rows(tree)
+        while tree.rows:
+            asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
+            if costly and asked and (request := costly.request(tree, asked)):
+                self._asking = costly
+                return request
+            self._grow(tree, tree.rows, asked)
+            self._choose_rows(tree)
+        kept = self._keep(tree)
+        growing = self._meter() - tree.began - tree.reading - tree.passing
+        self.estimate = tree.reading + tree.seconds if self._gain else 0.0
+        self._looking_up.passes += tree.looked_up
+        self._looking_up.seconds += growing
+        self._passes.seconds += tree.passing
+        if self._cost and tree.looked_up:
+            self._cost.observe(tree.looked_up, 0, growing)
+        self.tree = tree.build(kept)
+        return None
+
+    def _choose_rows(self, tree: GrowingTree) -> None:
+        """Choose the nodes that the next pass expands."""
+        tree.rows = self._rows(tree, tree.seconds_left - tree.reading)
+        if tree.rows:
+            tree.pass_began, tree.price = self._meter(), self._lag(tree) + self._price(tree, len(tree.rows))
+            tree.passes += 1
+            tree.judged.update(tree.rows)
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._learn(tokens)
@@ -198,88 +253,208 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.discard()
 
-    def _affordable(self, width: int, seconds: float) -> int:
-        """Number of leaves, at most `width`, that can be expanded in `seconds`."""
-        if seconds < math.inf:
-            while width > 0 and self.price(width) > seconds:
-                width -= 1
-        return width
-
-    def _force(self, tree: GrowingTree) -> int:
-        """Add the tokens that the constraint forces after the root; returns the last node, which is expanded first."""
-        last = 0
+    def _force(self, tree: GrowingTree) -> None:
+        """Add the tokens that the constraint forces after the root."""
         for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)] if self._constraint else []:
-            last = tree.add(last, token, 1.0, Stage.GRAMMAR, CERTAIN)
-        self._ranked = [(-1.0, node) for node in range(1, last + 1)]
-        self._leaves = [(-1.0, last)]
-        return last
+            tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
 
-    def _growth(self, passes: int, seconds: float) -> Growth:
-        scores, leaves = ([-score for score, _ in each] for each in (self._ranked, self._leaves))
-        return Growth(scores, leaves, passes, seconds, self._length - 1, child=self._child)
+    def _rows(self, tree: GrowingTree, seconds: float) -> list[int]:
+        """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
+        if self._gain and not (self._chains and tree.deepest):  # a chain has no room for two voices
+            self._look_ahead(tree, self._gain, seconds)
+        nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
+        if not nodes:
+            return []
+        if not self._gain and not tree.passes:
+            return nodes[:1]  # the first is always expanded
+        growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
+        growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
+        left = seconds - growth.seconds - growth.lag
+        width = min(self._policy.expand(growth), MAX_EXPANDED - len(tree.judged))
+        while width > 0 and self._price(tree, width) > left:
+            width -= 1
+        return nodes[: max(width, 0)]
 
-    def _keep(self, tree: GrowingTree, growth: Growth) -> list[int]:
+    def _leaves(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
+        """All nodes that are not expanded yet, best first."""
+        deepest = tree.max_depth if self._lookups else tree.deepest
+        first = tree.nodes[tree.first].depth
+        nodes = [tree.first, *(node for node in tree.ranked() if tree.nodes[node].depth > first)]
+        return [node for node in nodes if node not in tree.judged and tree.nodes[node].depth < deepest], []
+
+    def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
+        """The nodes that the next pass of the costly proposer may judge, in the order of what it should add, each after
+        its parent; and what it should add for each: the chance that its children hold the target's token, less what
+        they hold already."""
+        by_levels = self._costly is not None and self._costly.by_levels
+        nodes, judged, depth = tree.nodes, tree.judged, tree.nodes[tree.first].depth
+        gains = dict[int, float]()
+        for node in [tree.first, *tree.ranked()]:
+            here = nodes[node]
+            if here.score < _LEAST:
+                break
+            if node in judged or here.depth >= tree.deepest or here.depth < depth:
+                continue
+            if by_levels and node != tree.first and here.parent not in judged:
+                continue
+            held = sum(nodes[child].score for child in tree.children[node].values())
+            gains[node] = max(0.0, _EAGER * here.score * self._known.covered(here.cells) - held)
+        order = dict[int, float]()
+        for node in sorted(gains, key=lambda node: (-gains[node], node)):
+            above = [node]
+            while above[-1] != tree.first and (parent := nodes[above[-1]].parent) in gains and parent not in order:
+                above.append(parent)
+            for each in reversed(above):
+                order.setdefault(each, gains[each])
+        return list(order), list(order.values())
+
+    def _look_ahead(self, tree: GrowingTree, policy: GainPolicy, seconds: float) -> None:
+        """Expand by lookups every node that may be among those that are verified or judged."""
+        if not self._lookups:
+            return
+        grown = [node for node in tree.ranked() if node > tree.first]  # not forced
+        leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
+        scores = sorted(-tree.nodes[node].score for node in grown)
+        first, before, least = tree.looked_up, tree.seconds, 0.0
+        while leaves:
+            count = tree.looked_up - first
+            if count % 4 == 0:  # it changes little
+                least = max(policy.least(self._growth(tree, [-score for score in scores])), _LEAST / 2)
+            score, node = leaves.pop(0)
+            if -score < least or (len(scores) >= policy.budget and score >= scores[policy.budget - 1]):
+                break
+            here = tree.nodes[node]
+            if here.depth >= tree.max_depth:
+                continue
+            spent = before + (self._cost(count + 1) if self._cost else 0.0)
+            if spent > seconds:
+                break
+            tree.seconds = spent
+            for token, cell in islice(self._guess(tree, node).items(), self._policy.children):
+                child = here.score * self._known.calibration.rate(cell)
+                if child >= least / 2:
+                    added = tree.add(node, token, child, Stage.NGRAM, (cell,))
+                    insort(leaves, (-child, added))
+                    insort(scores, -child)
+        if not tree.passes and tree.first == 0:
+            self._known.hold(sum(tree.nodes[child].score for child in tree.children[0].values()))
+
+    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
+        """The cells of the lookups' best tokens after a node."""
+        found = mix([each.after(tree.tail(node)) for each in self._lookups])
+        scores = self._ranked(tree, node, found)
+        cells = self._known.calibration.cells(found.source, list(scores.values()))
+        guesses = tree.guessed[node] = dict(zip(scores, cells, strict=True))
+        tree.looked_up += 1
+        return guesses
+
+    def _ranked(self, tree: GrowingTree, node: int, found: Proposal) -> dict[int, float]:
+        allowed = tree.allowed(found.chances, tree.path(node) if tree.constraint else ())
+        return rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
+
+    def _grow(self, tree: GrowingTree, rows: list[int], asked: list[int]) -> None:
+        """Add the children of nodes that the costly proposer judges, and without a GainPolicy the lookups, too."""
+        found: dict[int, Candidates] = {}
+        if self._costly and asked:
+            said = self._costly.propose(tree, asked)
+            self._passes.passes += 1
+            self._passes.nodes += len(asked)
+            tree.passing += self._meter() - tree.pass_began
+            found = {node: self._candidates(tree, node, each) for node, each in zip(asked, said, strict=True)}
+        for node in rows:
+            self._add(tree, node, found.get(node, Candidates({}, NOBODY)))
+        # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
+        tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
+
+    def _candidates(self, tree: GrowingTree, node: int, said: Proposal | Candidates) -> Candidates:
+        return said if isinstance(said, Candidates) else Candidates(self._ranked(tree, node, said), said.source)
+
+    def _add(self, tree: GrowingTree, node: int, found: Candidates) -> None:
+        """Add the best children that lookups guess for a node and the costly proposer found."""
+        guesses = tree.guessed.get(node)
+        if guesses is None:
+            guesses = self._guess(tree, node) if self._lookups else {}
+        above = self._costly.stage if self._costly else Stage.NGRAM
+        for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found, guesses)):
+            if i < self._policy.children or token in tree.children[node]:
+                stage = Stage.NGRAM if token not in found.scores else Stage.CONFIRMED if token in guesses else above
+                tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
+
+    def _price(self, tree: GrowingTree, num_nodes: int) -> float:
+        """Seconds of a pass over a number of nodes."""
+        if self._costly is None or not tree.deepest:
+            return self._cost(num_nodes) if self._cost and not self._gain else 0.0
+        return self._costly.price(num_nodes)
+
+    def _lag(self, tree: GrowingTree) -> float:
+        """Seconds for which the next pass also reads what the costly proposer lacks."""
+        return self._costly.lag() if self._costly and tree.deepest and not tree.passes else 0.0
+
+    def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
+        growth = Growth(scores, [], tree.passes, tree.seconds, self._length - 1, lag=self._lag(tree))
+        growth.price = partial(self._price, tree)
+        return growth
+
+    def _keep(self, tree: GrowingTree) -> list[int]:
         """The nodes to verify, parents before children."""
-        order = [node for _, node in self._ranked]
+        order = tree.ranked()
+        growth = self._growth(tree, [tree.nodes[node].score for node in order])
         if self._experts:
-            order, experts = self._experts.order(tree.nodes, self._ranked, growth.cells, MAX_NODES)
+            ranked = [(-tree.nodes[node].score, node) for node in order]
+            order, experts = self._experts.order(tree.nodes, ranked, growth.cells, MAX_NODES)
             growth = replace(growth, scores=[tree.nodes[node].score for node in order], experts=experts)
         return order[: self._policy.keep(growth)]
 
-    def _expand(self, tree: GrowingTree, width: int) -> Requests[None]:
-        """Add the proposers' candidates as children of the best leaves."""
-        nodes = [node for _, node in self._leaves[:width]]
-        del self._leaves[:width]
-        said = []
-        for proposer in self._proposers:
-            said.append((yield from proposer.propose(tree, nodes)))
-        shares = [
-            self._add(tree, node, self._candidates(tree, node, proposals))
-            for node, *proposals in zip(nodes, *said, strict=True)
-        ]
-        self._child = shares[0]
-
-    def _candidates(self, tree: GrowingTree, node: int, said: Sequence[Proposal | Candidates]) -> Candidates:
-        """The candidates after a node: those of the only proposer, or the best of the mixed proposals."""
-        if isinstance(said[0], Candidates):
-            return said[0]
-        mixed = mix([proposal for proposal in said if isinstance(proposal, Proposal)])
-        allowed = tree.allowed(mixed.chances, tree.path(node) if tree.constraint else ())
-        scores = rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
-        return Candidates(scores, mixed.source)
-
-    def _add(self, tree: GrowingTree, node: int, candidates: Candidates) -> float:
-        """Add a node's candidates as its children; returns the share of its score that the best one has."""
-        if not candidates.scores:
-            return 0.0
-        depth, believed = tree.nodes[node].depth, tree.nodes[node].score
-        cells = self._calibration.cells(candidates.source, list(candidates.scores.values()))
-        rates = self._calibration.rates
-        for token, cell in islice(zip(candidates.scores, cells, strict=True), self._children):
-            score = believed * rates[cell]
-            child = tree.add(node, token, score, self._stage, cell)
-            insort(self._ranked, (-score, child))
-            if token in candidates.following:
-                tree.nodes[child].stage = Stage.NGRAM
-                self._add(tree, child, candidates.following[token])
-            elif depth + 1 < tree.max_depth:
-                insort(self._leaves, (-score, child))
-        return rates[cells[0]]
-
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Update the calibration with the target's choice at each node of its path."""
-        self.hit = None
-        tree = self._tree
+        """Learn from the target's choice at each node of its path."""
+        tree, node = self._tree, 0
         if tree is None:
             return
-        if self._asked:
-            self.hit = next(iter(tree.children[0]), None) == tokens[0]
-        node = 0
         for chosen in tokens:
             children = tree.children[node]
             for token, child in children.items():
-                if tree.nodes[child].stage is not Stage.GRAMMAR:
-                    self._calibration.update(tree.nodes[child].cell, token == chosen)
+                for cell in tree.nodes[child].cells:
+                    self._known.calibration.update(cell, token == chosen)
+            if node in tree.judged:
+                self._known.cover(tree.nodes[node].cells, chosen in children)
             if chosen not in children:
                 return
             node = children[chosen]
+
+
+class _Learnt:
+    """What a drafter learns from greedy sequences, or from sampled ones.
+
+    held: chance that the children which lookups give the root hold the target's token.
+    """
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.held = _HELD
+        self._covered: dict[Cell, float] = {}
+
+    def copy(self) -> _Learnt:
+        """A copy of the learnt state."""
+        other = _Learnt()
+        other.calibration, other.held, other._covered = self.calibration.copy(), self.held, self._covered.copy()
+        return other
+
+    def forget(self) -> None:
+        """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
+        self._covered[_kind(())] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
+
+    def hold(self, chance: float) -> None:
+        """Learn what the root's children of lookups hold."""
+        self.held += _BLEND * (chance - self.held)
+
+    def covered(self, cells: tuple[Cell, ...]) -> float:
+        """The chance that the children of a judged node hold the target's token, by its own cells."""
+        return self._covered.get(_kind(cells), _COVERED)
+
+    def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
+        """Learn whether a judged node's children held the target's token."""
+        self._covered[_kind(cells)] = self.covered(cells) + _BLEND * (hit - self.covered(cells))
+
+
+def _kind(cells: tuple[Cell, ...]) -> Cell:
+    return cells[0] if cells else (0, 0, 0, 0)

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import HiddenRows, Model, ModelError, Session
-from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
-from pystaged.decoding.requests import Done, Propose, Read, Requests
+from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.decoding.tree import Stage
-from pystaged.drafting.mixing import HEAD
+from pystaged.drafting.calibration import FEATURES
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.options.config import SamplingConfig
 
 _CANDIDATES = 16  # per node
 _LEAST_READ = 32  # queued rows that are read without waiting for a tree
@@ -52,6 +52,7 @@ class FeatureProposer(Proposer):
         self._length = 0  # rows read
         self._tokens: list[int] = []  # of the rows after them that are not read yet
         self._hidden: HiddenRows | None = None  # theirs
+        self._began = 0.0  # when preparing the current pass began
         self._is_lost = False  # whether hidden states are missing, so that it cannot draft in this sequence
         self._root = 0
 
@@ -71,10 +72,10 @@ class FeatureProposer(Proposer):
         # If the target would have to read many tokens again, the draft is not used in this sequence.
         return found if kept - found <= max(_WORTH_READING, len(prompt) - kept) else len(prompt)
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
         self._go_to(first)
         self._add(prompt[first + self.ahead : last + self.ahead].tolist())
-        yield from self.catch_up()
+        return True
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         del prediction
@@ -99,41 +100,43 @@ class FeatureProposer(Proposer):
             return math.inf
         return self._reading(self._cost, len(self._tokens)) if self._cost and self._tokens else 0.0
 
+    def price(self, num_nodes: int) -> float:
+        return self._cost(num_nodes, self._length) if self._cost else 0.0
+
     def _reading(self, cost: PassCost, unread: int) -> float:
         """Estimated seconds that unread rows add to a tree."""
         raise NotImplementedError
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
+    def catch_up(self, seconds: float = math.inf) -> Read | None:
         del seconds  # reading takes a small part of what the target's own pass over the rows took
         unread = len(self._tokens) - 1  # the last row belongs to the first pass of the next tree
-        if unread >= _LEAST_READ:
-            yield from self._read(unread)
+        return self._read(unread) if unread >= _LEAST_READ else None
 
-    def _read(self, count: int) -> Requests[None]:
-        """Read the first unread rows."""
-        while count > 0:
-            tokens = np.array(self._tokens[:count], np.int32)
-            done = yield from self._pass(Read(self.session, self._length, tokens, hidden=self._unread(count)))
-            if done is None:
-                return
-            self._consume(done.result)
-            count -= done.result
-
-    def _pass(self, request: Read | Propose) -> Requests[Done | None]:
-        """Make a pass; None if the draft's values overflow; then it drafts no more in this sequence."""
-        begin = self.meter()
-        try:
-            done = yield from self.meter.draft(request)
-        except ModelError:
+    def take(self, request: AnyRequest) -> None:
+        if isinstance(request.error, ModelError):  # the draft's values overflow; it drafts no more in this sequence
             self._drop(lost=True)
             self._forget()
-            return None
-        self.stats.native_seconds += done.share * done.seconds
-        self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
-        if self._cost and isinstance(request, Propose):  # reading takes less than a pass of as many rows
-            others = (1 - done.share) * done.processor_seconds
-            self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
-        return done
+            return
+        request.check()
+        self.stats.native_seconds += request.share * request.seconds
+        self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
+        if isinstance(request, Read):
+            self._consume(request.result)
+            return
+        if self._cost:  # reading takes less than a pass of as many rows
+            others = (1 - request.share) * request.processor_seconds
+            seconds = self.meter() - self._began + others
+            self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
+        self._keep(request)
+
+    def _keep(self, request: AnyRequest) -> None:
+        """Keep what a pass for a tree found."""
+        raise NotImplementedError
+
+    def _read(self, count: int) -> Read:
+        """The pass that reads the first unread rows."""
+        tokens = np.array(self._tokens[:count], np.int32)
+        return Read(self.session, self._length, tokens, hidden=self._unread(count))
 
     def _unread(self, count: int) -> HiddenRows:
         assert self._hidden is not None
@@ -187,7 +190,7 @@ class FeatureProposer(Proposer):
         tokens, logprobs = tokens[known], logprobs[known]
         if len(self._head_tokens):
             tokens = self._head_tokens[tokens]
-        return Proposal(dict(zip(tokens.tolist(), np.exp(logprobs).tolist(), strict=True)), HEAD)
+        return Proposal(dict(zip(tokens.tolist(), np.exp(logprobs).tolist(), strict=True)), FEATURES)
 
 
 class EagleProposer(FeatureProposer):
@@ -195,12 +198,14 @@ class EagleProposer(FeatureProposer):
     hidden state of its parent instead of the target's, so each level of the tree takes a pass."""
 
     ahead = 1
+    by_levels = True
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
-        self._after_root: Proposal | None = None
+        self._found: dict[int, Proposal] = {}  # after each node
         self._states: dict[int, HiddenRows] = {}  # after each node
         self._rows: dict[int, int] = {}  # pending row of each node
+        self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         # The row of the root is read when a tree is drafted.
@@ -217,62 +222,57 @@ class EagleProposer(FeatureProposer):
     def discard(self) -> None:
         self.session.discard()
         self._states = {node: state for node, state in self._states.items() if node == 0}
+        self._found = {node: found for node, found in self._found.items() if node == 0}
 
-    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
-        del seconds
-        if node == 0 or node > _MOST_FORCED:
-            return
-        for forced in range(1, node):
-            yield from self.propose(tree, [forced])
-
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        if self._after_root is None:
-            yield from self._read_root()
-        if list(nodes) == [0] and self._after_root:
-            return [self._after_root]
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
+        if 0 not in self._found:
+            return self._read_root()
+        forced = range(1, tree.first if tree.first <= _MOST_FORCED else 0)
+        nodes = [node for node in forced if node not in self._found][:1] or nodes
         parents = [tree.nodes[node].parent for node in nodes]
-        if any(parent not in self._states for parent in parents):  # it is lost, or too many tokens before are forced
-            return [Proposal({}, HEAD) for _ in nodes]
+        if all(node in self._found for node in nodes) or any(parent not in self._states for parent in parents):
+            return None  # they are found; or it is lost, or too many tokens before are forced
         hidden = self._states[parents[0]]
         for parent in parents[1:]:
             hidden = hidden + self._states[parent]
-        first, tokens = self.session.num_pending, [tree.nodes[node].token for node in nodes]
-        found = yield from self._evaluate(tokens, [self._rows[parent] for parent in parents], hidden, len(nodes))
-        if found is None:
-            return [Proposal({}, HEAD) for _ in nodes]
-        for i, node in enumerate(nodes):
-            self._rows[node] = first + i
-            self._states[node] = self.session.hidden_of([first + i])
-        return found
+        tokens, rows = [tree.nodes[node].token for node in nodes], [self._rows[parent] for parent in parents]
+        return self._evaluate(nodes, tokens, rows, hidden, len(nodes))
 
-    def _read_root(self) -> Requests[None]:
-        """Read what is unread; the last row is the root's."""
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
+        del tree
+        return [self._found.get(node) or Proposal({}, FEATURES) for node in nodes]
+
+    def _read_root(self) -> Propose | None:
+        """The pass over what is unread; the last row is the root's."""
         count = len(self._tokens)
         if count == 0:
-            return
-        found = yield from self._evaluate(self._tokens, range(-1, count - 1), self._unread(count), 1)
-        if found is None:
-            return
-        state = self.session.hidden_of([count - 1])
-        self.session.commit(range(count))
-        self._consume(count)
-        self._after_root, self._states, self._rows = found[0], {0: state}, {0: -1}
+            return None
+        return self._evaluate([0], self._tokens, range(-1, count - 1), self._unread(count), 1)
 
     def _evaluate(
-        self, tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
-    ) -> Requests[list[Proposal] | None]:
-        request = Propose(
-            self.session, self._length, tokens, parents, judged, self._num_candidates, _GREEDY, hidden=hidden
-        )
-        done = yield from self._pass(request)
-        if done is None:
-            return None
-        candidates, logprobs = (np.array(each) for each in done.result)
-        return [self._proposal(*each) for each in zip(candidates, logprobs, strict=True)]
+        self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
+    ) -> Propose:
+        self._began, self._asked, k = self.meter(), nodes, self._num_candidates
+        return Propose(self.session, self._length, tokens, parents, judged, k, _GREEDY, hidden=hidden)
+
+    def _keep(self, request: AnyRequest) -> None:
+        found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
+        first = self.session.num_pending - len(self._asked)
+        for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
+            self._found[node], self._states[node] = proposal, self.session.hidden_of([row])
+            self._rows[node] = row
+        if self._asked[0] == 0:
+            self._keep_root(request.num_rows)
+
+    def _keep_root(self, count: int) -> None:
+        """Commit the rows that the root's pass read."""
+        self.session.commit(range(count))
+        self._consume(count)
+        self._rows[0] = -1
 
     def _forget(self) -> None:
         super()._forget()
-        self._after_root, self._states, self._rows = None, {}, {}
+        self._found, self._states, self._rows = {}, {}, {}
 
 
 class AssistantProposer(EagleProposer):
@@ -282,10 +282,10 @@ class AssistantProposer(EagleProposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return max(0, len(prompt) - 2)  # the target reads the token before the root
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
         del prompt, first
-        yield from ()
-        self._take(last)
+        self._see(last)
+        return False
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         del prediction
@@ -299,7 +299,7 @@ class AssistantProposer(EagleProposer):
         self._forget()
         self._root = tokens[-1]
         if not self._is_lost:
-            self._take(self._length + len(tokens))
+            self._see(self._length + len(tokens))
 
     @property
     def is_ready(self) -> bool:
@@ -311,18 +311,18 @@ class AssistantProposer(EagleProposer):
     def inherit(self, other: Proposer) -> None:
         """Nothing is kept from text to text."""
 
-    def _take(self, length: int) -> None:
+    def _see(self, length: int) -> None:
         """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
         last = self._target.hidden[-1:].copy()
         self._length, self._is_lost = length, len(last) == 0
         self._hidden = None if self._is_lost else last
 
-    def _read_root(self) -> Requests[None]:
-        if self._hidden is None:
-            return
-        found = yield from self._evaluate([self._root], [-1], self._hidden, 1)
-        if found is not None:
-            self._after_root, self._states, self._rows = found[0], {0: self.session.hidden_of([0])}, {0: -1}
+    def _read_root(self) -> Propose | None:
+        return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden, 1)
+
+    def _keep_root(self, count: int) -> None:
+        del count
+        self._rows[0] = -1
 
 
 class BlockProposer(FeatureProposer):
@@ -332,7 +332,7 @@ class BlockProposer(FeatureProposer):
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
         self._first = 0 if model.is_anchored else 1  # row of the first proposal
-        self.places = model.block_size - self._first
+        self._places = model.block_size - self._first
         self._is_evaluated = False
 
     def price(self, num_nodes: int) -> float:
@@ -345,22 +345,22 @@ class BlockProposer(FeatureProposer):
 
     def most_levels(self) -> float:
         room = self.session.n_ctx - self._length - len(self._tokens)
-        return self.places if room >= self._model.block_size else 0
+        return self._places if room >= self._model.block_size else 0
 
-    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
-        del tree, node, seconds
-        if self._is_lost or self._is_evaluated:
-            return
-        yield from self._read(len(self._tokens))
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
+        del tree, nodes
+        if self._is_evaluated or self._is_lost:
+            return None
+        if self._tokens:
+            return self._read(len(self._tokens))
         size = self._model.block_size
         block = [self._root, *[self._model.mask_token] * (size - 1)]
-        request = Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
-        self._is_evaluated = not self._is_lost and (yield from self._pass(request)) is not None
+        self._began = self.meter()
+        return Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        yield from ()
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         if not self._is_evaluated:
-            return [Proposal({}, HEAD) for _ in nodes]
+            return [Proposal({}, FEATURES) for _ in nodes]
         rows = [self._first + tree.nodes[node].depth for node in nodes]
         inside = [row < self._model.block_size for row in rows]
         before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
@@ -371,9 +371,13 @@ class BlockProposer(FeatureProposer):
         except ModelError:
             self._drop(lost=True)
             self._forget()
-            return [Proposal({}, HEAD) for _ in nodes]
+            return [Proposal({}, FEATURES) for _ in nodes]
         said = iter([self._proposal(*each) for each in zip(*found, strict=True)])
-        return [next(said) if is_inside else Proposal({}, HEAD) for is_inside in inside]
+        return [next(said) if is_inside else Proposal({}, FEATURES) for is_inside in inside]
+
+    def _keep(self, request: AnyRequest) -> None:
+        del request
+        self._is_evaluated = True
 
     def _forget(self) -> None:
         super()._forget()

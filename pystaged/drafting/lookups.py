@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.requests import Requests
+from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.context import ContextNgrams
-from pystaged.drafting.mixing import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
@@ -30,8 +29,7 @@ class Lookup(Proposer):
         """Propose tokens after a sequence whose last tokens are `tail`."""
         raise NotImplementedError
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Proposal]]:
-        yield from ()
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         return [self.after(tree.tail(node)) for node in nodes]
 
 
@@ -97,8 +95,7 @@ class ContextProposer(Lookup):
         unread = self._unread
         return self._read(unread) if self._read and unread else 0.0
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        yield from ()
+    def catch_up(self, seconds: float = math.inf) -> None:
         known, unread = len(self._grams), self._unread
         if self._read and seconds < math.inf:
             unread = min(unread, int(seconds / self._read(1)))

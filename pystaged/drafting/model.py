@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
-from pystaged.decoding.constraint import Constraint
+from pystaged._core import ModelError, Session
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import common_prefix
-from pystaged.decoding.requests import Propose, Read, Requests
+from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.decoding.tree import Stage
-from pystaged.drafting.mixing import DRAFT
+from pystaged.drafting.calibration import DRAFT
 from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
+from pystaged.sampling.constraint import Constraint
 
 _LONGEST_PREFIX_ROWS = 16  # most missing tokens that are read in the root's pass rather than by prefill
 _PIECE = 32  # tokens of the pieces whose time estimates the rest of prefill
@@ -34,7 +34,7 @@ class ModelProposer(Proposer):
     """
 
     stage = Stage.DRAFT
-    spare_rows = 0  # rows of a pass for guesses of a stage below
+    _places = 1  # tokens that a pass proposes
 
     def __init__(
         self, session: Session, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
@@ -48,6 +48,10 @@ class ModelProposer(Proposer):
         self._root = 0
         self._rows: dict[Path, int] = {}  # pending rows of the current tree
         self._num_rows = 0
+        self._after: dict[int, Candidates] = {}  # by node of the current tree
+        self._asked: tuple[GrowingTree, Sequence[int]]  # a tree and its nodes that the current pass evaluates
+        self._began = 0.0  # when preparing that began
+        self._is_lost = False  # whether its values overflowed: it drafts no more in this sequence
 
     def sessions(self) -> list[Session]:
         return [self.session]
@@ -62,6 +66,7 @@ class ModelProposer(Proposer):
         self._length = self.session.rewind(common_prefix(self.session.tokens, np.array(read, np.int32)))
         self._missing = read[self._length :]
         self._root = int(context[-1])
+        self._is_lost = False
         self._forget()
 
     def end(self) -> None:
@@ -73,61 +78,70 @@ class ModelProposer(Proposer):
 
     @property
     def is_ready(self) -> bool:
-        return len(self._missing) <= _LONGEST_PREFIX_ROWS
+        return len(self._missing) <= _LONGEST_PREFIX_ROWS and not self._is_lost
 
     def most_levels(self) -> float:
         # A row for the root, and one for each level but the last; a parallel draft has more.
-        room = min(self.session.n_ctx - self._length, self.session.most_pending - self.places)
+        room = min(self.session.n_ctx - self._length, self.session.most_pending - self._places)
         return room - len(self._missing)
 
     def price(self, num_nodes: int) -> float:
-        return self._cost(num_nodes + self.spare_rows, self._length) if self._cost else 0.0
+        return self._cost(num_nodes, self._length) if self._cost else 0.0
 
     def lag(self) -> float:
         missing = len(self._missing)
-        if missing >= self.session.n_ctx - self._length:
-            return math.inf  # the sequence is longer than the draft's context
+        if self._is_lost or missing >= self.session.n_ctx - self._length:
+            return math.inf  # or the sequence is longer than the draft's context
         if self._cost is None or missing == 0:
             return 0.0
         if self.is_ready:  # they are read in the root's pass
             return self._cost(missing + 1, self._length) - self._cost(1, self._length)
         return self._reading(self._cost, missing)
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        begin = self.meter()
-        if len(self._missing) > self.session.n_ctx - self._length:
-            return
-        while self._missing:
-            piece = len(self._missing)
-            if self._cost and seconds < math.inf:
-                # If not all seem to fit, the time of one piece corrects the estimate.
-                left = seconds - (self.meter() - begin)
-                if self._reading(self._cost, piece) > left:
-                    piece = min(_PIECE, piece)
-                if self._reading(self._cost, piece) > left:
-                    return
-            yield from self._read(piece)
+    def catch_up(self, seconds: float = math.inf) -> Read | None:
+        piece = len(self._missing)
+        if not piece or self._is_lost or piece > self.session.n_ctx - self._length:
+            return None
+        if self._cost and seconds < math.inf:
+            # If not all seem to fit, the time of one piece corrects the estimate.
+            if self._reading(self._cost, piece) > seconds:
+                piece = min(_PIECE, piece)
+            if self._reading(self._cost, piece) > seconds:
+                return None
+        return Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
+        if self._is_lost or all(node in self._after for node in nodes):
+            return None
+        return self._evaluate(tree, nodes)
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
+        del tree
+        return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
+
+    def take(self, request: AnyRequest) -> None:
+        if isinstance(request, Read):
+            request.check()
+            self._note_read(request)
+        elif isinstance(request.error, ModelError):  # the text goes on without it
+            self.discard()
+            self._is_lost = True
+        else:
+            request.check()
+            self._num_rows += request.num_rows
+            self.stats.native_seconds += request.share * request.seconds
+            self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
+            self._keep(*self._asked, [self._candidates(*each) for each in zip(*request.result, strict=True)])
+            if self._cost:
+                others = (1 - request.share) * request.processor_seconds
+                seconds = self.meter() - self._began + others
+                self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
+            del self._asked  # its tree holds the text's constraint
+
+    def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
+        """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""
+        self._began, self._asked = self.meter(), (tree, nodes)
         paths = [tuple(tree.path(node)) for node in nodes]
-        guesses = self._guess(tree, nodes[0])
-        found = yield from self._evaluate(tree, paths, guesses)
-        self.stats.guessed += len(guesses)
-        last = found[0]
-        for token, after in zip(guesses, found[len(paths) :], strict=True):
-            if token not in last.scores:
-                break
-            last.following[token] = after
-            last = after
-            self.stats.confirmed += 1
-        return found[: len(paths)]
-
-    def _evaluate(
-        self, tree: GrowingTree, paths: Sequence[Path], more: Sequence[int], *, are_tokens: bool = True
-    ) -> Requests[list[Candidates]]:
-        """Evaluate paths and the tokens `more` after the first path in one pass; returns the candidates after each.
-        are_tokens: False if `more` never becomes part of the sequence."""
-        begin = self.meter()
         tokens: list[int] = []
         parents: list[int] = []
 
@@ -143,26 +157,17 @@ class ModelProposer(Proposer):
                 add(paths[0][:depth])
         for path in paths:
             add(path)
-        followed = [paths[0] + tuple(more[:end]) for end in range(1, len(more) + 1)] if are_tokens else []
-        for path in followed:
-            add(path)
-        if not are_tokens:
-            parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
-            tokens += more
+        parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
+        tokens += more
         judged = len(paths) + len(more)
-        masks = self._masks(tree.constraint, [*paths, *followed], judged) if tree.constraint else None
+        masks = self._masks(tree.constraint, paths, judged) if tree.constraint else None
         k, sampling = tree.num_candidates, tree.sampling.native
-        done = yield from self.meter.draft(
-            Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
-        )
-        self._num_rows += len(tokens)
-        self.stats.native_seconds += done.share * done.seconds
-        self.stats.weight_bytes += round(done.share * self.session.weight_bytes)
-        found = [self._candidates(tree.vocab_size, *each) for each in zip(*done.result, strict=True)]
-        if self._cost:
-            others = (1 - done.share) * done.processor_seconds
-            self._cost.observe(done.num_rows, done.past, self.meter() - begin + others, done.share)
-        return found
+        return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
+
+    def _keep(self, tree: GrowingTree, nodes: Sequence[int], found: list[Candidates]) -> None:
+        """Keep the candidates after each row that was judged."""
+        del tree
+        self._after |= zip(nodes, found, strict=True)
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
@@ -181,17 +186,12 @@ class ModelProposer(Proposer):
         self._root = tokens[-1]
         self._forget()
 
-    def _guess(self, tree: GrowingTree, node: int) -> list[int]:
-        """Guesses after a node, to evaluate in the same pass; none without a stage below."""
-        del tree, node
-        return []
-
-    def _candidates(self, vocab_size: int, tokens: list[int], scores: list[float]) -> Candidates:
+    def _candidates(self, tokens: list[int], scores: list[float]) -> Candidates:
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = {
             token: score
             for token, score in zip(tokens, scores, strict=True)
-            if 0 <= token < vocab_size and token not in self._substitutes
+            if 0 <= token < self._asked[0].vocab_size and token not in self._substitutes
         }
         return Candidates(good, DRAFT)
 
@@ -214,18 +214,17 @@ class ModelProposer(Proposer):
         """Estimated seconds to prefill a number of the missing tokens."""
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
-    def _read(self, piece: int) -> Requests[None]:
-        done = yield from self.meter.draft(Read(self.session, self._length, np.array(self._missing[:piece], np.int32)))
-        piece = done.result
+    def _note_read(self, request: Read) -> None:
+        piece: int = request.result
         if self._cost and piece >= _PIECE:
-            seconds, believed = done.share * done.processor_seconds, self._reading(self._cost, piece)
+            seconds, believed = request.share * request.processor_seconds, self._reading(self._cost, piece)
             # Noise only adds time, so a shorter time counts fully.
-            self._pace *= min(seconds / believed, 1 + 0.5 * surprise(seconds, believed))
+            self._pace *= min(max(seconds / believed, 0.1), 1 + 0.5 * surprise(seconds, believed))
         self._length += piece
         del self._missing[:piece]
 
     def _forget(self) -> None:
-        self._rows, self._num_rows = {}, 0
+        self._rows, self._num_rows, self._after = {}, 0, {}
 
     def _spelled(self, tokens: list[int]) -> list[int]:
         """The draft's tokens in place of the target's."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pystaged._core import Session
-from pystaged.decoding.constraint import allows
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.requests import Requests
-from pystaged.drafting.mixing import DRAFT, LATER
+from pystaged.decoding.requests import Propose
+from pystaged.drafting.calibration import DRAFT, LATER
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import Candidates, GrowingTree
+from pystaged.sampling.constraint import allows
 
 PLACES = 1 + len(LATER)  # tokens that one pass proposes
 
@@ -40,7 +40,7 @@ class ParallelModelProposer(ModelProposer):
         session, cost, substitutes: as in ModelProposer.
     """
 
-    places = PLACES
+    _places = PLACES
 
     def __init__(
         self,
@@ -58,14 +58,25 @@ class ParallelModelProposer(ModelProposer):
         del num_nodes
         return 0.0 if self._rows else super().price(PLACES)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[list[Candidates]]:
-        if not self._rows:
-            self._first = tree.nodes[nodes[0]].depth
-            path, masks = tuple(tree.path(nodes[0])), [self._mask] * (min(PLACES, tree.max_depth - self._first) - 1)
-            self._found = yield from self._evaluate(tree, [path], masks, are_tokens=False)
-            for place, candidates in enumerate(self._found[1:]):
-                candidates.source = LATER[place]
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
+        if self._is_lost or self._rows:
+            return None
+        self._first = tree.nodes[nodes[0]].depth
+        masks = [self._mask] * (min(PLACES, tree.deepest - self._first) - 1)
+        return self._evaluate(tree, nodes[:1], masks)
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._at(tree, node) for node in nodes]
+
+    def _keep(self, tree: GrowingTree, nodes: Sequence[int], found: list[Candidates]) -> None:
+        del tree, nodes
+        self._found = found
+        for place, candidates in enumerate(found[1:]):
+            candidates.source = LATER[place]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._found = []
 
     def _at(self, tree: GrowingTree, node: int) -> Candidates:
         """The candidates for the depth of a node, without those that the constraint forbids there."""

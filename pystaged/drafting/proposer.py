@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
-from pystaged.config import SamplingConfig
-from pystaged.decoding.constraint import Constraint, allows
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.requests import Requests
-from pystaged.decoding.tree import Stage, TreeBuilder
+from pystaged.decoding.account import Meter
+from pystaged.decoding.requests import AnyRequest, Read
+from pystaged.decoding.tree import Cell, Stage, TreeBuilder
+from pystaged.options.config import SamplingConfig
+from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 TAIL = 16  # tokens of the longest n-gram
@@ -50,7 +50,30 @@ class GrowingTree(TreeBuilder):
         self.sampling = sampling
         self.constraint = constraint
         self.vocab_size = vocab_size
+        self.first = 0  # the node that proposers begin with: the root, or the last forced node
+        self.guessed: dict[int, dict[int, Cell]] = {}  # the cells of the lookups' tokens, by node
+        self.judged: set[int] = set()  # nodes that a pass expanded
+        self.deepest = 0  # depth from which the costly proposer judges no nodes; 0 if it takes no part
+        self.passes = self.looked_up = 0  # passes, and nodes that lookups expanded
+        self.seconds = 0.0  # prices of its lookups and passes
+        self.passing = 0.0  # measured seconds of its passes
+        self.rows: list[int] | None = None  # nodes that the current pass expands
+        self.price = 0.0  # estimated seconds of that pass
+        self.began = self.pass_began = 0.0  # when drafting began, and that pass
+        self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
         self._tails = {0: list(tail)}
+        self._ranked: list[int] | None = None
+
+    def ranked(self) -> list[int]:
+        """All nodes but the root, the likeliest first and parents before children."""
+        if self._ranked is None:
+            scores = [-node.score for node in self.nodes]
+            self._ranked = sorted(range(1, len(scores)), key=scores.__getitem__)
+        return self._ranked
+
+    def add(self, parent: int, token: int, score: float, stage: Stage, cells: tuple[Cell, ...] = ()) -> int:
+        self._ranked = None
+        return super().add(parent, token, score, stage, cells)
 
     def tail(self, node: int) -> list[int]:
         """The last TAIL tokens of the sequence up to a node."""
@@ -73,7 +96,7 @@ class GrowingTree(TreeBuilder):
 class Proposal:
     """One proposer's distribution after a node, to be mixed with others'.
 
-    chances: probability by token. source: a source of mixing.py.
+    chances: probability by token. source: a source of calibration.py.
     """
 
     chances: dict[int, float]
@@ -85,32 +108,42 @@ class Candidates:
     """The best tokens after a node under the sequence's sampling noise, best first.
 
     scores: log p / temperature + noise by token; log p if decoding is greedy. source: as in Proposal.
-    following: the candidates after those of the tokens for which the same pass found them.
     """
 
     scores: dict[int, float]
     source: int
-    following: dict[int, Candidates] = field(default_factory=dict)
 
 
 class Proposer:
     """Proposes tokens after the nodes of a tree. All methods but `propose` have defaults for a lookup without state.
 
-    Methods that may need passes are generators of requests, whose session is the proposer's own.
+    Before `propose` it is asked for the passes that it needs: each `request` is made and given to `take`, until there
+    is none. Their session is its own.
 
-    stage: stage of its tokens. places: consecutive tokens that it proposes at once. recycled: the candidates that it
-    looks up and that learn from the target's rows, or None. stats, meter: those of its drafter, which sets them.
+    stage: stage of its tokens. by_levels: whether a node's parent must have been in an earlier pass. recycled: the
+    candidates that it looks up and that learn from the target's rows, or None. stats, meter: those of its drafter,
+    which sets them.
     """
 
     stage = Stage.NGRAM
-    places = 1
+    by_levels = False
     recycled: RecycledCandidates | None = None
     stats: DrafterStats
     meter: Meter
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Requests[Sequence[Proposal | Candidates]]:
-        """Propose tokens after each node, if possible `num_candidates` or more. Returns Candidates if it is the only
-        proposer of its drafter, else Proposals. Is called once for each node, after its parent."""
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
+        """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
+        one are forced."""
+        del tree, nodes
+        return None
+
+    def take(self, request: AnyRequest) -> None:
+        """Take the result of a pass. Raises the pass's error if the sequence cannot go on without it."""
+        request.check()
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
+        """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
+        together with its parent."""
         raise NotImplementedError
 
     def price(self, num_nodes: int) -> float:
@@ -122,18 +155,14 @@ class Proposer:
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
         return len(prompt)
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> Requests[None]:
-        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
+    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
+        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states. Returns
+        whether this proposer reads them now."""
         del prompt, first, last
-        yield from ()
+        return False
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         """Begin a sequence with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
-
-    def begin(self, tree: GrowingTree, node: int, seconds: float) -> Requests[None]:
-        """Begin a tree. `node` is the first to propose for; the nodes on the path to it are forced."""
-        del tree, node, seconds
-        yield from ()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence; the last of them is the next root."""
@@ -153,10 +182,10 @@ class Proposer:
         """Estimated seconds to read the rest of the sequence."""
         return 0.0
 
-    def catch_up(self, seconds: float = math.inf) -> Requests[None]:
-        """Read the rest of the sequence, as much as fits into `seconds`."""
+    def catch_up(self, seconds: float = math.inf) -> Read | None:
+        """Read the rest of the sequence, as much as fits into `seconds`; returns the next pass that this needs."""
         del seconds
-        yield from ()
+        return None
 
     def most_levels(self) -> float:
         """Levels of a tree that its context has room for."""

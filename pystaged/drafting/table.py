@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.drafting.katz import LARGEST_VOCABULARY, estimate
-from pystaged.files import read_small, whole_file
+from pystaged.platform.files import read_small, whole_file
 
 MOST_TOKENS = 10_000_000
 """Most tokens to count: the table of a larger text may be too large to load."""

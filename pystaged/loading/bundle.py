@@ -1,4 +1,4 @@
-"""A loaded target and its drafters: draft model or draft head, n-gram table, recycled candidates."""
+"""A loaded target and its drafters: draft, n-gram table, recycled candidates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from pystaged._core import DeviceError, DraftHead, Model, ModelError, Tokenizer
+from pystaged._core import DeviceError, Model, ModelError, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model
-from pystaged.decoding.budget import chain_speedup
+from pystaged.decoding.cost import chain_speedup
 from pystaged.drafting.lookups import NgramCost
 from pystaged.drafting.pard import PLACES
 from pystaged.loading import names
@@ -18,14 +19,18 @@ from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_drafts, own_layer, substitutes
 from pystaged.loading.features import load_features
-from pystaged.loading.heads import find_head, load_head
-from pystaged.loading.metadata import is_head, read_metadata, reads_target
+from pystaged.loading.metadata import read_metadata, reads_target
 from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
-from pystaged.loading.seen import SeenModel
 from pystaged.loading.tables import find_table
-from pystaged.memory import available_memory, loadable_memory
+from pystaged.options.config import checked
+from pystaged.options.table import LOADING, LoadFields
+from pystaged.platform.memory import available_memory, loadable_memory
+from pystaged.platform.seen import SeenModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 
@@ -33,33 +38,24 @@ _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 class Bundle:
     """A loaded target with all that its contexts share.
 
-    Args and errors: see Engine.
+    Options and errors: see Engine.
 
     Attributes:
+        options: all options of loading, those not given with their defaults.
         file: the target's files as they were when it was loaded.
         vocabulary: fingerprint of the target's vocabulary.
-        draft, features, head: the draft model, the draft that reads the target's hidden states, and the draft head,
-            None where absent; at most one is loaded.
+        draft, features: the draft model, and the draft that reads the target's hidden states, None where absent; at
+            most one is loaded.
         draft_mask: mask token of a parallel draft, -1 for any other.
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
         costs: seconds of passes, measured or loaded.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        draft: str | Path | None,
-        num_threads: int,
-        report: Callable[[str], None],
-        *,
-        ngrams: str | Path | None = None,
-        device: str = "cpu",
-        draft_device: str = "cpu",
-        kv: str = "f16",
-        weight_cache: bool = False,
-        recycle: bool = False,
-    ) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[LoadFields]) -> None:
+        self.options = options = cast(LoadFields, checked(LOADING, options))
+        draft, device, draft_device, kv = options["draft"], options["device"], options["draft_device"], options["kv"]
+        report = options["report"] or (lambda _: None)
         check(device, kv)
         check(draft_device)
         if candidates(device, kv) == ["cpu"]:
@@ -71,7 +67,7 @@ class Bundle:
         self.tokenizer = _tokenizer(self.path)
         self.vocabulary = self.tokenizer.fingerprint
         is_chosen = given is not None or draft != "auto"
-        if given and (is_head(given) or reads_target(given, self.tokenizer.metadata)):
+        if given and reads_target(given, self.tokenizer.metadata):
             if draft_device not in ("cpu", "auto"):
                 raise ValueError(f"{given} reads hidden states on the cpu; leave out the draft's device")
             if device == "auto":
@@ -80,10 +76,14 @@ class Bundle:
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
-            kept, loaded, devices = report if weight_cache else None, dict[str, Model](), list(candidates(device, kv))
+            kept, loaded, devices = (
+                report if options["weight_cache"] else None,
+                dict[str, Model](),
+                list(candidates(device, kv)),
+            )
             for name in devices:
                 try:
-                    loaded[name] = _load(path, tokenizer, num_threads, name, kv, kept)
+                    loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)
                 except DeviceError as error:
                     if not loaded and name == devices[-1]:
                         raise
@@ -94,22 +94,19 @@ class Bundle:
         drafts: dict[str, Model] = {}
         self.draft_path: Path | None = None
         self.features: Model | None = None
-        self.head: DraftHead | None = None
         self.substitutes: dict[int, int] = {}
         self.draft_mask = -1
         only = next(iter(targets.values()))  # of several devices none is for a draft that reads hidden states
         for path in filter(None, [given] if is_chosen else self._usual_drafts(device, draft_device, report)):
             try:
-                if is_head(path):
-                    self.head = load_head(path, only, self.tokenizer)
-                elif reads_target(path, self.tokenizer.metadata):
+                if reads_target(path, self.tokenizer.metadata):
                     self.features = load_features(path, only, self.path, self.tokenizer, report)
                 else:
                     tokenizer = Tokenizer(os.fsencode(path))
                     replaced = substitutes(self.tokenizer, tokenizer)
                     drafts = load(path, tokenizer, draft_device)
                     self.substitutes, self.draft_mask = replaced, tokenizer.mask_token
-                self.draft_path = None if self.head else path
+                self.draft_path = path
                 break
             except (OSError, ValueError, MemoryError) as error:
                 if is_chosen:
@@ -118,14 +115,11 @@ class Bundle:
                 if not only.devices:
                     only.tap([])
         of_draft = self.draft_path if is_chosen and drafts else None
-        self.table = find_table(of_draft or self.path, ngrams, self.tokenizer, report)
+        self.table = find_table(of_draft or self.path, options["ngrams"], self.tokenizer, report)
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
-        if draft == "auto" and self.device == "cpu" and not self.draft_path and not self.head:
-            packaged = find_head(self.tokenizer, report)
-            self.head = load_head(packaged, self.target, self.tokenizer) if packaged else None
-        self._kept = KeptCandidates(self.path, self.vocabulary, self.target.vocab_size) if recycle else None
+        self._kept = KeptCandidates(self.path, self.vocabulary) if options["recycle"] else None
         self.recycled = self._kept.candidates if self._kept else None
         if self._kept:
             weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
@@ -171,11 +165,11 @@ class Bundle:
         lookup, places = NgramCost().lookup(1), PLACES if self.draft_mask >= 0 else 1
 
         def rate(pair: tuple[str, str]) -> float:
-            target_cost = self.costs.of(self.path, pair[0], targets[pair[0]])
+            target_cost = self.costs.of(self.path, pair[0], targets[pair[0]], compared=True)
             plain = target_cost(1, _USUAL_LENGTH)
             guesses = [(NGRAM_RATE, lookup, 1)]
             if self.draft_path:
-                draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]])
+                draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]], compared=True)
                 guesses.append((DRAFT_RATE, draft_cost(places, _USUAL_LENGTH), places))
 
             def extra(num_rows: int) -> float:
@@ -203,7 +197,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer(os.fsencode(path))
     except ModelError:
-        if is_head(path) or reads_target(path):
+        if reads_target(path):
             raise ValueError(
                 f"{path} is a draft, not a model; name the model it was made for, and pass this file as its draft"
             ) from None
@@ -234,7 +228,7 @@ def _load(
 
 def _check_memory(path: Path) -> None:
     """Raise DeviceError if a model's weights do not fit in this machine's memory: it would swap without end."""
-    need, most = sum(file.size for file in SeenModel.now(path).files), loadable_memory()
+    need, most = SeenModel.now(path).size, loadable_memory()
     if need > most:
         raise DeviceError(
             f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "

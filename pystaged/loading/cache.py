@@ -1,54 +1,71 @@
-"""Models in the user's cache folder, under the names they have on the hub."""
+"""Models by their names on the hub: those in Hugging Face's cache, and those that were made here."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
-from pystaged.aliases import hub_id
-from pystaged.files import cache_folder, part_file, read_small
 from pystaged.loading.file_types import file_type_name
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.quantize import DEFAULT_TYPE
+from pystaged.options.aliases import hub_id
+from pystaged.platform.files import cache_folder
 
-_SOURCE = "source.json"
-_MOST_BYTES = 1 << 20
+PART_OF_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # What llama.cpp keeps beside a model: its MTP layer, and what reads images for it.
 _BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class CachedModel:
-    """A model in the cache.
-
-    Args:
-        name: the name that commands accept.
-        type: of its weights; "damaged" where the file cannot be read.
-        shape: "36 x 1280, 20 heads".
-        license: as its repository or the file says; "" where unknown.
-    """
-
-    name: str
-    path: Path
-    bytes: int
-    type: str
-    shape: str
-    license: str
+def folder(repository: str = "") -> Path:
+    """Where models are kept that were made here, as OWNER/NAME/FILE.gguf; or those of one repository."""
+    return cache_folder() / "models" / repository
 
 
-def folder() -> Path:
-    """Where models are kept, as OWNER/NAME/FILE.gguf; files in Hugging Face's cache are linked."""
-    return cache_folder() / "models"
+def _shared() -> Path:
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return Path(constants.HF_HUB_CACHE)
 
 
-def repository_folder(repository: str) -> Path:
-    """Where the files of a repository are kept."""
-    return folder() / repository
+def _in_hubs_cache(path: Path) -> tuple[str, str] | None:
+    """Repository and name of a file of Hugging Face's cache; None for others."""
+    if not path.is_relative_to(_shared()):
+        return None
+    root, _, _, *file = path.relative_to(_shared()).parts
+    return root.removeprefix("models--").replace("--", "/"), "/".join(file)
+
+
+def _all(repository: str = "") -> dict[tuple[str, str], Path]:
+    """The files of models by repository and name there, of several commits that of the newest; of all repositories, or
+    at least of those of that name."""
+    snapshots = []
+    for snapshot in _shared().glob(f"models--*{escape(repository.replace('/', '--'))}/snapshots/*"):
+        with suppress(FileNotFoundError):  # another process removed it
+            snapshots.append((snapshot.stat().st_mtime_ns, snapshot))
+    found = {}
+    for _, snapshot in sorted(snapshots):
+        for path in snapshot.rglob("*.gguf"):
+            if path.is_file() and not PART_OF_MODEL.search(path.name):
+                found[_in_hubs_cache(path) or ("", "")] = path
+    for path in list(folder().glob("*/*/**/*.gguf")):
+        if path.is_symlink() and path.readlink().is_relative_to(_shared()):  # which older versions made
+            with suppress(OSError):
+                path.unlink()
+                _tidy_up(path)
+        elif path.is_file():
+            owner, name, *file = path.relative_to(folder()).parts
+            found[f"{owner}/{name}", "/".join(file)] = path
+    return dict(sorted(found.items()))
+
+
+def own_place(model: Path) -> Path:
+    """A model's path; for one in Hugging Face's cache that in our folder beside which is kept what is made of it."""
+    repository, file = _in_hubs_cache(model) or ("", "")
+    return folder(repository) / file if file else model
 
 
 def find(name: str) -> Path | None:
@@ -61,14 +78,14 @@ def find(name: str) -> Path | None:
         ValueError: the name fits several models; as hub_id.
     """
     repository, _, wanted = hub_id(name).partition(":")
-    found = [path for path in paths() if repository in (_repository(path), _repository(path).partition("/")[2])]
-    files = _fitting([_file(path) for path in found], wanted)
-    found = [path for path in found if _file(path) in files]
-    names = {_name(path): path for path in found}
-    chosen = choose(sorted(names), "")
-    if found and chosen is None:
-        raise ValueError(f"{name!r} may be any of {', '.join(names)}; name one of them")
-    return names[chosen] if chosen else None
+    found = _all(repository)
+    found = {key: path for key, path in found.items() if repository in (key[0], key[0].partition("/")[2])}
+    fitting = _fitting([file for _, file in found], wanted)
+    named = _named({key: path for key, path in found.items() if key[1] in fitting}, [*found])
+    chosen = choose(sorted(named), "")
+    if named and chosen is None:
+        raise ValueError(f"{name!r} may be any of {', '.join(named)}; name one of them")
+    return named[chosen] if chosen else None
 
 
 def choose(files: Sequence[str], wanted: str) -> str | None:
@@ -94,29 +111,46 @@ def _fitting(files: Sequence[str], wanted: str) -> list[str]:
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 
-def paths() -> list[Path]:
-    """Files of all cached models, without links whose target is gone."""
-    return [path for path in sorted(folder().glob("*/*/**/*.gguf")) if path.is_file()]
+def _named(models: dict[tuple[str, str], Path], among: Sequence[tuple[str, str]]) -> dict[str, Path]:
+    """Models by the shortest name that only this one has."""
+    found = {}
+    for (repository, file), path in models.items():
+        kind = re.search(r"[.-]([A-Za-z0-9]+(?:_[A-Za-z0-9]+)*)\.gguf$", path.name)
+        siblings = [each for owner, each in among if owner == repository]
+        is_short = kind and choose(siblings, kind[1]) == file
+        found[f"{repository}:{kind[1].lower() if kind and is_short else file}"] = path
+    return dict(sorted(found.items()))
 
 
-def names() -> list[str]:
-    """Names of all models in the cache, found without opening a file."""
-    return sorted(_name(path) for path in paths())
+def files() -> dict[str, Path]:
+    """The files of all models in the cache by name, found without opening one."""
+    found = _all()
+    return _named(found, [*found])
 
 
-def models() -> list[CachedModel]:
-    """All models in the cache, by name."""
-    return sorted(
-        (replace(describe(_name(path), path), license=_source(path).license) for path in paths()),
-        key=lambda model: model.name,
+def about(path: Path) -> tuple[str, str, str]:
+    """What a model's file says of itself, read without its weights: type, "damaged" if it cannot be read; shape, such
+    as "36 x 1280, 20 heads"; license, "" for none."""
+    metadata = read_metadata(path)
+    architecture = metadata.get("general.architecture", "?")
+    layers, width, heads = (
+        metadata.get(f"{architecture}.{key}", "?")
+        for key in ("block_count", "embedding_length", "attention.head_count")
     )
+    if not metadata:
+        return "damaged", "", ""
+    shape = shown(f"{layers} x {width}, {heads} heads")
+    return file_type_name(metadata.get("general.file_type", "")), shape, shown(metadata.get("general.license", ""))
+
+
+def shown(text: str) -> str:
+    """A file's text, cut at 80 characters, with unprintable ones replaced: terminals show it."""
+    return "".join(each if each.isprintable() else "?" for each in text[:80])
 
 
 def remove(name: str) -> int:
-    """Remove a model, its packed weights, recycled candidates and n-gram table; returns the bytes freed.
-
-    If the model is a link, its target is removed too, provided it was downloaded into Hugging Face's cache for this
-    model and no other snapshot there has it.
+    """Remove a model, its packed weights, recycled candidates and n-gram table; returns the bytes freed. The target of
+    a link that leads out of the cache stays.
 
     Raises:
         FileNotFoundError: no such model.
@@ -125,142 +159,49 @@ def remove(name: str) -> int:
     path = find(name)
     if path is None:
         raise FileNotFoundError(f"there is no model {name!r} in the cache; `pystaged models` lists them")
-    source = _source(path)
-    if path.is_symlink():
-        freed = _forget_download(path.parent / path.readlink()) if _file(path) in source.downloaded else 0
+    own = own_place(path)
+    if shared := _in_hubs_cache(path):
+        freed = _forget(*shared)
     else:
-        freed = path.stat().st_size
-    path.unlink()
-    freed += sum(kept.remove(kept.path(path)) for kept in (PACKED, RECYCLED))
-    path.with_suffix(".ngram.npz").unlink(missing_ok=True)
-    source.files.pop(_file(path), None)
-    source.downloaded.discard(_file(path))
-    _keep(path, source)
-    root = repository_folder(_repository(path))
-    for parent in path.parents:
-        if parent == root and not any(root.rglob("*.gguf")):
-            (root / _SOURCE).unlink()
-        if parent == folder() or any(parent.iterdir()):
-            break
-        parent.rmdir()
-    return freed
+        freed = 0 if path.is_symlink() else path.stat().st_size
+        path.unlink()
+    own.with_suffix(".ngram.npz").unlink(missing_ok=True)
+    return freed + sum(kept.remove(kept.path(path)) for kept in (PACKED, RECYCLED)) + _tidy_up(own)
 
 
-def save_source(path: Path, revision: str, license_name: str, *, downloaded: bool = False) -> None:
-    """Record a cached model's commit and license, and whether it was downloaded for this cache."""
-    source, file = _source(path), _file(path)
-    if downloaded:
-        source.downloaded.add(file)
-    elif source.files.get(file) != revision:
-        source.downloaded.discard(file)
-    _keep(path, _Source(license_name, source.files | {file: revision}, source.downloaded))
+def _tidy_up(path: Path) -> int:
+    """Remove what is kept for a file that is gone, and folders without models; returns the bytes freed."""
+    for parent in path.relative_to(folder()).parents[:-1]:
+        if not any((folder() / parent).rglob("*.gguf")):
+            with suppress(OSError):
+                (folder() / parent / "source.json").unlink(missing_ok=True)  # of older versions
+                (folder() / parent).rmdir()
+    return sum(kept.remove(kept.path(path)) for kept in (PACKED, RECYCLED))
 
 
-def is_current(path: Path, revision: str) -> bool:
-    """Whether a model is in the cache and comes from that commit."""
-    return path.is_file() and _source(path).files.get(_file(path)) == revision
+def _forget(repository: str, name: str) -> int:
+    """Remove a file from all commits of a repository in Hugging Face's cache, or the repository where there is nothing
+    else in it; returns the bytes freed."""
+    from huggingface_hub import scan_cache_dir  # noqa: PLC0415
 
-
-def save_link(repository: str, name: str, file: Path) -> Path:
-    """Link a repository's file that lies elsewhere; returns the link's path in the cache."""
-    path = repository_folder(repository) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with part_file(path) as part:
-        part.unlink()
-        try:
-            part.symlink_to(file)
-        except OSError:  # Windows lets only some users make links to names
-            os.link(file, part)
-        part.replace(path)
-    return path
-
-
-def _forget_download(snapshot: Path) -> int:
-    """Remove a snapshot's file from Hugging Face's cache, with its content unless shared; returns the bytes freed."""
-    from huggingface_hub import constants, errors, scan_cache_dir  # noqa: PLC0415
-
-    place = Path(os.path.realpath(snapshot.parent)) / snapshot.name
-    try:
-        found = scan_cache_dir(constants.HF_HUB_CACHE)
-    except errors.CacheNotFound:
-        return 0
-    files = [
-        file
-        for repository in found.repos
-        for revision in repository.revisions
-        for file in revision.files
-        if file.file_path == place
+    scan = scan_cache_dir(_shared())
+    wanted = ("model", repository)
+    revisions = [
+        revision for each in scan.repos if (each.repo_type, each.repo_id) == wanted for revision in each.revisions
     ]
-    strategy = found.delete_files(*files)
-    strategy.execute()
-    return strategy.expected_freed_size
-
-
-def _repository(path: Path) -> str:
-    return "/".join(path.relative_to(folder()).parts[:2])
-
-
-def _file(path: Path) -> str:
-    """A model's path in its repository."""
-    return path.relative_to(repository_folder(_repository(path))).as_posix()
-
-
-def _name(path: Path) -> str:
-    """The shortest name that only this file has."""
-    kind = re.search(r"[.-]([A-Za-z0-9]+(?:_[A-Za-z0-9]+)*)\.gguf$", path.name)
-    root = repository_folder(_repository(path))
-    siblings = [_file(other) for other in root.rglob("*.gguf")]
-    if kind and choose(siblings, kind[1]) == _file(path):
-        return f"{_repository(path)}:{kind[1].lower()}"
-    return f"{_repository(path)}:{_file(path)}"
-
-
-def describe(name: str, path: Path) -> CachedModel:
-    """Describe a model from its file's metadata, without reading its weights."""
-    metadata = read_metadata(path)
-    kind, shape = "damaged", ""
-    if metadata:
-        architecture = metadata.get("general.architecture", "?")
-        heads = metadata.get(f"{architecture}.attention.head_count", "?")
-        layers, width = (metadata.get(f"{architecture}.{key}", "?") for key in ("block_count", "embedding_length"))
-        kind, shape = (
-            file_type_name(metadata.get("general.file_type", "")),
-            _shown(f"{layers} x {width}, {heads} heads"),
-        )
-    return CachedModel(name, path, path.stat().st_size, kind, shape, _shown(metadata.get("general.license", "")))
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a repository's models came from: commits by file, and the files that were downloaded for this cache."""
-
-    license: str
-    files: dict[str, str]
-    downloaded: set[str]
-
-
-def _source(path: Path) -> _Source:
-    try:
-        found = json.loads(read_small(repository_folder(_repository(path)) / _SOURCE, _MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    found = found if isinstance(found, dict) else {}
-    files, downloaded = found.get("files"), found.get("downloaded")
-    return _Source(
-        license=_shown(str(found.get("license", ""))),
-        files={file: str(revision) for file, revision in files.items()} if isinstance(files, dict) else {},
-        downloaded={str(file) for file in downloaded} if isinstance(downloaded, list) else set(),
-    )
-
-
-def _keep(path: Path, source: _Source) -> None:
-    target = repository_folder(_repository(path)) / _SOURCE
-    with part_file(target) as part:
-        found = {"license": source.license, "files": source.files, "downloaded": sorted(source.downloaded)}
-        part.write_text(json.dumps(found))
-        part.replace(target)
-
-
-def _shown(text: str) -> str:
-    """A file's text, cut at 80 characters, with unprintable ones replaced: terminals show it."""
-    return "".join(each if each.isprintable() else "?" for each in text[:80])
+    places = {file.file_path.relative_to(each.snapshot_path).as_posix() for each in revisions for file in each.files}
+    if places == {name}:
+        strategy = scan.delete_revisions(*(revision.commit_hash for revision in revisions))
+        strategy.execute()
+        return strategy.expected_freed_size
+    # By hand: the scan passes a repository by in which a download was interrupted, and deletes what links lead to.
+    root = (_shared() / f"models--{repository.replace('/', '--')}").resolve()
+    links = [*root.glob(f"snapshots/*/{escape(name)}")]
+    blobs = {each.resolve(): each.stat().st_size for each in links if each.exists()}
+    for each in links:
+        each.unlink()
+    left = {each.resolve() for each in root.glob("snapshots/**/*")}
+    gone = {blob: size for blob, size in blobs.items() if blob not in left and blob.is_relative_to(root)}
+    for blob in gone:
+        blob.unlink(missing_ok=True)
+    return sum(gone.values())

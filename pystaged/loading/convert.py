@@ -5,73 +5,75 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors import SafetensorError, safe_open
 
-from pystaged.files import check_room
-from pystaged.loading import assistants, feature_drafts
-from pystaged.loading.config_reader import language_part
+from pystaged.loading import feature_drafts
 from pystaged.loading.families import EAGLE3
 from pystaged.loading.file_types import FILE_TYPES
-from pystaged.loading.metadata import PARD_TOKEN, About
-from pystaged.loading.pickled import tensors_of
+from pystaged.loading.metadata import COMMIT, PARD_TOKEN, About
 from pystaged.loading.progress import Progress
-from pystaged.loading.recurrent import Change, Floats, Metadata
-from pystaged.loading.shapes import AHEAD, Shape, Wanted
+from pystaged.loading.shapes import Floats, Metadata, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
-from pystaged.recommended import sampling_keys
+from pystaged.options.recommended import sampling_keys
+from pystaged.platform.files import check_room
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"  # of older checkpoints
-SAMPLING = "generation_config.json"
+GENERATION = "generation_config.json"
 TYPES = ("F32", "F16", "BF16")
 DRAFT_TYPES = (*TYPES, "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # libllama's quantizer refuses many drafts
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _INTEGERS = {"I64": np.int64, "I32": np.int32}
+_OF_TORCH = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+}
 _ROTATED = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
 # Tensors that older versions of transformers saved but never loaded: causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_PACKED = ("_blocks", "_scales")  # of weights in MXFP4
 _CHUNK = 1 << 24  # numbers converted at once
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a checkpoint's tensor in its file; offset in bytes."""
+    """A checkpoint's tensor, and its place in its file (offset in bytes) unless it is in memory (`array`)."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int
+    offset: int = 0
+    array: npt.NDArray[Any] | None = None
 
     def read(self, start: int, stop: int) -> Floats:
         """Rows `start` to `stop` as float32."""
-        dtype, row = np.dtype(_DTYPES[self.dtype]), int(np.prod(self.shape[1:]))
-        offset = self.offset + start * row * dtype.itemsize
-        raw = np.fromfile(self.path, dtype, count=(stop - start) * row, offset=offset)
+        raw = self.raw(np.dtype(_DTYPES[self.dtype]), start, stop)
         if self.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32).reshape(stop - start, *self.shape[1:])
+        return raw.astype(np.float32)
 
-    def bytes(self, start: int, count: int) -> npt.NDArray[np.uint8]:
-        """Some of its bytes."""
-        return np.fromfile(self.path, np.uint8, count=count, offset=self.offset + start)
-
-    def rows(self, first: int, count: int) -> Stored:
-        """Some of its rows."""
-        row = int(np.prod(self.shape[1:])) * np.dtype(_DTYPES[self.dtype]).itemsize
-        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + first * row)
+    def raw(self, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows as they are stored."""
+        if self.array is not None:
+            return self.array[start:stop]
+        row = int(np.prod(self.shape[1:]))
+        offset = self.offset + start * row * dtype.itemsize
+        return np.fromfile(self.path, dtype, (stop - start) * row, offset=offset).reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,6 @@ class Tensor:
     """One tensor of the GGUF file and its source.
 
     Args:
-        parts: the checkpoint's tensors that follow each other in it: one, or one for each expert.
         together: number of rows that `change` needs together.
         change: converts the checkpoint's numbers to the file's.
     """
@@ -87,10 +88,10 @@ class Tensor:
     name: str
     source: str
     shape: tuple[int, ...]
-    parts: tuple[Stored, ...]
+    stored: Stored
     quantization: GGMLQuantizationType
     together: int
-    change: Change
+    change: Callable[[Floats], Floats]
 
     @property
     def nbytes(self) -> int:
@@ -104,51 +105,14 @@ class Tensor:
         Raises:
             ValueError: a number is not finite, or too large for the type.
         """
-        for stored in self.parts:
-            rows = stored.shape[0]
-            groups = max(1, _CHUNK // (self.together * int(np.prod(stored.shape[1:]))))
-            for start in range(0, rows, groups * self.together):
-                values = stored.read(start, min(rows, start + groups * self.together))
-                values = np.ascontiguousarray(_finite(stored, self.source, self.change(values)))
-                if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
-                    raise ValueError(f"{stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
-                yield quants.quantize(values, self.quantization)
-
-
-@dataclass(frozen=True)
-class PackedTensor:
-    """The weights of all experts in MXFP4, which are stored in other places in the file, but equal.
-
-    Args:
-        blocks, scales: of the checkpoint, uint8[experts, rows, blocks, 16] and uint8[experts, rows, blocks].
-        first, step: which rows it takes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    blocks: Stored
-    scales: Stored
-    first: int
-    step: int
-    quantization: GGMLQuantizationType = GGMLQuantizationType.MXFP4
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return int(np.prod(self.shape)) // 32 * 17
-
-    def data(self) -> Iterator[npt.NDArray[Any]]:
-        """The tensor's bytes, an expert at a time."""
-        _, rows, count, half = self.blocks.shape
-        for i in range(self.shape[0]):
-            pairs = self.blocks.bytes(i * rows * count * half, rows * count * half).reshape(rows, count, half)
-            numbers = np.stack([pairs & 15, pairs >> 4], -1).reshape(rows, count, 2 * half)  # neighbours share a byte
-            halves = numbers[..., :half] | numbers[..., half:] << 4  # a number and the one half a block later do
-            scales = self.scales.bytes(i * rows * count, rows * count).reshape(rows, count, 1)
-            yield np.concatenate([scales, halves], -1)[self.first :: self.step]
-
-
-AnyTensor: TypeAlias = Tensor | PackedTensor
+        stored, rows = self.stored, self.stored.shape[0]
+        step = self.together * max(1, _CHUNK // (self.together * int(np.prod(stored.shape[1:]))))
+        for start in range(0, rows, step):
+            values = stored.read(start, min(rows, start + step))
+            values = np.ascontiguousarray(_finite(stored, self.source, self.change(values)))
+            if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
+                raise ValueError(f"{stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
+            yield quants.quantize(values, self.quantization)
 
 
 def write_gguf(folder: Path, out: Path, quantization: str, about: About, progress: Progress) -> None:
@@ -156,10 +120,10 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
 
     Args:
         folder: holds config.json, model.safetensors (or its index and shards, or pytorch_model.bin), and the
-            tokenizer's files. Sampling settings in generation_config.json are copied, too.
+            tokenizer.json with its settings. Sampling settings in generation_config.json are copied, too.
         out: may be left incomplete after an error.
         quantization: one of TYPES, or DRAFT_TYPES where check() says so, for the matrices; "" for the smallest
-            lossless one. Positions, norms, routers and biases stay F32.
+            lossless one. Positions, norms and biases stay F32.
         progress: called with bytes.
 
     Raises:
@@ -167,33 +131,27 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
         OSError: a file cannot be read or written.
     """
     config, config_path = read_config(folder)
-    if found := assistants.read_assistant(config, config_path):
-        _write_assistant(folder, out, *found, quantization, about, progress)
-        return
     config = language_part(config)
     if numbers := feature_drafts.Numbers.of(config, config_path):
         _write_draft(folder, out, numbers, quantization, about, progress)
         return
-    sampling = sampling_keys(read_json(folder / SAMPLING)) if (folder / SAMPLING).is_file() else {}
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     shape, stored = Shape.of(config, config_path), _stored_tensors(folder)
-    if not any(name.startswith(AHEAD) for name in stored):
-        shape = shape.without_ahead()  # transformers saves checkpoints without them
-    quantization = quantization or _lossless_type(shape, stored)
+    quantization = quantization or _lossless_type(stored)
     tensors, num_rows = _plan(folder, shape, stored, quantization)
-    vocabulary = read_vocabulary(folder, num_rows, config)
+    vocabulary = read_vocabulary(folder, num_rows, config, generation)
     mask = config.get("pard_token")
     if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
         raise ValueError(f"{config_path}: pard_token is {str(mask)[:20]}, which is no token of its {num_rows}")
-    is_packed = any(isinstance(tensor, PackedTensor) for tensor in tensors)
-    file_type = int(LlamaFileType.MOSTLY_MXFP4_MOE) if is_packed else FILE_TYPES[quantization.lower()]
-    with _writer(folder, out, shape.architecture, tensors, about) as writer:
-        _write_metadata(writer, shape, num_rows, file_type)
-        for key, number in sampling.items():
+    with _writer(folder, out, shape.family.architecture, tensors, about) as writer:
+        _write_metadata(writer, shape, num_rows, quantization)
+        for key, number in sampling_keys(generation).items():
             if isinstance(number, int):
                 writer.add_int32(key, number)
             else:
                 writer.add_float32(key, number)
-        vocabulary.write(writer)
+        for method, value in vocabulary:
+            getattr(writer, method)(value)
         if mask is not None:
             writer.add_uint32(PARD_TOKEN, mask)
         _write_tensors(writer, shape.computed, tensors, progress)
@@ -204,11 +162,11 @@ def _write_draft(
 ) -> None:
     """Write a draft that reads the target's hidden states, as write_gguf does."""
     shape, stored = numbers.shape, _stored_tensors(folder)
-    quantization = quantization or _lossless_type(shape, stored)
+    quantization = quantization or _lossless_type(stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
     adjacent = numbers.kind == EAGLE3
-    tensors: list[AnyTensor] = [
-        _tensor(folder, shape, wanted, [wanted.source], stored, quantization, adjacent) for wanted in plan.tensors
+    tensors: list[Tensor] = [
+        _tensor(folder, shape, wanted, wanted.source, stored, quantization, adjacent) for wanted in plan.tensors
     ]
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
     if plan.feature_norms:
@@ -219,36 +177,15 @@ def _write_draft(
     if plan.ids:
         computed["d2t"] = _token_ids(folder, plan.ids, stored[plan.ids], numbers.num_tokens)
     with _writer(folder, out, numbers.kind, tensors, about) as writer:
-        _write_metadata(writer, shape, numbers.num_tokens, FILE_TYPES[quantization.lower()], numbers.kind)
+        _write_metadata(writer, shape, numbers.num_tokens, quantization, numbers.kind)
         writer.add_uint32(f"{numbers.kind}.target_hidden_size", plan.target_width)
         if numbers.taps:
             writer.add_array(f"{numbers.kind}.target_layers", numbers.taps)
         for key, value in plan.metadata.items():
-            if isinstance(value, bool):
-                writer.add_bool(f"{numbers.kind}.{key}", value)
-            else:
-                writer.add_uint32(f"{numbers.kind}.{key}", value)
+            _add(writer, f"{numbers.kind}.{key}", value)
         if numbers.mask_token is not None:
             writer.add_mask_token_id(numbers.mask_token)
         _write_tensors(writer, computed, tensors, progress)
-
-
-def _write_assistant(
-    folder: Path, out: Path, shape: Shape, wanted: list[Wanted], quantization: str, about: About, progress: Progress
-) -> None:
-    """Write an assistant of Gemma 4, as write_gguf does."""
-    stored = _stored_tensors(folder)
-    quantization = quantization or _lossless_type(shape, stored)
-    for each in wanted:
-        if each.source not in stored:
-            raise ValueError(f"{folder}: tensor {each.source!r} is missing")
-    for name in sorted(stored.keys() - {each.source for each in wanted}):
-        if not assistants.UNUSED.fullmatch(name):
-            raise ValueError(f"{folder}: tensor {name!r} is unknown in {shape.architecture}")
-    tensors: list[AnyTensor] = [_tensor(folder, shape, each, [each.source], stored, quantization) for each in wanted]
-    with _writer(folder, out, shape.architecture, tensors, about) as writer:
-        _write_metadata(writer, shape, wanted[0].shape[0], FILE_TYPES[quantization.lower()])
-        _write_tensors(writer, shape.computed, tensors, progress)
 
 
 def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
@@ -258,18 +195,14 @@ def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
         quantization: what the file is to be, in small letters.
 
     Returns:
-        Whether write_gguf makes a file of any of DRAFT_TYPES: of a draft that reads hidden states, and of a checkpoint
-        with experts in MXFP4, which stay so.
+        Whether it is a draft that reads hidden states, of which write_gguf makes a file of any of DRAFT_TYPES.
     """
-    config = language_part(config)
-    if not assistants.read_assistant(config, path) and not feature_drafts.Numbers.of(config, path):
+    if not feature_drafts.Numbers.of(language_part(config), path):
         Shape.of(config, path)
-        if not config.get("quantization_config"):
-            return False
+        return False
     if quantization.upper() not in DRAFT_TYPES:
-        raise ValueError(
-            f"{path}: a checkpoint of this kind cannot be {quantization}, only {', '.join(DRAFT_TYPES).lower()}"
-        )
+        known = ", ".join(DRAFT_TYPES).lower()
+        raise ValueError(f"{path}: a draft that reads hidden states cannot be {quantization}, only {known}")
     return True
 
 
@@ -282,7 +215,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 @contextmanager
-def _writer(folder: Path, out: Path, architecture: str, tensors: list[AnyTensor], about: About) -> Iterator[GGUFWriter]:
+def _writer(folder: Path, out: Path, architecture: str, tensors: list[Tensor], about: About) -> Iterator[GGUFWriter]:
     """A writer of a file for which there is room, with what is said about it."""
     check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     with closing(GGUFWriter(out, architecture)) as writer:
@@ -291,11 +224,13 @@ def _writer(folder: Path, out: Path, architecture: str, tensors: list[AnyTensor]
             writer.add_license(about.license)
         if about.source_url:
             writer.add_source_url(about.source_url)
+        if about.commit:
+            writer.add_string(COMMIT, about.commit)
         yield writer
 
 
 def _write_tensors(
-    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[AnyTensor], progress: Progress
+    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[Tensor], progress: Progress
 ) -> None:
     for name, values in computed.items():
         writer.add_tensor(name, values)
@@ -337,132 +272,95 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def _write_metadata(
-    writer: GGUFWriter, shape: Shape, num_rows: int, file_type: int, architecture: str | None = None
-) -> None:
+def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, quantization: str, architecture: str = "") -> None:
     metadata: Metadata = {
         "vocab_size": num_rows,
         "context_length": shape.context,
         "embedding_length": shape.width,
         "feed_forward_length": shape.ffn_width,
-        "block_count": shape.layers + shape.ahead,
+        "block_count": shape.layers,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
         f"attention.layer_norm_{'rms_' if shape.family.ropes else ''}epsilon": shape.epsilon,
         **shape.metadata,
     }
-    adders: dict[type, Callable[[str, Any], None]] = {
+    for key, value in metadata.items():
+        _add(writer, f"{architecture or shape.family.architecture}.{key}", value)
+    writer.add_file_type(FILE_TYPES[quantization.lower()])
+
+
+def _add(writer: GGUFWriter, key: str, value: float | str) -> None:
+    add: dict[type, Callable[[str, Any], None]] = {
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
         bool: writer.add_bool,
-        list: writer.add_array,
     }
-    for key, value in metadata.items():
-        adders[type(value)](f"{architecture or shape.architecture}.{key}", value)
-    writer.add_file_type(file_type)
+    add[type(value)](key, value)
 
 
-def _lossless_type(shape: Shape, stored: dict[str, Stored]) -> str:
+def _lossless_type(stored: dict[str, Stored]) -> str:
     """The smallest type that holds all matrices exactly."""
-    kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1 and tensor.dtype != "U8"}
-    exact = len(kinds) == 1 and kinds <= {"F16", "BF16"} and shape.query_scale(1) == 1
-    return kinds.pop() if exact else "F32"
+    kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+    return kinds.pop() if kinds in ({"F16"}, {"BF16"}) else "F32"
 
 
-def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[AnyTensor], int]:
+def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Tensor], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
     family = shape.family
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
     num_rows = found.shape[0] if found and found.shape else 0
-    tensors: list[AnyTensor] = []
+    tensors: list[Tensor] = []
     used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
-        if packed := _packed(folder, wanted, prefix + wanted.source, stored):
-            tensors.append(packed)
-            used.update(prefix + wanted.source + suffix for suffix in _PACKED)
-            continue
-        beside = wanted.source.startswith(("lm_head.", AHEAD))
-        sources = [source if beside else prefix + source for source in shape.sources(wanted)]
-        for each in sources:
-            if each not in stored:
-                raise ValueError(f"{folder}: tensor {each!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, sources, stored, quantization))
-        used.update(sources)
+        source = wanted.source if wanted.source.startswith("lm_head.") else prefix + wanted.source
+        if source not in stored:
+            raise ValueError(f"{folder}: tensor {source!r} is missing")
+        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization))
+        used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
             raise ValueError(f"{folder}: tensor {source!r} is unknown in {family.architecture}")
     return tensors, num_rows
 
 
-def _packed(folder: Path, wanted: Wanted, source: str, stored: Mapping[str, Stored]) -> PackedTensor | None:
-    """Plan a tensor of experts in MXFP4; None if the checkpoint has it in another type."""
-    names = [source + suffix for suffix in _PACKED]
-    blocks, scales = (stored.get(name) for name in names)
-    if not blocks or not scales or len(wanted.stored) != 3:
-        return None
-    experts, inputs, outputs = wanted.stored
-    for name, found, size in zip(
-        names, (blocks, scales), ((experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)), strict=True
-    ):
-        if inputs % 32 or found.shape != size or found.dtype != "U8":
-            raise ValueError(f"{folder}: tensor {name!r} is {found.dtype}{list(found.shape)}, not U8{list(size)}")
-    step = outputs // wanted.shape[1]
-    return PackedTensor(wanted.name, wanted.shape, blocks, scales, int("up" in wanted.part.split("_")), step)
-
-
 def _tensor(
     folder: Path,
     shape: Shape,
     wanted: Wanted,
-    sources: Sequence[str],
+    source: str,
     all_stored: Mapping[str, Stored],
     quantization: str,
     adjacent: bool | None = None,
 ) -> Tensor:
-    """Plan a tensor of the GGUF file from those of the checkpoint.
+    """Plan a tensor of the GGUF file from one of the checkpoint.
 
     Args:
-        sources: their names: one, or one for each expert.
         adjacent: in place of the family's; norms of heads are reordered, too.
 
     Raises:
         ValueError: it has another shape, or a type that is not supported.
     """
-    name = wanted.part
-    transposed = shape.family.transposed and len(wanted.shape) == 2 and wanted.layer is not None
-    sizes = wanted.stored or (wanted.shape[::-1] if transposed else wanted.shape)
-    sizes = sizes[1:] if "*" in wanted.source else sizes
-    for source in sources:
-        if all_stored[source].shape != sizes:
-            shape_found = list(all_stored[source].shape)
-            raise ValueError(f"{folder}: tensor {source!r} has shape {shape_found}, not {list(sizes)}")
-        _check_type(folder, source, all_stored[source])
-    parts = [all_stored[source] for source in sources]
-    if wanted.first is not None:
-        parts = [part.rows(wanted.first, wanted.shape[0]) for part in parts]
+    name, stored, family = wanted.part, all_stored[source], shape.family
+    is_matrix = len(wanted.shape) == 2
+    sizes = wanted.shape[::-1] if family.transposed and is_matrix and wanted.layer is not None else wanted.shape
+    if stored.shape != sizes:
+        raise ValueError(f"{folder}: tensor {source!r} has shape {list(stored.shape)}, not {list(sizes)}")
+    _check_type(folder, source, stored)
     together: int = 1
-    change: Change = lambda values: values  # noqa: E731
-    if whole := shape.change(wanted):
-        together, change = parts[0].shape[0], whole
-    elif shape.family.transposed and wanted.layer is not None:
-        scale = np.float32(shape.query_scale(wanted.layer) if name == "attn_qkv" else 1)
-        together, change = sizes[0], lambda values: _scaled_queries(values.T, scale)
-    elif (shape.family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
+    change: Callable[[Floats], Floats] = lambda values: values  # noqa: E731
+    if family.transposed and wanted.layer is not None:
+        together, change = sizes[0], lambda values: values.T
+    elif (family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
         together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
-    elif shape.family.fused_experts and name.endswith("_exps"):
-        first, step = int(name == "ffn_up_exps"), 1 if name == "ffn_down_exps" else 2
-        change = lambda values: values.swapaxes(1, -1)[:, first::step]  # noqa: E731
-    elif shape.family.norm_offset and name.endswith("norm") and name != "ssm_norm":
-        change = lambda values: values + np.float32(shape.family.norm_offset)  # noqa: E731
-    is_matrix = len(sizes) == 2 or name.endswith("_exps")
-    plain = not is_matrix or name in ("position_embd", "ffn_gate_inp") or wanted.name.endswith(".bias")
-    kind = GGMLQuantizationType["F32" if plain else quantization]
+    elif family.norm_offset and name.endswith("norm"):
+        change = lambda values: values + np.float32(family.norm_offset)  # noqa: E731
+    kind = GGMLQuantizationType[quantization if is_matrix and name != "position_embd" else "F32"]
     if wanted.shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
-    return Tensor(wanted.name, sources[0], wanted.shape, tuple(parts), kind, together, change)
+    return Tensor(wanted.name, source, wanted.shape, stored, kind, together, change)
 
 
 def _check_type(folder: Path, name: str, stored: Stored) -> None:
@@ -481,7 +379,7 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
     if stored.dtype not in _INTEGERS:
         raise ValueError(f"{folder}: tensor {name!r} is of type {stored.dtype}, not of integers")
     count = stored.shape[0]
-    differences = np.fromfile(stored.path, _INTEGERS[stored.dtype], count=count, offset=stored.offset)
+    differences = stored.raw(np.dtype(_INTEGERS[stored.dtype]), 0, count)
     if (np.abs(differences.astype(np.float64)) >= num_tokens).any():
         raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
     ids = differences.astype(np.int64) + np.arange(count)
@@ -490,13 +388,6 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
     if len(np.unique(ids)) < count:
         raise ValueError(f"{folder}: tensor {name!r} names a token twice")
     return ids
-
-
-def _scaled_queries(values: Floats, scale: np.float32) -> Floats:
-    """Scale Q in a matrix or bias of Q, K and V."""
-    if scale != 1:
-        values[: len(values) // 3] *= scale
-    return values
 
 
 def _adjacent(values: Floats, head_width: int) -> Floats:
@@ -516,7 +407,8 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}")
-        for tensor, where in _tensors_of(folder / name).items():
+        tensors = _pickled if name == PICKLED else _tensors_of
+        for tensor, where in tensors(folder / name).items():
             if tensor in stored:
                 raise ValueError(f"{folder}: tensor {tensor!r} is in both {stored[tensor].path.name} and {name}")
             stored[tensor] = where
@@ -525,8 +417,6 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
 
 def _tensors_of(path: Path) -> dict[str, Stored]:
     """The tensors of one file, after its header and size were checked."""
-    if path.name == PICKLED:
-        return {name: Stored(path, *place) for name, place in tensors_of(path).items()}
     try:
         with safe_open(os.fspath(path), framework="numpy"):
             pass
@@ -541,3 +431,36 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
         name: Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+
+
+def _pickled(path: Path) -> dict[str, Stored]:
+    """The tensors of a pytorch_model.bin."""
+    torch = torch_for(path)
+    try:
+        stored = {}
+        for name, tensor in torch.load(path, map_location="cpu", weights_only=True).items():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            plain = tensor.detach().view(torch.int16) if kind == "bfloat16" else tensor.detach()
+            array = plain.numpy().view(np.uint16) if kind == "bfloat16" else plain.numpy()
+            stored[str(name)] = Stored(path, _OF_TORCH.get(kind, kind), array.shape, array=array)
+    except Exception as error:  # a damaged file raises anything
+        raise ValueError(f"{path} cannot be read ({str(error)[:200]}); save its tensors as safetensors") from None
+    return stored
+
+
+def torch_for(path: Path) -> Any:
+    """The module torch, which reads a pytorch_model.bin.
+
+    Raises:
+        ValueError: it is not installed; the message says how to convert the file where it is.
+    """
+    try:
+        import torch  # noqa: PLC0415
+    except ImportError:
+        raise ValueError(
+            f"{path} needs torch, which is not installed; where it is, run this in the file's folder:\n"
+            "import torch, safetensors.torch as safe\n"
+            "safe.save_file({name: tensor.clone().contiguous() for name, tensor in "
+            f'torch.load("{PICKLED}", weights_only=True).items()}}, "{WEIGHTS}")'
+        ) from None
+    return torch

@@ -6,30 +6,24 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from pystaged._core import Tokenizer, metadata
-from pystaged.files import cache_folder
+from pystaged._core import Tokenizer
 from pystaged.loading.families import DFLASH
 from pystaged.loading.kept import KeptFiles
 from pystaged.loading.metadata import depth_and_width, those_with
+from pystaged.platform.files import cache_folder
 
 # GGUF keys: the target's vocabulary and depth, and the identity of its file.
 VOCABULARY, DEPTH, TARGET = "pystaged.vocabulary", "pystaged.target_depth", "pystaged.target"
 _WIDTH = f"{DFLASH}.target_hidden_size"
-_NAME = "draft of "
 _PART = 1 << 20  # bytes
 
 
-class _Drafts(KeptFiles):
-    def _model_of(self, path: Path) -> str:
-        return metadata(path).get("general.name", "?").removeprefix(_NAME)
-
-
-DISTILLED = _Drafts("drafts", "", "gguf")
+DISTILLED = KeptFiles("drafts", "gguf")
 
 
 def draft_name(target: str) -> str:
     """The name of a target's draft."""
-    return _NAME + target
+    return f"draft of {target}"
 
 
 def work_folder(model: Path) -> Path:
@@ -58,7 +52,7 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     depth, width = depth_and_width(tokenizer.metadata)
     wanted = {VOCABULARY: tokenizer.fingerprint, _WIDTH: str(width), DEPTH: str(depth)}
     own = DISTILLED.path(model)
-    paths = sorted((each.path for each in DISTILLED.all()), key=lambda path: path != own)
+    paths = sorted(DISTILLED.all(), key=lambda path: path != own)
     fitting = dict(those_with(paths, wanted, report))
     if not fitting:
         return None

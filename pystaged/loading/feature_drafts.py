@@ -32,18 +32,8 @@ _KNOWN = {
     "Qwen3DSparkModel": DFLASH,
     "dspark": DFLASH,
 }
-# Parts of the names of others, in small letters.
-_OTHERS = {"peagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra", "dflash2": "DFlash2", "domino": "Domino"}
-_UNKNOWN = ("eagle", "dflash", "dspark")
-# Tensors that tell of kinds that are not supported.
-_FOREIGN = {
-    r"mask_hidden": "P-EAGLE",
-    r"(medusa_head|parallel_draft_heads)\b.*": "Medusa",
-    r"candidate_selector\b.*|.*_conv_(base|proj)\b.*": "DFlash2",
-    r"(prefix_gru|embed_proj)\b.*": "Domino",
-    r"(markov_head\.)?gate_proj\b.*": "a gated Markov head",
-    r"(markov_head\.)?joint_proj\b.*": "a recurrent Markov head",
-}
+# Parts of names of drafts; the others of such names are not supported.
+_DRAFTS = re.compile("eagle|medusa|hydra|dflash|dspark|domino", re.IGNORECASE)
 _KINDS = "EAGLE-3, DFlash, and DSpark with a plain Markov head"
 # Values that keys may have; the drafts of targets that are not supported have others.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -61,6 +51,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False, None),
     "markov_head_type": ("vanilla", None),
     "parallel_draft_step": (None, 0, 1),
+    "conv_kernel_size": (None,),
 }
 # A confidence head is not used: acceptance rates are learnt instead.
 _UNUSED = re.compile(
@@ -85,16 +76,11 @@ def _kind_of(config: Mapping[str, Any], path: Path) -> str | None:
     part = part if isinstance(part, dict) else {}
     named = (config.get("speculators_model_type"), *_listed(config.get("architectures")), part.get("projector_type"))
     names = [name for name in named if isinstance(name, str)]
-    names += ["Medusa"] * ("medusa_num_heads" in config) + ["DFlash2"] * ("conv_kernel_size" in part)
     for name in names:
-        for other, title in _OTHERS.items():
-            if other in re.sub(r"[-_]", "", name).lower():
-                raise ValueError(f"{path}: {title} ({name[:40]}) is not supported, only {_KINDS}")
+        if name not in _KNOWN and _DRAFTS.search(name):
+            raise ValueError(f"{path}: a draft of the kind {name[:40]!r} is not supported, only {_KINDS}")
     if known := [_KNOWN[name] for name in names if name in _KNOWN]:
         return known[0]
-    for name in names:
-        if any(each in name.lower() for each in _UNKNOWN):
-            raise ValueError(f"{path}: a draft of the kind {name[:40]!r} is not supported, only {_KINDS}")
     return EAGLE3 if "draft_vocab_size" in config else None
 
 
@@ -148,8 +134,9 @@ class Numbers:
         for key, values in _ONLY.items():
             if config.get(key) not in values:
                 raise ValueError(f"{path}: {key} is {config[key]!r}, which is not supported in a draft")
-        if "sliding_attention" in _listed_layers(config, path):
-            raise ValueError(f"{path}: layer_types has sliding_attention, which is not supported in a draft")
+        kinds = config.get("layer_types") or []
+        if not isinstance(kinds, list) or "sliding_attention" in kinds:
+            raise ValueError(f"{path}: layer_types is {str(kinds)[:80]}, which is not supported in a draft")
         shape = Shape.of(config | {"model_type": "llama"}, path)
 
         def number(key: str, default: int | None = None, least: int = 1) -> int:
@@ -197,13 +184,6 @@ class Numbers:
         if taps is None and kind == DFLASH:
             raise ValueError(f"{path}: target_layer_ids is missing")
         return cls(kind, shape, taps, tokens, rows, width, feature_norms, metadata, own_embedding, own_head, mask)
-
-
-def _listed_layers(config: Mapping[str, Any], path: Path) -> list[object]:
-    found = config.get("layer_types") or []
-    if not isinstance(found, list):
-        raise ValueError(f"{path} is damaged: layer_types")
-    return found
 
 
 def _from_anchor(config: Mapping[str, Any], flag: Callable[[str], bool]) -> bool:
@@ -294,7 +274,7 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
     used = {each.source for each in wanted} | {*feature_norms, "d2t", "embed_tokens.weight", "lm_head.weight"}
     for usual in sorted(names.keys() - used):
         if not _UNUSED.fullmatch(usual):
-            raise ValueError(f"{folder}: tensor {names[usual]!r} is unknown in {numbers.kind}")
+            raise ValueError(f"{folder}: tensor {names[usual]!r} is unknown in {numbers.kind}; there are {_KINDS}")
     return Plan(
         [Wanted(each.name, names[each.source], each.shape, each.layer) for each in wanted],
         [names[usual] for usual in feature_norms],
@@ -320,9 +300,6 @@ def _usual_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         if usual in names:
             raise ValueError(f"{folder}: tensors {names[usual]!r} and {name!r} have the same meaning")
         names[usual] = name
-        for pattern_of, title in _FOREIGN.items():
-            if re.fullmatch(pattern_of, usual):
-                raise ValueError(f"{folder}: {title} (tensor {name!r}) is not supported, only {_KINDS}")
     return names
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
-from pystaged.config import SamplingConfig
-from pystaged.files import cache_folder, keep, read_small
 from pystaged.loading.families import FEATURES
+from pystaged.options.config import SamplingConfig
+from pystaged.platform.files import cache_folder, keep, kept
 
 _PROMPTS = (
     "Question: Why is the sky blue?\n\nAnswer:",
@@ -39,7 +39,6 @@ _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its t
 # If a pass of a draft reads more than this share of its target's bytes, most of them for the head, the draft has logits
 # only of so many tokens with the lowest ids, which are the commonest because BPE merged them first.
 _MOST_SHARE, _COMMON = 0.2, 1 << 15
-_MOST_BYTES = 1 << 12
 _VERSION = 1  # of what is tried
 _GREEDY = SamplingConfig().native
 
@@ -149,14 +148,8 @@ def _place(path: Path, target: Model, target_path: Path) -> Path:
 
 
 def _kept(place: Path) -> Form | None:
-    try:
-        found = Form(**json.loads(read_small(place, _MOST_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    flags = (found.deeper, found.other_pairs, found.other_feedback)
-    shares = (found.first, found.second)
-    good = all(isinstance(flag, bool) for flag in flags) and all(isinstance(share, float) for share in shares)
-    return found if good and all(0 <= share <= 1 for share in shares) else None
+    found = kept(place)
+    return Form(**json.loads(found)) if found else None
 
 
 def _own_texts(target: Model, tokenizer: Tokenizer) -> list[tuple[NDArray[np.int32], int]]:

@@ -17,9 +17,10 @@ class About:
     name: str = ""
     license: str = ""
     source_url: str = ""
+    commit: str = ""
 
 
-HEAD = "draft-head"  # GGUF architecture of draft heads
+COMMIT = "pystaged.commit"  # GGUF key: the commit of the checkpoint
 PARD_TOKEN = "pystaged.pard_token"  # GGUF key: id of a parallel draft's mask token, as config.json's pard_token
 
 
@@ -88,10 +89,3 @@ def depth_and_width(metadata: Mapping[str, str]) -> tuple[int, int]:
 def _number(metadata: Mapping[str, str], key: str) -> int:
     text = metadata.get(f"{metadata.get('general.architecture', '')}.{key}", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-
-
-def is_head(path: Path) -> bool:
-    """Whether a GGUF file holds a draft head, not a model. Raises ModelError for a file that is not GGUF."""
-    from pystaged._core import metadata  # noqa: PLC0415
-
-    return metadata(path).get("general.architecture") == HEAD

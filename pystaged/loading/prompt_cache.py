@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged import system
 from pystaged._core import Session, read_texts, write_texts
 from pystaged.decoding.drafter import common_prefix
-from pystaged.files import cache_folder, check_room, expanded, open_regular, remove_leftover, whole_file
+from pystaged.platform import system
+from pystaged.platform.files import cache_folder, check_room, expanded, open_regular, remove_leftover, whole_file
 
 _TITLE = b"pystaged prompt 1\n"
 _NAME = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}\.prompt")
@@ -53,7 +53,7 @@ class KeptPrompts:
         self._texts: dict[Path, NDArray[np.int32]] = {}
         self._writer = ThreadPoolExecutor(1, "pystaged prompts")
         self._waiting: list[Future[None]] = []
-        self._process, self._thread = os.getpid(), 0  # the writing thread
+        self._thread = 0  # the writing thread
         self._has_failed = False  # the last one that was written
 
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None:
@@ -77,7 +77,7 @@ class KeptPrompts:
         """Write the text of a context in the background, unless nearly all of it is kept, or too many are being
         written. last: write it unless all of it is kept."""
         tokens = sessions[0].tokens
-        if len(tokens) < _LEAST or os.getpid() != self._process or self._is_writing():
+        if len(tokens) < _LEAST or self._is_writing():
             return
         self._look()
         kept = max((common_prefix(text, tokens) for text in self._texts.values()), default=0)

@@ -15,11 +15,11 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from pystaged import process
-from pystaged.files import check_room, destination, open_regular, part_file, whole_file
 from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
 from pystaged.loading.metadata import About, read_metadata
 from pystaged.loading.progress import Progress
+from pystaged.platform import process
+from pystaged.platform.files import check_room, destination, open_regular, part_file, whole_file
 
 DEFAULT_TYPE = "q8_0"
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from pystaged._core import RecycledCandidates
-from pystaged.files import keep, read_small
 from pystaged.loading.kept import RECYCLED
+from pystaged.platform.files import keep, kept
 
 _KEPT = RecycledCandidates.num_candidates
 
 _SECONDS = 10.0  # least time between two writes while the model is in use
 _ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probability
-_MOST_BYTES = 12_000_000
 
 
 class KeptCandidates:
@@ -30,16 +29,15 @@ class KeptCandidates:
 
     Args:
         model: path of its file.
-        vocabulary: its fingerprint; vocab_size: in tokens.
+        vocabulary: its fingerprint.
         clock: returns seconds.
     """
 
-    def __init__(
-        self, model: Path, vocabulary: str, vocab_size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, model: Path, vocabulary: str, clock: Callable[[], float] = time.monotonic) -> None:
         info = model.stat()
-        self._head = RECYCLED.head(model, f"{info.st_size} {info.st_mtime_ns} {vocabulary}")
-        self._path, self._vocab_size, self._clock = RECYCLED.path(model), vocab_size, clock
+        content = f"whose content is {info.st_size} {info.st_mtime_ns} {vocabulary}\n".encode()
+        self._head = b"pystaged memory 1\nof " + os.fsencode(model.absolute()) + b"\n" + content
+        self._path, self._clock = RECYCLED.path(model), clock
         self.candidates = RecycledCandidates()
         self._load()
         self._saved, self._saved_at = 0, clock()
@@ -61,7 +59,7 @@ class KeptCandidates:
         """Write new candidates."""
         if self._writer:
             with suppress(RuntimeError):  # the garbage collector may call this in the writer
-                self._writer.join()  # returns at once in a child of fork(), which has no such thread
+                self._writer.join()
         if self.candidates.num_learnt != self._saved:
             self._write()
 
@@ -69,28 +67,17 @@ class KeptCandidates:
         learnt = self.candidates.num_learnt
         keys, tokens, chances = self.candidates.entries()
         payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
-        keep(self._path, self._head + _digest(payload) + b"\n" + payload)
+        keep(self._path, self._head + payload)
         self._saved, self._saved_at = learnt, self._clock()
 
     def _load(self) -> None:
-        try:
-            data = read_small(self._path, _MOST_BYTES)
-        except (OSError, ValueError):
+        data = kept(self._path)
+        if data is None or not data.startswith(self._head):
             return
-        begin = len(self._head) + len(_digest(b"")) + 1
-        payload = data[begin:]
-        num_entries, rest = divmod(len(payload), _ENTRY_BYTES)
-        if rest or data[:begin] != self._head + _digest(payload) + b"\n":
-            return
-        keys = np.frombuffer(payload, np.int64, num_entries)
+        entries = data[len(self._head) :]
+        num_entries = len(entries) // _ENTRY_BYTES
         each = num_entries * _KEPT
-        tokens = np.frombuffer(payload, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
-        chances = np.frombuffer(payload, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
-        # A matching digest does not prove that pystaged wrote the file.
-        if ((tokens >= -1) & (tokens < self._vocab_size) & (chances >= 0) & (chances <= 1)).all():
-            with suppress(ValueError):  # impossible keys, or no candidates
-                self.candidates.restore(keys, tokens, chances.astype(np.float32))
-
-
-def _digest(payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=16).hexdigest().encode()
+        keys = np.frombuffer(entries, np.int64, num_entries)
+        tokens = np.frombuffer(entries, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
+        chances = np.frombuffer(entries, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
+        self.candidates.restore(keys, tokens, chances.astype(np.float32))

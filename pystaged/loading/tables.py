@@ -8,15 +8,17 @@ from pathlib import Path
 
 from pystaged._core import Tokenizer
 from pystaged.drafting.table import NgramTable, OtherVocabularyError
-from pystaged.files import expanded
 from pystaged.loading import names
+from pystaged.loading.cache import own_place
+from pystaged.platform.files import expanded
 
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # a model's name may make its table's too long
 
 
 def table_path(model: Path) -> Path:
-    """Path of the table of a model's own text: DRAFT.ngram.npz beside DRAFT.gguf."""
-    return model.with_name(f"{model.stem}.ngram.npz")
+    """Path of the table of a model's own text: DRAFT.ngram.npz beside DRAFT.gguf, or in our folder for a model in
+    Hugging Face's cache."""
+    return own_place(model).with_name(f"{model.stem}.ngram.npz")
 
 
 def find_table(

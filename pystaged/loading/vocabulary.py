@@ -1,39 +1,49 @@
-"""Convert the tokenizer of a Hugging Face checkpoint to GGUF: byte-level BPE, or SentencePiece's BPE."""
+"""Convert the tokenizer.json of a Hugging Face checkpoint to GGUF: byte-level BPE, or SentencePiece's BPE."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import TokenType
 
-from pystaged.files import read_small
+from pystaged.platform.files import read_small
 
 END_OF_TEXT = "<|endoftext|>"
-SENTENCEPIECE = "tokenizer.model"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    SENTENCEPIECE,
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+TOKENIZER = "tokenizer.json"
+_TEMPLATES = "additional_chat_templates"  # a folder
+# Names of files that are read here.
+TOKENIZER_FILES = re.compile(
+    rf"(tokenizer|tokenizer_config|special_tokens_map|chat_template)\.json|(chat_template|{_TEMPLATES}/[^/]+)\.jinja"
 )
 _MOST_BYTES = 1 << 28  # far beyond any vocabulary
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")
 # Tokens that are special although their tokenizers do not mark them so.
 _SPECIAL = re.compile(r"<[|\uff5c].*[|\uff5c]>|<unused\d+>|<pad>|<mask>", re.DOTALL)
+# Tokens that end texts in llama.cpp whatever the file's metadata say.
+_ENDS = {
+    *("</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>", "<end_of_utterance>"),
+    *(f"<|{name}|>" for name in ("eot_id", "eom_id", "im_end", "end", "return", "call", "flush", "calls")),
+    *(END_OF_TEXT, "<|end_of_text|>"),
+}
 _SPACE = "\u2581"  # SentencePiece's
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+# Steps by which tokenizer.json does with spaces what SentencePiece does.
+_SPACES: list[dict[str, Any]] = [
+    {"type": "Prepend", "prepend": _SPACE},
+    {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    {"type": "Replace", "pattern": {"Regex": rf"\A{_SPACE}"}, "content": 2 * _SPACE},
+    {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+    *(
+        {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": False}
+        for scheme in ("always", "first", "never")
+    ),
+]
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,8 +54,6 @@ _HEAD, _TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPLITS = {
     rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_BLANKS}": ("smaug-bpe", "llama-bpe"),
     rf"{_WORDS}|\p{{N}}|{_MARKS}|{_BLANKS}": ("qwen2", None),
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}": ("qwen35", None),
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+": (
         "dbrx",
         "llama-bpe",
@@ -55,50 +63,6 @@ _SPLITS = {
     rf"[^\r\n\p{{L}}\p{{N}}]?{_HEAD}*{_TAIL}+|[^\r\n\p{{L}}\p{{N}}]?{_HEAD}+{_TAIL}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}": (None, "tekken"),
 }
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokens by id, merges in order, and special tokens by role.
-
-    Args:
-        model: gguf's kind of vocabulary: gpt2 for byte-level BPE, llama for SentencePiece.
-        pre: gguf's name for how texts are split.
-        tokens: byte-level BPE spells bytes as GPT-2's 256 characters; added tokens stay as they are.
-        kinds: gguf's type of each token.
-        scores: of SentencePiece's tokens, the highest merged first; empty for others.
-        merges: two halves with a space between; empty for SentencePiece.
-        ends: ids by role: bos, eos, unk and the like.
-        flags: whether bos, eos and a leading space are added to a text, by GGUF's keys.
-        template: the Jinja chat template, or several by name.
-    """
-
-    model: str
-    pre: str
-    tokens: list[str]
-    kinds: list[TokenType]
-    scores: list[float]
-    merges: list[str]
-    ends: dict[str, int]
-    flags: dict[str, bool]
-    template: str | list[dict[str, str]] | None = None
-
-    def write(self, writer: GGUFWriter) -> None:
-        """Write it into the metadata of a GGUF file."""
-        writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.tokens)
-        writer.add_token_types([int(kind) for kind in self.kinds])
-        if self.scores:
-            writer.add_token_scores(self.scores)
-        if self.merges:
-            writer.add_token_merges(self.merges)
-        for role, token in self.ends.items():
-            getattr(writer, f"add_{role}_token_id")(token)
-        for key, value in self.flags.items():
-            writer.add_bool(f"tokenizer.ggml.{key}", value)
-        if self.template:
-            writer.add_chat_template(self.template)
 
 
 @dataclass
@@ -118,26 +82,34 @@ class _Model:
         return bool(self.scores)
 
 
-def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Vocabulary:
-    """Read tokenizer.json, tokenizer.model, or vocab.json and merges.txt, and pad to the embedding's rows.
+def read_vocabulary(
+    folder: Path, num_rows: int, config: dict[str, Any], generation: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Read tokenizer.json and the settings beside it, and pad to the embedding's rows.
 
     Args:
         folder: of the checkpoint.
         num_rows: rows of the token embedding; rows without a token become unused tokens.
         config: config.json, for special tokens that the tokenizer does not name.
+        generation: generation_config.json, for further tokens that end texts.
+
+    Returns:
+        Names of methods of GGUFWriter, with the value that each is to write.
 
     Raises:
         ValueError: the tokenizer is damaged, of an unsupported kind, or has tokens without a row.
         OSError: a file cannot be read.
     """
     settings = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
-    whole = _read(folder / "tokenizer.json")
-    model = _model(folder, whole)
-    space_first = settings.get("add_prefix_space", model.space_first)
-    if space_first is True and not model.is_sentencepiece:
+    check_tokenizer(str(folder), [TOKENIZER] if (folder / TOKENIZER).is_file() else [])
+    whole = read_json(folder / TOKENIZER)
+    model = _model(folder / TOKENIZER, whole)
+    space_first = settings.get("add_prefix_space")
+    space_first = space_first if isinstance(space_first, bool) else model.space_first
+    if space_first and not model.is_sentencepiece:
         raise ValueError(f"{folder}: a tokenizer that puts a space before every text cannot be written as GGUF")
     added: dict[str, bool] = {}
-    for content, token, special in _added_tokens(folder, whole, settings):
+    for content, token, special in _added_tokens(model.path, whole, settings):
         model.ids.setdefault(content, token)
         added.setdefault(content, special or bool(_SPECIAL.fullmatch(content)))
     added |= dict.fromkeys(_special_tokens(settings) & model.ids.keys(), True)
@@ -157,21 +129,22 @@ def read_vocabulary(folder: Path, num_rows: int, config: dict[str, Any]) -> Voca
     if len(set(tokens)) < num_rows:
         ((twice, _),) = Counter(tokens).most_common(1)
         raise ValueError(f"{model.path}: two tokens would be spelled {twice!r}")
-    ends = _ends(model, settings, config)
-    flags = _adds(model, whole, settings, tokens, ends)
+    ends = _ends(model, settings, {"eos_token_id": generation.get("eos_token_id"), **config})
+    said = generation.get("eos_token_id")
+    ends |= _further_ends(model, ends["eos"], config.get("eos_token_id") if said in (None, []) else said)
+    made: list[tuple[str, Any]] = [
+        ("add_tokenizer_model", "llama" if model.is_sentencepiece else "gpt2"),
+        ("add_tokenizer_pre", model.pre),
+        ("add_token_list", tokens),
+        ("add_token_types", [int(kind) for kind in kinds]),
+        ("add_token_scores", scores) if model.is_sentencepiece else ("add_token_merges", model.merges),
+        *((f"add_{role}_token_id", token) for role, token in ends.items()),
+        *((f"add_{key}", value) for key, value in _adds(model, whole, settings, tokens, ends).items()),
+    ]
     if model.is_sentencepiece:
-        flags["add_space_prefix"] = space_first is True
-    return Vocabulary(
-        model="llama" if model.is_sentencepiece else "gpt2",
-        pre=model.pre,
-        tokens=tokens,
-        kinds=kinds,
-        scores=scores if model.is_sentencepiece else [],
-        merges=model.merges,
-        ends=ends,
-        flags=flags,
-        template=_chat_template(folder, settings),
-    )
+        made.append(("add_add_space_prefix", space_first))
+    template = _chat_template(folder, settings)
+    return [*made, ("add_chat_template", template)] if template else made
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -205,37 +178,45 @@ def _read(path: Path) -> dict[str, Any]:
 # ---- Kinds of vocabularies ----
 
 
-def _model(folder: Path, whole: dict[str, Any]) -> _Model:
-    """Read the vocabulary from the file that holds it; tokenizer.json first, unless it copies a SentencePiece model."""
-    sentencepiece = folder / SENTENCEPIECE
-    if sentencepiece.is_file() and not any(splitter.get("type") == "ByteLevel" for splitter in _splitters(whole)):
-        return _sentencepiece(sentencepiece)
-    return _byte_level(folder / "tokenizer.json", whole) if whole else _vocab_and_merges(folder)
+def check_tokenizer(place: str, files: Container[str]) -> None:
+    """Raise ValueError if a checkpoint of these files has no tokenizer.json."""
+    if TOKENIZER not in files:
+        raise ValueError(
+            f"{place} has no {TOKENIZER}; in its folder, transformers writes one: "
+            "python -c \"import transformers as t; t.AutoTokenizer.from_pretrained('.').save_pretrained('.')\""
+        )
 
 
-def _splitters(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps by which tokenizer.json splits a text before merging, in order."""
-    found = whole.get("pre_tokenizer")
+def _model(path: Path, whole: dict[str, Any]) -> _Model:
+    model = whole.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        raise ValueError(f"{path} holds no BPE vocabulary")
+    merges = [_merge(path, merge) for merge in _list(model, "merges")]
+    odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+    found = None
+    if model.get("type", "BPE") == "BPE" and not odd:
+        make = _sentencepiece if model.get("byte_fallback") else _byte_level
+        found = make(path, whole, model, merges)
+    if found is None:
+        raise ValueError(f"{path}: GGUF files cannot say how this tokenizer splits texts")
+    return found
+
+
+def _steps(whole: dict[str, Any], key: str, several: str) -> list[dict[str, Any]]:
+    """The steps of one kind by which tokenizer.json changes or splits a text before merging, in order."""
+    found = whole.get(key)
     if not isinstance(found, dict):
         return []
-    steps = _list(found, "pretokenizers") if found.get("type") == "Sequence" else [found]
+    steps = _list(found, several) if found.get("type") == "Sequence" else [found]
     return [step if isinstance(step, dict) else {} for step in steps]
 
 
-def _byte_level(path: Path, whole: dict[str, Any]) -> _Model:
-    model = whole.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise ValueError(f"{path} holds no byte-level BPE vocabulary")
-    if model.get("byte_fallback"):
-        raise ValueError(f"{path} is made from a SentencePiece model: put its {SENTENCEPIECE} beside it")
-    odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
-    pre = _splitting(_splitters(whole), model.get("ignore_merges") is True)
+def _byte_level(path: Path, whole: dict[str, Any], model: dict[str, Any], merges: list[str]) -> _Model | None:
+    pre = _splitting(_steps(whole, "pre_tokenizer", "pretokenizers"), model.get("ignore_merges") is True)
     # Qwen composes characters (NFC), llama.cpp does not; nearly all texts are composed already.
-    normalizer = whole.get("normalizer")
-    composed = isinstance(normalizer, dict) and normalizer.get("type") == "NFC"
-    if model.get("type", "BPE") != "BPE" or odd or not pre or (normalizer and not composed):
-        raise ValueError(f"{path}: GGUF files cannot say how this tokenizer splits texts")
-    return _Model(path, pre, dict(model["vocab"]), [_merge(path, merge) for merge in _list(model, "merges")])
+    if not pre or whole.get("normalizer") not in (None, {"type": "NFC"}):
+        return None
+    return _Model(path, pre, dict(model["vocab"]), merges)
 
 
 def _splitting(steps: list[dict[str, Any]], whole_words: bool) -> str | None:
@@ -272,89 +253,37 @@ def _merge(path: Path, merge: object) -> str:
     return merge
 
 
-def _vocab_and_merges(folder: Path) -> _Model:
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    for path in (vocab, merges):
-        if not path.is_file():
-            raise ValueError(
-                f"{folder} has no tokenizer: neither tokenizer.json nor {SENTENCEPIECE} nor vocab.json with merges.txt"
-            )
-    lines = _text(merges).split("\n")
-    return _Model(
-        vocab, "gpt-2", read_json(vocab), [line for line in lines if line and not line.startswith("#version")]
-    )
-
-
-def _sentencepiece(path: Path) -> _Model:
-    """The pieces of a SentencePiece model of kind BPE (sentencepiece_model.proto in its sources)."""
-    model, kind, normalizer = _Model(path, "default", {}), 0, dict[int, Any]()
-    try:
-        for number, value in _fields(read_small(path, _MOST_BYTES)):
-            if number == 1:
-                piece: dict[int, Any] = {1: b"", 2: bytes(4), 3: TokenType.NORMAL, **dict(_fields(value))}
-                content = piece[1].decode("utf-8")
-                if content in model.ids:
-                    raise ValueError(f"two pieces are spelled {content!r}")
-                model.ids[content] = len(model.ids)
-                model.kinds[content] = TokenType(piece[3])
-                (score,) = struct.unpack("<f", piece[2])
-                if not math.isfinite(score):
-                    raise ValueError(f"the score of {content!r} is {score}")
-                model.scores[content] = score
-            elif number == 2:
-                kind = dict(_fields(value)).get(3, kind)
-            elif number == 3:
-                normalizer = {2: b"", 3: True, 4: True, **dict(_fields(value))}
-    except (ValueError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is damaged: {error}; get it again") from None
-    if kind != 2 or normalizer.get(2) or normalizer.get(4, True):
-        raise ValueError(f"{path}: GGUF files can hold SentencePiece models of kind BPE that keep texts as they are")
-    if list(model.kinds.values()).count(TokenType.BYTE) != 256:
+def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], merges: list[str]) -> _Model | None:
+    """SentencePiece's BPE as transformers writes it: what merges first scores highest."""
+    steps = [*_steps(whole, "normalizer", "normalizers"), *_steps(whole, "pre_tokenizer", "pretokenizers")]
+    if not all(step in _SPACES for step in steps):
+        return None
+    vocab, known = dict(model["vocab"]), set(merges)
+    added = {_content(token) for token in _list(whole, "added_tokens")}
+    for token in vocab.keys() - added:
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            # A GGUF file has no merges, so whatever can make a token does.
+            if left in vocab and right in vocab and f"{left} {right}" not in known and not {left, right} & added:
+                return None
+    missing = _BYTES - vocab.keys()
+    if missing and not (missing == {"<0x09>"} and "\t" in vocab):  # as Gemma spells it
         raise ValueError(f"{path} has no tokens for bytes, so llama.cpp cannot write all texts with it")
-    model.space_first = bool(normalizer.get(3, True))
-    return model
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values of a protobuf message: integers, and bytes for all other types.
-
-    Raises:
-        ValueError: the data are no such message.
-    """
-    place, end = 0, len(data)
-
-    def varint() -> int:
-        nonlocal place
-        value = shift = 0
-        while place < end and shift < 64:
-            byte = data[place]
-            place += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-        raise ValueError("it ends within a number")
-
-    while place < end:
-        key = varint()
-        if key & 7 == 0:
-            yield key >> 3, varint()
-            continue
-        if key & 7 not in (1, 2, 5):
-            raise ValueError(f"fields of kind {key & 7}")
-        size = varint() if key & 7 == 2 else 8 if key & 7 == 1 else 4
-        if size > end - place:
-            raise ValueError("it ends within a field")
-        yield key >> 3, data[place : place + size]
-        place += size
+    scores: dict[str, float] = {}
+    for merge in merges:
+        scores.setdefault(merge.replace(" ", ""), -float(len(scores)))
+    kinds = dict.fromkeys(_BYTES, TokenType.BYTE)
+    if isinstance(unknown := model.get("unk_token"), str):
+        kinds[unknown] = TokenType.UNKNOWN
+    space_first = any(step["type"] == "Prepend" or step.get("prepend_scheme") in ("always", "first") for step in steps)
+    return _Model(path, "default", vocab, merges, kinds, scores, space_first)
 
 
 # ---- Added tokens ----
 
 
-def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Tokens beside the vocabulary proper: content, id, and whether it is special."""
-    path = folder / "tokenizer.json"
     for token in _list(whole, "added_tokens"):
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise ValueError(f"{path} is damaged: added_tokens")
@@ -363,8 +292,6 @@ def _added_tokens(folder: Path, whole: dict[str, Any], settings: dict[str, Any])
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal():
             yield token["content"], int(number), token.get("special") is True
-    for content, number in _read(folder / "added_tokens.json").items():
-        yield content, number, False
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[str]:
@@ -397,7 +324,7 @@ def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
 
 
 def _check_merges(model: _Model) -> None:
-    if not model.merges and not model.is_sentencepiece:
+    if not model.merges:
         raise ValueError(f"{model.path}: the tokenizer has no merges")
     for merge in model.merges:
         halves = merge.split(" ")
@@ -429,6 +356,22 @@ def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> di
     return {"bos": model.ids.get(END_OF_TEXT, end), "eos": end} | ends
 
 
+def _further_ends(model: _Model, eos: int, listed: object) -> dict[str, int]:
+    """Roles for tokens that end texts besides eos.
+
+    Args:
+        listed: an id, or a list of ids.
+
+    Raises:
+        ValueError: a GGUF file has no roles for so many.
+    """
+    ids = {token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int}
+    further = [token for content, token in model.ids.items() if token in ids and token != eos and content not in _ENDS]
+    if len(further) > 2:
+        raise ValueError(f"{model.path.parent}: {len(further) + 1} tokens end a text, but a GGUF file can name three")
+    return dict(zip(("eot", "eom"), further, strict=False))
+
+
 def _adds(
     model: _Model, whole: dict[str, Any], settings: dict[str, Any], tokens: list[str], ends: dict[str, int]
 ) -> dict[str, bool]:
@@ -451,13 +394,19 @@ def _template_token(part: object) -> str | None:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """The chat template, from the tokenizer's settings or a file of its own."""
-    found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
-    path = folder / "chat_template.jinja"
-    if not found and path.is_file():
-        found = _text(path)
-    several = isinstance(found, list) and all(
-        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        for entry in found
-    )
-    return found if isinstance(found, str) or several else None
+    """The chat template, or several with names; files of their own win over settings, as in transformers."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / _TEMPLATES).glob("*.jinja"))}
+    found: Any = {name: _text(path).replace("\r\n", "\n") for name, path in files.items() if path.is_file()}
+    if not found:
+        found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, dict):
+        found = [{"name": name, "template": template} for name, template in found.items()]
+    if not isinstance(found, list):
+        return found if isinstance(found, str) else None
+    several = [
+        each
+        for each in found
+        if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
+    ]
+    return several[0]["template"] if [each["name"] for each in several] == ["default"] else several

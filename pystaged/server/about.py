@@ -1,49 +1,50 @@
-"""What the server reports about itself and its model: /v1/models, /health, /props and /tokenizer_info."""
+"""What the server reports about itself and its models: /v1/models, /health, /props and /tokenizer_info."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pystaged
 from pystaged._core import Tokenizer
-from pystaged.recommended import ANSWER_TOKENS
-from pystaged.server.answer_types import Health, ModelCard, Models, Properties, TokenizerInfo
+from pystaged.options.recommended import ANSWER_TOKENS, toy_words
+from pystaged.platform.memory import loadable_memory
 from pystaged.server.errors import ApiError
+from pystaged.server.models import Models
 from pystaged.server.state import State
 
 _TEMPLATE = "tokenizer.chat_template"
 
 
-def models(state: State) -> Models:
-    """List the server's model."""
-    return {"object": "list", "data": [model(state, state.settings.name)]}
+def models(models: Models) -> dict[str, Any]:
+    """List the models."""
+    return {"object": "list", "data": [model(models, name) for name in models.all]}
 
 
-def model(state: State, name: str) -> ModelCard:
-    """Describe the model of that name. Raises ApiError (404) for any other than the server's."""
-    if name != state.settings.name:
+def model(models: Models, name: str) -> dict[str, Any]:
+    """Describe the model of that name; one that is not loaded by its size alone. Raises ApiError (404) for others."""
+    served = models.all.get(name)
+    if served is None:
         raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
-    engine = state.engine
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "pystaged",
-        "meta": {
+    state, meta = served.state, {"size": served.size}
+    if state:
+        engine = state.engine
+        meta = {
             "n_vocab": engine.tokenizer.num_tokens,
             "n_ctx": engine.n_ctx,
             "n_ctx_train": engine.model.max_context,
             "n_embd": engine.model.width,
             "size": engine.model.file_bytes,
-        },
-    }
+        }
+    created = state.created if state else models.created
+    return {"id": name, "object": "model", "created": created, "owned_by": "pystaged", "meta": meta}
 
 
-def health(state: State) -> Health:
+def health(_models: Models) -> dict[str, Any]:
     """Health check; the server is ready as soon as it answers."""
-    del state
     return {"status": "ok"}
 
 
-def tokenizer_info(state: State) -> TokenizerInfo:
+def tokenizer_info(state: State) -> dict[str, Any]:
     """Properties of the vocabulary, for clients that count tokens."""
     tokenizer = state.engine.tokenizer
     return {
@@ -56,7 +57,7 @@ def tokenizer_info(state: State) -> TokenizerInfo:
     }
 
 
-def properties(state: State) -> Properties:
+def properties(state: State) -> dict[str, Any]:
     """The server's properties, without file paths."""
     engine, tokenizer = state.engine, state.engine.tokenizer
     answers = {"max_tokens": min(ANSWER_TOKENS, engine.n_ctx), "stop_loops": True}
@@ -65,13 +66,14 @@ def properties(state: State) -> Properties:
     return {
         "default_generation_settings": {"n_ctx": engine.n_ctx, "params": params},
         "total_slots": state.settings.parallel,
-        "model_alias": state.settings.name,
+        "model_alias": state.name,
         "chat_template": tokenizer.metadata.get(_TEMPLATE, ""),
         "bos_token": _spelled(tokenizer, tokenizer.bos),
         "eos_token": _spelled(tokenizer, tokenizer.eos),
         "build_info": f"pystaged {pystaged.__version__}",
         "system_fingerprint": state.fingerprint,
         "draft": engine.draft_name or "n-grams",
+        "note": toy_words(tokenizer.metadata, loadable_memory()),
     }
 
 

@@ -6,93 +6,124 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 from anyio.to_thread import run_sync
+from pydantic_core import from_json
 
-from pystaged.async_stream import AsyncStream
+from pystaged.chat.history import begun_json
+from pystaged.chat.turn import Block, TurnReader
+from pystaged.decoding.async_stream import AsyncStream
+from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.stages import STAGE_NAMES, StageSpans
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
-from pystaged.sequence import Sequence as Text
-from pystaged.server import answer_types
+from pystaged.sampling.text import Prompt
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import predicted, timings, usage
-from pystaged.server.reply import Sender, encoded
+from pystaged.server.reply import Sender, as_json, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
 from pystaged.server.state import State
-from pystaged.stages import STAGE_NAMES, StageSpans
 from pystaged.stats import GenerationStats
 
 
-def ended(result: GenerationResult) -> dict[str, str]:
-    """OpenAI's finish_reason of a sequence; for a loop also vLLM's stop_reason."""
-    if result.finish_reason == "loop":
-        return {"finish_reason": "length", "stop_reason": "repetition_detected"}
-    return {"finish_reason": result.finish_reason}
+@dataclass(frozen=True)
+class Texts:
+    """The sequences of a request, the same number for each prompt, prompt by prompt.
+
+    seed: the first sequence's. readers: split the sequences into blocks of reasoning, text and calls.
+    """
+
+    sequences: Sequence[Text]
+    seed: int
+    readers: Sequence[TurnReader] = ()
+    prompts: Sequence[Prompt] = ("",)
 
 
 class Answer(ABC):
-    """The answer to one request.
+    """The answer to one request. An interface says how it spells the beginning, the parts and the end of a sequence, or
+    of a sequence's blocks."""
 
-    Args:
-        sequences: the same number for each prompt, prompt by prompt.
-        seed: the first sequence's.
-        num_prompts: number of prompts.
-    """
-
-    described: ClassVar[Any]  # type of the whole answer
-    mark = b"data: [DONE]\n\n"  # the end of a stream
+    mark = b""  # the end of a stream
     names_events = False
-    prefix: str  # of the answer's id
-    whole_kind: str
-    part_kind: str
+    prefix = ""  # of the answer's id
+    kinds = ("", "")  # the object that is a whole answer, and a part; without them there is no envelope
 
-    def __init__(
-        self, state: State, request: TextRequest, sequences: Sequence[Text], seed: int, num_prompts: int = 1
-    ) -> None:
-        self.state, self.request, self.sequences = state, request, sequences
+    def __init__(self, state: State, request: TextRequest, texts: Texts) -> None:
+        self.state, self.request, self.sequences = state, request, texts.sequences
+        self.readers, self.prompts, self._seed = texts.readers, texts.prompts, texts.seed
         self.key = secrets.token_hex(12)
         self.tokenizer = state.engine.tokenizer
-        self._seed, self._num_prompts = seed, num_prompts
         self.created = int(time.time())
-        self._begun = time.monotonic()
+        self.begun = time.monotonic()
+        self._options = (self.kinds[0] and request.stream_options) or StreamOptions()
         self._first: dict[int, float] = {}  # seconds until the first token, by sequence
-        self._spans = [StageSpans() for _ in sequences]
+        self._spans = [StageSpans() for _ in self.sequences]
+        self._open: dict[int, Block] = {}  # the last block, by sequence
+        self._counted: dict[int, tuple[int, int]] = {}  # characters and tokens of blocks of reasoning, by their id
         self._sender: Sender
 
     @abstractmethod
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """Sequence i as a whole."""
 
-    def empty_part(self, i: int) -> dict[str, Any] | None:
-        """A part of sequence i without text, which carries prefill progress; None if the interface has no such part."""
-        del i
+    def empty_part(self, _i: int) -> dict[str, Any] | None:
+        """A part of a sequence without text, which carries prefill progress; None if the interface has no such part."""
         return None
 
-    def first_parts(self, i: int) -> list[dict[str, Any]]:
-        """The parts before the first piece of sequence i."""
-        del i
+    def first_parts(self, _i: int) -> list[dict[str, Any]]:
+        """The parts before the first piece of a sequence."""
         return []
 
-    @abstractmethod
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         """The parts for a piece of sequence i."""
+        return self._walked(i, self.readers[i].push(piece.text)) if piece.text else []
 
-    @abstractmethod
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         """The parts after the last piece of sequence i; the last one has the finish_reason."""
+        parts = self._walked(i, self.readers[i].finish())
+        return [*parts, *(self.closed(i, self._open[i], result) if i in self._open else []), *self.ending(i, result)]
+
+    def opened(self, _i: int, _block: Block) -> list[dict[str, Any]]:
+        """The parts for the beginning of a block of sequence i."""
+        return []
+
+    def more(self, _i: int, _block: Block, _text: str) -> list[dict[str, Any]]:
+        """The parts for new text of a block."""
+        return []
+
+    def closed(self, _i: int, _block: Block, _result: GenerationResult | None) -> list[dict[str, Any]]:
+        """The parts for the end of a block; result: of the answer, if it has ended."""
+        return []
+
+    def ending(self, _i: int, _result: GenerationResult) -> list[dict[str, Any]]:
+        """The parts after the last block."""
+        return []
+
+    def _walked(self, i: int, found: Iterable[tuple[Block, str]]) -> list[dict[str, Any]]:
+        """The parts for new text of blocks, of which each ends the one before."""
+        parts: list[dict[str, Any]] = []
+        for block, text in found:
+            last = self._open.get(i)
+            if block is not last:
+                parts += self.closed(i, last, None) if last else []
+                parts += self.opened(i, block)
+                self._open[i] = block
+            if text:
+                parts += self.more(i, block, text)
+        return parts
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         """The whole answer: choices, usage, timings and seed."""
-        return self._envelope(self.whole_kind, choices) | figures
+        return self._envelope(self.kinds[0], choices) | figures if self.kinds[0] else choices[0]
 
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
         """An event: a part of a sequence, with usage and timings so far if requested."""
-        return self._envelope(self.part_kind, [part]) | figures
+        return self._envelope(self.kinds[1], [part]) | figures if self.kinds[1] else part
 
     def error_event(self, error: ApiError) -> bytes:
         """The event for an error in the middle of a stream."""
@@ -119,10 +150,10 @@ class Answer(ABC):
             settings.written([sequence.result() for sequence in self.sequences])
         if not self.request.stream:
             # Log-probabilities can make it large, and this thread serves all requests.
-            await sender.whole(await run_sync(self._whole))
+            await sender.whole(as_json(await run_sync(self._whole)))
             return
         if self._options.include_usage:
-            await sender.event(self._envelope(self.part_kind, []) | self._figures())
+            await sender.event(self._envelope(self.kinds[1], []) | self._figures())
         await sender.end(self.mark)
 
     async def _generate(self) -> None:
@@ -153,7 +184,11 @@ class Answer(ABC):
             raise failed[0]
 
     def _whole(self) -> bytes:
-        choices = [self.choice(i, sequence.result()) for i, sequence in enumerate(self.sequences)]
+        results = [sequence.result() for sequence in self.sequences]
+        for reader, result in zip(self.readers, results, strict=False):
+            reader.push(result.text)
+            reader.finish()
+        choices = [self.choice(i, result) for i, result in enumerate(results)]
         return encoded(self.whole(choices, self._figures()))
 
     async def _reading(self, i: int, read: int, missing: int) -> None:
@@ -161,22 +196,20 @@ class Answer(ABC):
         part, total = self.empty_part(i), len(self.sequences[i].prompt_tokens)
         if part is None:
             return
-        progress: answer_types.PromptProgress = {
+        progress = {
             "total": total,
             "cache": total - 1 - missing,
             "processed": total if read == missing else total - 1 - missing + read,
-            "time_ms": round(1e3 * (time.monotonic() - self._begun)),
+            "time_ms": round(1e3 * (time.monotonic() - self.begun)),
         }
-        await self._sender.event(self.framed(part, self._nothing_yet() | {"prompt_progress": progress}))
+        await self._send([part], self._nothing_yet() | {"prompt_progress": progress})
 
     async def _piece(self, i: int, piece: Piece) -> None:
         if i not in self._first:
-            self._first[i] = time.monotonic() - self._begun
+            self._first[i] = time.monotonic() - self.begun
             await self._begin(i)
-        if not self.request.stream:
-            return
-        for part in self.parts(i, piece):
-            await self._sender.event(self.framed(part, self._so_far()))
+        if self.request.stream:
+            await self._send(self.parts(i, piece))
 
     async def _ended(self, i: int) -> None:
         if i not in self._first:
@@ -184,24 +217,27 @@ class Answer(ABC):
         if not self.request.stream:
             return
         *parts, last = self.last_parts(i, self.sequences[i].result())
-        for each in parts:
-            await self._sender.event(self.framed(each, self._so_far()))
+        await self._send(parts)
         figures = self._so_far()
-        if not self._options.include_usage:
-            figures = figures | {"timings": timings(self.stats())}
-        await self._sender.event(self.framed(last, figures))
+        await self._send([last], figures if self._options.include_usage else {**figures, "timings": self._timings()})
 
     async def _begin(self, i: int) -> None:
-        for each in self.first_parts(i) if self.request.stream else []:
-            await self._sender.event(self.framed(each, self._nothing_yet()))
+        if self.request.stream:
+            await self._send(self.first_parts(i), self._nothing_yet())
+
+    async def _send(self, parts: list[dict[str, Any]], figures: dict[str, Any] | None = None) -> None:
+        """Send parts, with the counts so far unless other figures are given."""
+        for part in parts:
+            await self._sender.event(self.framed(part, self._so_far() if figures is None else figures))
 
     def ours(self, result: GenerationResult) -> dict[str, Any]:
-        """Members of a choice for a request with "pystaged": true."""
+        """Members of a choice for a request with "pystaged": true: its text in parts, each with the stage that proposed
+        it, and figures."""
         if not self.request.pystaged:
             return {}
         spans = StageSpans().split(result.text, result.pieces, result.stages)
         stats = result.stats
-        found: answer_types.Ours = {
+        found = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in spans],
             "texts": stats.texts_per_pass,
             "rows": stats.rows_per_pass,
@@ -210,11 +246,11 @@ class Answer(ABC):
         return {"token_ids": list(result.tokens), "pystaged": found}
 
     def ours_of(self, i: int, piece: Piece) -> dict[str, Any]:
-        """The members of `ours` for a piece."""
+        """The members of `ours` for a piece, and the last tree that was verified, root first."""
         if not self.request.pystaged:
             return {}
         words = [self.sequences[i].token_bytes(token) for token in piece.tokens]
-        found: answer_types.Ours = {
+        found = {
             "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
             "tree": self._tree(piece),
             "texts": float(self.state.gate.num_inside),
@@ -222,7 +258,7 @@ class Answer(ABC):
         }
         return {"token_ids": list(piece.tokens), "pystaged": found}
 
-    def _tree(self, piece: Piece) -> list[answer_types.Node]:
+    def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)
         return [
             {
@@ -236,30 +272,46 @@ class Answer(ABC):
             )
         ]
 
-    @property
-    def _options(self) -> StreamOptions:
-        return self.request.stream_options or StreamOptions()
-
     def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"{self.prefix}-{self.key}",
             "object": kind,
             "created": self.created,
-            "model": self.state.settings.name,
+            "model": self.state.name,
             "system_fingerprint": self.state.fingerprint,
             "choices": choices,
         }
 
     def _figures(self) -> dict[str, Any]:
         """Members that the end of an answer has."""
-        return {"usage": self.usage(), "timings": timings(self.stats()), "seed": self._seed}
+        return {"usage": self.usage(), "timings": self._timings(), "seed": self._seed}
 
-    def usage(self) -> answer_types.Usage:
+    def _timings(self) -> dict[str, Any]:
+        return timings(self.stats())
+
+    def usage(self) -> dict[str, Any]:
         """Token counts of the sequences so far."""
-        found, prediction = usage(self.stats(), self._num_prompts), self.sequences[0].prediction
+        found, prediction = usage(self.stats(), len(self.prompts)), self.sequences[0].prediction
         if prediction:
             found["completion_tokens_details"] = predicted(prediction, [sequence.tokens for sequence in self.sequences])
+        if tokens := self.reasoning_tokens():
+            found["completion_tokens_details"] = found.get("completion_tokens_details", {}) | {
+                "reasoning_tokens": tokens
+            }
         return found
+
+    def reasoning_tokens(self) -> int:
+        """Number of reasoning tokens so far, by encoding the text, but at most those written. While the reasoning
+        grows, up to a ninth of its text is not counted yet, so that it is not tokenized again for each token."""
+        total = 0
+        for reader in self.readers:
+            for block in reader.of_kind("reasoning"):
+                length, tokens = self._counted.get(id(block), (0, 0))
+                if len(block.text) > (length * 9 // 8 if reader.may_grow(block) else length):
+                    tokens = len(self.tokenizer.encode(block.text, add_special=False, parse_special=False))
+                    self._counted[id(block)] = len(block.text), tokens
+                total += tokens
+        return min(total, sum(each.new_tokens for each in self.stats()))
 
     def _nothing_yet(self) -> dict[str, Any]:
         return {"usage": None} if self._options.include_usage else {}
@@ -270,8 +322,17 @@ class Answer(ABC):
         if self._options.continuous_usage_stats:
             found["usage"] = self.usage()
         if self.request.timings_per_token:
-            found["timings"] = timings(self.stats())
+            found["timings"] = self._timings()
         return found
+
+    def call_id(self, prefix: str, i: int, block: Block) -> str:
+        """The id of a call."""
+        return f"{prefix}_{self.key[:8]}{i}_{block.index}"
+
+    def has_called(self, i: int) -> bool:
+        """Whether an answer has calls, and all of them are whole."""
+        calls = self.readers[i].of_kind("call")
+        return bool(calls) and all(block.is_whole for block in calls)
 
     def summary(self) -> str:
         """Counts for the server's log."""
@@ -279,3 +340,28 @@ class Answer(ABC):
         prompt, new = sum(each.prompt_tokens for each in stats), sum(each.new_tokens for each in stats)
         cached = sum(each.reused_tokens for each in stats)
         return f", {len(stats)} sequences, {prompt} prompt tokens ({cached} cached), {new} generated"
+
+
+def ended(result: GenerationResult) -> dict[str, str]:
+    """OpenAI's finish_reason of a sequence; for a loop also vLLM's stop_reason."""
+    if result.finish_reason == "loop":
+        return {"finish_reason": "length", "stop_reason": "repetition_detected"}
+    return {"finish_reason": result.finish_reason}
+
+
+def is_begun(words: str) -> bool:
+    """Whether a text is JSON, or the beginning of it."""
+    try:
+        from_json(words, allow_partial=True)
+    except ValueError:
+        return False
+    return True
+
+
+def read_arguments(words: str) -> dict[str, Any]:
+    """The arguments of a call, as far as they were written."""
+    try:
+        found = begun_json(words or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

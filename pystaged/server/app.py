@@ -22,34 +22,38 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import pystaged
-from pystaged.aliases import ADDRESSES
 from pystaged.engine import Engine
+from pystaged.options.aliases import ADDRESSES
+from pystaged.options.validation import plainly
 from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
+from pystaged.server.models import Models
 from pystaged.server.openapi import describe
 from pystaged.server.options import renamed
 from pystaged.server.page import page
-from pystaged.server.reply import Reply, Sender, encoded
-from pystaged.server.request_types import ModelRequest, TextRequest
-from pystaged.server.security import Guard
+from pystaged.server.reply import Reply, Sender, as_json, encoded
+from pystaged.server.request_types import TextRequest
+from pystaged.server.security import guarded
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
-from pystaged.validation import plainly
 
 R = TypeVar("R", bound=BaseModel)
 # The function for each path; /openapi.json takes the types of requests and answers from their annotations.
-_GIVEN: dict[str, Callable[[State], Any]] = {
+_LISTED: dict[str, Callable[[Models], Any]] = {
     "/v1/models": about.models,
     "/health": about.health,
-    "/props": about.properties,
-    "/tokenizer_info": about.tokenizer_info,
     "/api/version": ollama.version,
     "/api/tags": ollama.tags,
     "/api/ps": ollama.running,
 }
+_GIVEN: dict[str, Callable[[State], Any]] = {
+    "/props": about.properties,
+    "/tokenizer_info": about.tokenizer_info,
+}
 _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/v1/messages/count_tokens": messages.count,
+    "/apply-template": chats.template,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
     "/v1/embeddings": embeddings.embeddings,
@@ -80,9 +84,15 @@ _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
 def application(engine: Engine, settings: Settings) -> Starlette:
-    """Build the ASGI application of an engine."""
-    server = _Endpoints(State(engine, settings))
+    """Build the ASGI application of an engine, which its owner closes after the server."""
+    return application_of(Models.of(engine, settings))
+
+
+def application_of(models: Models) -> Starlette:
+    """Build the ASGI application of models."""
+    server = _Endpoints(models)
     routes = [
+        *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
             Route(path, partial(server.computed, answer, _request_of(answer)), methods=["POST"])
@@ -102,10 +112,10 @@ def application(engine: Engine, settings: Settings) -> Starlette:
         for route in routes
         if route.path.startswith("/v1")
     ]
-    routes.append(Route("/v1/health", partial(server.given, about.health)))
+    routes.append(Route("/v1/health", partial(server.listed, about.health)))
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=settings)],
+        middleware=[Middleware(guarded, settings=models.settings)],
         exception_handlers={404: _nowhere, 405: _nowhere, ApiError: _refused, Exception: _refused},
     )
 
@@ -113,9 +123,9 @@ def application(engine: Engine, settings: Settings) -> Starlette:
 class _Endpoints:
     """The endpoints."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._openapi = encoded(describe(pystaged.__version__, _GIVEN, _COMPUTED, _WRITTEN))
+    def __init__(self, models: Models) -> None:
+        self._models, self._settings = models, models.settings
+        self._openapi = encoded(describe(pystaged.__version__, {**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN))
         self._page = page()
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
 
@@ -125,29 +135,37 @@ class _Endpoints:
 
     async def openapi(self, request: Request) -> Response:
         del request
-        return Response(self._openapi, media_type="application/json")
+        return as_json(self._openapi)
 
     async def metrics(self, request: Request) -> Response:
         del request
-        text = self._state.metrics.text(self._state.engine, self._state.gate)
-        headers = {"Process-Start-Time-Unix": str(self._state.created)}  # as llama-server has it
+        states = self._models.loaded()
+        text = self._models.metrics.text([each.engine for each in states], [each.gate for each in states])
+        headers = {"Process-Start-Time-Unix": str(self._models.created)}  # as llama-server has it
         return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def model(self, request: Request) -> Response:
-        return _json(about.model(self._state, request.path_params["name"]))
+        return as_json(encoded(about.model(self._models, request.path_params["name"])))
+
+    async def listed(self, answer: Callable[[Models], Any], request: Request) -> Response:
+        del request
+        return as_json(await run_sync(lambda: encoded(answer(self._models))))
 
     async def given(self, answer: Callable[[State], Any], request: Request) -> Response:
-        del request
-        return _json(answer(self._state))
+        # A client that names no model asks for the one used last.
+        known = [*(state.name for state in self._models.loaded()), *self._models.all]
+        async with self._models.lent(request.query_params.get("model", known[0])) as state:
+            return as_json(encoded(answer(state)))
 
     async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Reply:
         async def work(asked: Any, sender: Sender) -> None:
-            with _refusing():
-                if iscoroutinefunction(answer):
-                    body = await run_sync(encoded, await answer(self._state, asked))
-                else:
-                    body = await run_sync(lambda: encoded(answer(self._state, asked)))
-            await sender.whole(body)
+            async with self._models.lent(asked.model) as state:
+                with _refusing():
+                    if iscoroutinefunction(answer):
+                        body = await run_sync(encoded, await answer(state, asked))
+                    else:
+                        body = await run_sync(lambda: encoded(answer(state, asked)))
+            await sender.whole(as_json(body))
 
         return await self._reply(request, kind, work)
 
@@ -155,9 +173,10 @@ class _Endpoints:
         answers: list[Answer] = []
 
         async def work(asked: Any, sender: Sender) -> None:
-            with self._state.gate.coming(), _refusing():
-                answers.append(await run_sync(begin, self._state, asked, limiter=self._limiter(asked)))
-            await answers[0].send(sender)
+            async with self._models.lent(asked.model) as state:
+                with state.gate.coming(), _refusing():
+                    answers.append(await run_sync(begin, state, asked, limiter=self._limiter(asked)))
+                await answers[0].send(sender)
 
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "")
 
@@ -172,9 +191,9 @@ class _Endpoints:
         path, begun = request.scope["path"], time.monotonic()
 
         def over(status: int) -> None:
-            self._state.metrics.request_over(path, status)
-            if self._state.settings.log:
-                self._state.settings.log(f"{path} {status or 'left'} {time.monotonic() - begun:.2f} s{summary()}")
+            self._models.metrics.request_over(path, status)
+            if self._settings.log:
+                self._settings.log(f"{path} {status or 'left'} {time.monotonic() - begun:.2f} s{summary()}")
 
         try:
             asked: Any = await self._read(request, kind)
@@ -182,7 +201,7 @@ class _Endpoints:
             over(error.status)
             raise
 
-        pings, timeout = bool(getattr(asked, "stream", False)), self._state.settings.timeout
+        pings, timeout = bool(getattr(asked, "stream", False)), self._settings.timeout
         return Reply(partial(work, asked), pings=pings, timeout=timeout, over=over)
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:
@@ -195,22 +214,19 @@ class _Endpoints:
         body = await self._body(request)
         try:
             value = json.loads(body, parse_constant=_no_number)
-        except (ValueError, RecursionError):
-            raise ApiError(400, "the body is not valid JSON") from None
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}") from None
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object")
         if issubclass(kind, TextRequest):
             value = renamed(value)
         try:
-            asked = kind.model_validate(value)
+            return kind.model_validate(value)
         except ValidationError as error:
             raise _invalid(error) from None
-        if isinstance(asked, ModelRequest):
-            self._state.check_model(asked)
-        return asked
 
     async def _body(self, request: Request) -> bytes:
-        most = self._state.settings.max_body
+        most = self._settings.max_body
         body = bytearray()
         try:
             with anyio.fail_after(settings.STALL):
@@ -259,20 +275,12 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{name or 'the request'}: {words}", param=str(parts[0]) if parts else None)
 
 
-def _json(value: Any) -> Response:
-    return Response(encoded(value), media_type="application/json")
-
-
-def _error(request: Request, error: ApiError) -> Response:
-    return Response(error.json(request.scope["path"]), error.status, error.headers, media_type="application/json")
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    return _error(request, explained(error))
+    return explained(error).response(request.scope["path"])
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     words = f"there is no {request.method} {path}; {ADDRESSES.get(path, 'see /openapi.json for all paths')}"
     status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
-    return _error(request, ApiError(status, words, headers=headers))
+    return ApiError(status, words, headers=headers).response(path)

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeVar
 
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.turn import Block, Dialect
-from pystaged.config import GenerationConfig
-from pystaged.definitions import GrammarError
+from pystaged.decoding.sequence import TokenRoles
+from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
-from pystaged.server.answer import ended
-from pystaged.server.answer_types import Call, CalledFunction, ChatCompletion
+from pystaged.sampling.definitions import GrammarError
+from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import of_chat
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import ChatRequest, joined
+from pystaged.server.request_types import ChatRequest, Tool, ToolChoice, joined
 from pystaged.server.state import State
-from pystaged.server.tools import (
-    Manner,
-    has_calls,
-    knows_tools,
-    messages_with,
-    offered,
-    reasoning,
-    schemas_of,
-    template_options,
-    thinks_by_template,
-    told,
-    with_calls,
-)
-from pystaged.server.turn_answer import TurnAnswer, Turns
+from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
+
+T = TypeVar("T")
+_MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
@@ -43,27 +30,23 @@ def begin(state: State, request: ChatRequest) -> ChatAnswer:
     return ChatAnswer(state, request, turns(state, request))
 
 
-def turns(state: State, request: ChatRequest, param: str = "messages") -> Turns:
+def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
     """Prepare the answers to a request. Errors as in begin.
 
     Args:
         param: the member that errors about the messages name.
     """
     engine, tools, settings = state.engine, offered(request), state.settings
-    prompt, dialect = _prompt(state, request, param)
+    dialect = _dialect(state, tools)
+    prompt = _written(state, request, engine.chat_format.encode, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
     splits = request.reasoning_format != "none"
     manner = Manner(dialect, splits, dialect.is_thinking(prompt.tolist(), engine.tokenizer), schemas_of(tools))
-    of_calls = None
-    if request.tool_choice not in (None, "none", "auto"):
-        several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        try:
-            of_calls = call_grammar(dialect, manner.schemas or {}, several=several)
-        except GrammarError as error:
-            raise ApiError(400, str(error), param="tools") from None
-    config = _config(state, request, of_calls)
-    config = replace(config, stop=(*config.stop, *engine.chat_format.stop))
+    config, ends = _config(state, request, manner), engine.chat_format.stop
+    reader = manner.reader if manner.hides and config.stop else None
+    if reader is None:
+        config, ends = replace(config, stop=(*config.stop, *ends)), ()
     limit = settings.reasoning_budget
     if _thinks(state, request) is False and not thinks_by_template(engine.chat_format, bool(tools)):
         limit = 0
@@ -72,16 +55,25 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Turns:
         [prompt],
         config,
         request.n or 1,
-        "tools" if of_calls else _form(request),
-        spelled=manner.spelled,
-        reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
+        "tools" if manner.schemas and _must_call(request) else _form(request),
+        TokenRoles(
+            spelled=manner.spelled,
+            reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
+            reader=reader,
+            ends=ends,
+        ),
     )
-    return Turns(sequences, config.sampling.seed, manner)
+    return Texts(sequences, config.sampling.seed, [manner.reader() for _ in sequences])
 
 
 def count(state: State, request: ChatRequest) -> int:
     """The number of tokens of a conversation. Errors as in begin."""
-    return len(_prompt(state, request, "messages")[0])
+    return len(_written(state, request, state.engine.chat_format.encode))
+
+
+def template(state: State, request: ChatRequest) -> dict[str, str]:
+    """The prompt that the chat template makes of a request. Errors as in begin."""
+    return {"prompt": _written(state, request, state.engine.chat_format.render)}
 
 
 def _thinks(state: State, request: ChatRequest) -> bool | None:
@@ -90,20 +82,20 @@ def _thinks(state: State, request: ChatRequest) -> bool | None:
     return state.settings.think if effort is None else effort != "none"
 
 
-def _prompt(state: State, request: ChatRequest, param: str) -> tuple[NDArray[np.int32], Dialect]:
-    """The tokens of a conversation, and the dialect that it is written in."""
+def _dialect(state: State, tools: Sequence[Tool]) -> Dialect:
+    chat_format = state.engine.chat_format
+    return Dialect.of(chat_format.source(bool(tools)), state.engine.tokenizer, chat_format.knows_tools)
+
+
+def _written(state: State, request: ChatRequest, write: Callable[..., T], param: str = "messages") -> T:
+    """A conversation, written by a method of the chat format."""
     chat_format, tools = state.engine.chat_format, offered(request)
-    source, knows = chat_format.source(bool(tools)), knows_tools(chat_format)
-    dialect = Dialect.of(source, state.engine.tokenizer, knows)
-    messages = told(request, dialect)
+    # Clients' "tokens" could be forged.
+    messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     options = template_options(request, chat_format, _thinks(state, request), bool(tools))
-    if has_calls(messages) and "tool_calls" not in source:
-        messages = with_calls(messages, dialect.form)
-    if not knows:
-        messages, given = messages_with(messages, given), []
     try:
-        return chat_format.encode(messages, tools=given or None, template_options=options or None), dialect
+        return write(messages, tools=given or None, template_options=options or None)
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:
@@ -111,7 +103,11 @@ def _prompt(state: State, request: ChatRequest, param: str) -> tuple[NDArray[np.
         raise ApiError(400, str(error), param=blamed) from None
 
 
-def _config(state: State, request: ChatRequest, of_calls: str | None) -> GenerationConfig:
+def _must_call(request: ChatRequest) -> bool:
+    return request.tool_choice not in (None, "none", "auto")
+
+
+def _config(state: State, request: ChatRequest, manner: Manner) -> GenerationConfig:
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
@@ -126,10 +122,17 @@ def _config(state: State, request: ChatRequest, of_calls: str | None) -> Generat
     schema = _schema(request)
     if schema is not None:
         options["json_schema"] = schema
-    if of_calls is not None:
-        if any(options.get(name) is not None for name in ("json_schema", "grammar")):
-            raise unsupported("tool_choice", "a required tool call cannot be combined with another output format")
-        options["grammar"] = of_calls
+    given, grammar, must_call = options.get("json_schema"), options.get("grammar"), _must_call(request)
+    if must_call and (given is not None or grammar is not None):
+        raise unsupported("tool_choice", "a required tool call cannot be combined with another output format")
+    if manner.schemas and grammar is None and (must_call or given is not None):
+        # The answer is calls, or has the form.
+        several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, ToolChoice)
+        try:
+            options["grammar"] = call_grammar(manner.dialect, manner.schemas, several=several, answer=given)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param="tools") from None
+        options["json_schema"] = None
     return checked(options)
 
 
@@ -153,18 +156,15 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
     return given.json_schema.schema_
 
 
-class ChatAnswer(TurnAnswer):
+class ChatAnswer(Answer):
     """An answer of /v1/chat/completions."""
 
-    described = ChatCompletion
-    prefix, whole_kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, state: State, request: ChatRequest, turns: Turns) -> None:
-        super().__init__(state, request, turns)
-        self._with_logprobs = bool(request.logprobs)
+    mark = b"data: [DONE]\n\n"
+    prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+    request: ChatRequest
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        reader = self.read(i, result)
+        reader = self.readers[i]
         content = "".join(block.text for block in reader.of_kind("text"))
         calls = [self._call(i, block) for block in reader.of_kind("call")]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
@@ -172,57 +172,50 @@ class ChatAnswer(TurnAnswer):
             message["reasoning_content"] = block.text
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        logprobs = of_chat(self.tokenizer, result.logprobs or []) if self._with_logprobs else None
-        return {
-            "index": i,
-            "message": message,
-            "logprobs": logprobs,
-            **self._end(i, result),
-        } | self.ours(result)
+        found = {"index": i, "message": message, "logprobs": self._logprobs(result), **self._end(i, result)}
+        return found | self.ours(result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
-        return _part(i, {})
+        return _part(i)
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        return [_part(i, {"role": "assistant", "content": None})]
+        return [_part(i, role="assistant", content=None)]
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = super().parts(i, piece)
-        logprobs = of_chat(self.tokenizer, piece.logprobs or []) if self._with_logprobs else None
-        ours = self.ours_of(i, piece)
+        logprobs, ours = self._logprobs(piece), self.ours_of(i, piece)
         if logprobs or ours:
-            found = found or [_part(i, {})]
+            found = found or [_part(i)]
             found[0] |= {"logprobs": logprobs} | ours
         return found
 
     def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
-        if block.kind != "call":
-            return []
-        call: dict[str, Any] = {"index": self._number(i, block), **self._call(i, block)}
-        call["function"]["arguments"] = ""
-        return [_part(i, {"tool_calls": [call]})]
+        return [self._calling(i, block, **self._call(i, block, "")) for _ in range(block.kind == "call")]
 
     def more(self, i: int, block: Block, text: str) -> list[dict[str, Any]]:
         if block.kind == "call":
-            return [_part(i, {"tool_calls": [{"index": self._number(i, block), "function": {"arguments": text}}]})]
-        return [_part(i, {"content" if block.kind == "text" else "reasoning_content": text})]
+            return [self._calling(i, block, function={"arguments": text})]
+        return [_part(i, **{_MEMBERS[block.kind]: text})]
 
     def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        return [_part(i, {}) | self._end(i, result)]
+        return [_part(i) | self._end(i, result)]
 
-    def _number(self, i: int, block: Block) -> int:
-        """The number of a call among the answer's calls."""
-        return self.readers[i].of_kind("call").index(block)
+    def _calling(self, i: int, block: Block, **members: Any) -> dict[str, Any]:
+        number = self.readers[i].of_kind("call").index(block)
+        return _part(i, tool_calls=[{"index": number, **members}])
 
-    def _call(self, i: int, block: Block) -> Call:
-        function: CalledFunction = {"name": block.name, "arguments": block.text}
+    def _call(self, i: int, block: Block, arguments: str | None = None) -> dict[str, Any]:
+        function = {"name": block.name, "arguments": block.text if arguments is None else arguments}
         return {"id": self.call_id("call", i, block), "type": "function", "function": function}
+
+    def _logprobs(self, found: GenerationResult | Piece) -> dict[str, Any] | None:
+        return of_chat(self.tokenizer, found.logprobs or []) if self.request.logprobs else None
 
     def _end(self, i: int, result: GenerationResult) -> dict[str, str]:
         """The finish_reason."""
-        called = self.readers[i].of_kind("call") and result.finish_reason == "stop"
+        called = self.has_called(i) and result.finish_reason == "stop"
         return {"finish_reason": "tool_calls"} if called else ended(result)
 
 
-def _part(i: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+def _part(i: int, **delta: Any) -> dict[str, Any]:
     return {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}

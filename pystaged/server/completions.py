@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
-from pystaged.sequence import Sequence as Text
-from pystaged.server.answer import Answer, ended
-from pystaged.server.answer_types import Completion
-from pystaged.server.answer_types import CompletionLogprobs as Found
+from pystaged.sampling.text import Prompt
+from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.logprobs import CompletionLogprobs, joined
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import MOST_TEXTS, CompletionRequest
 from pystaged.server.state import State
 from pystaged.stats import GenerationStats
-from pystaged.text import Prompt
 
 _USUAL = 16  # default of max_tokens, as OpenAI's
 
@@ -25,14 +23,11 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-    sequences, prompts, seed = texts(state, request, _USUAL, request.logprobs)
-    return CompletionAnswer(state, request, sequences, prompts, seed)
+    return CompletionAnswer(state, request, texts(state, request, _USUAL, request.logprobs))
 
 
-def texts(
-    state: State, request: CompletionRequest, usual: int, logprobs: int | None
-) -> tuple[list[Text], list[Prompt], int]:
-    """A request's sequences, its prompts, and the first seed. Raises ApiError.
+def texts(state: State, request: CompletionRequest, usual: int, logprobs: int | None) -> Texts:
+    """A request's sequences. Raises ApiError.
 
     Args:
         usual: the default of max_tokens.
@@ -64,8 +59,7 @@ def texts(
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
-    sequences = begun(engine, tokens, config, n, form)
-    return sequences, prompts, config.sampling.seed
+    return Texts(begun(engine, tokens, config, n, form), config.sampling.seed, prompts=prompts)
 
 
 def _text(prompt: Prompt) -> str:
@@ -82,17 +76,14 @@ def listed(prompt: Any) -> list[Prompt]:
 class CompletionAnswer(Answer):
     """An answer of /v1/completions."""
 
-    described = Completion
-    prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
+    mark = b"data: [DONE]\n\n"
+    prefix, kinds = "cmpl", ("text_completion", "text_completion")
+    request: CompletionRequest
 
-    def __init__(
-        self, state: State, request: CompletionRequest, sequences: list[Text], prompts: list[Prompt], seed: int
-    ) -> None:
-        super().__init__(state, request, sequences, seed, len(prompts))
-        self._echo, self._is_silent = bool(request.echo), request.max_tokens == 0
-        self._with_logprobs = request.logprobs is not None
-        self._prompts = prompts
-        self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in sequences]
+    def __init__(self, state: State, request: CompletionRequest, texts: Texts) -> None:
+        super().__init__(state, request, texts)
+        self._is_silent = request.max_tokens == 0
+        self._logprobs = [CompletionLogprobs(self.tokenizer) for _ in self.sequences]
 
     def stats(self) -> list[GenerationStats]:
         found = super().stats()
@@ -103,12 +94,11 @@ class CompletionAnswer(Answer):
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
         text, parts = self._echoed(i, result)
         if not self._is_silent:
-            text += result.text
-            parts += [self._logprobs[i].more(result.logprobs or [])] if self._with_logprobs else []
+            text, parts = text + result.text, parts + self._more(i, result)
         return self._choice(i, text, parts) | self._end(result) | self.ours(result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
-        return self._choice(i, "", [])
+        return self._choice(i)
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         text, parts = self._echoed(i, self.sequences[i].result())
@@ -118,24 +108,27 @@ class CompletionAnswer(Answer):
         ours = self.ours_of(i, piece)
         if self._is_silent or not (piece or piece.logprobs or ours):
             return []
-        parts = [self._logprobs[i].more(piece.logprobs or [])] if self._with_logprobs else []
-        return [self._choice(i, piece.text, parts) | ours]
+        return [self._choice(i, piece.text, self._more(i, piece)) | ours]
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        return [self._choice(i, "", []) | self._end(result)]
+        return [self._choice(i) | self._end(result)]
 
     def _end(self, result: GenerationResult) -> dict[str, str]:
         return {"finish_reason": "length"} if self._is_silent else ended(result)
 
-    def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[Found]]:
+    def _more(self, i: int, found: GenerationResult | Piece) -> list[dict[str, Any]]:
+        return [] if self.request.logprobs is None else [self._logprobs[i].more(found.logprobs or [])]
+
+    def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[dict[str, Any]]]:
         """The prompt's text and log-probabilities, if the request has echo."""
-        if not self._echo:
+        if not self.request.echo:
             return "", []
-        prompt = self._prompts[i * self._num_prompts // len(self.sequences)]
+        prompt = self.prompts[i * len(self.prompts) // len(self.sequences)]
         tokens = self.sequences[i].prompt_tokens.tolist()
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
-        return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)] if self._with_logprobs else []
+        if self.request.logprobs is None:
+            return text, []
+        return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)]
 
-    def _choice(self, i: int, text: str, parts: list[Found]) -> dict[str, Any]:
-        logprobs = joined(parts) if parts else None
-        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _choice(self, i: int, text: str = "", parts: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        return {"index": i, "text": text, "logprobs": joined(parts) if parts else None, "finish_reason": None}

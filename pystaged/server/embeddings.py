@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import numpy as np
 from anyio.to_thread import run_sync
 from numpy.typing import NDArray
 
 from pystaged.engine import Engine
-from pystaged.server.answer_types import Embeddings
+from pystaged.sampling.text import Prompt
 from pystaged.server.completions import listed
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.request_types import EmbeddingsRequest
 from pystaged.server.state import State
-from pystaged.text import Prompt
 
 _MOST_TOKENS = 300_000  # of a request, as OpenAI has it
 
 
-async def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
+async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
     if request.dimensions is not None:
         raise unsupported("dimensions", "dimensions is not supported by this server; leave it out")
@@ -35,7 +35,7 @@ async def embeddings(state: State, request: EmbeddingsRequest) -> Embeddings:
             }
             for i, vector in enumerate(vectors)
         ],
-        "model": state.settings.name,
+        "model": state.name,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from starlette.responses import Response
+
 from pystaged._core import ContextFullError, DeviceError
 from pystaged.chat import ChatTemplateError
-from pystaged.definitions import GrammarError
+from pystaged.sampling.definitions import GrammarError
 
 _KINDS = {
     400: "invalid_request_error",
@@ -63,6 +65,10 @@ class ApiError(Exception):
     def json(self, path: str = "") -> bytes:
         """The body for a path, in ASCII, because a message may quote invalid Unicode."""
         return json.dumps({"error": str(self)} if is_ollamas(path) else self.body).encode()
+
+    def response(self, path: str) -> Response:
+        """The answer to a request for a path."""
+        return Response(self.json(path), self.status, self.headers, media_type="application/json")
 
 
 def is_ollamas(path: str) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from pystaged.server.answer_types import CompletionDetails, Timings, Usage
 from pystaged.stats import GenerationStats
 
 
-def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
+def usage(stats: Sequence[GenerationStats], num_prompts: int) -> dict[str, Any]:
     """A request's token counts; a prompt counts once, however many sequences it has.
 
     Args:
@@ -26,7 +26,7 @@ def usage(stats: Sequence[GenerationStats], num_prompts: int) -> Usage:
     }
 
 
-def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> CompletionDetails:
+def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """How many tokens of a prediction the sequences have."""
     counts = Counter(prediction)
     accepted = sum((counts & Counter(text)).total() for text in texts)
@@ -36,7 +36,7 @@ def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> Comp
     }
 
 
-def timings(stats: Sequence[GenerationStats]) -> Timings:
+def timings(stats: Sequence[GenerationStats]) -> dict[str, Any]:
     """llama-server's timings: tokens of all sequences, and times of the longest one."""
     cached, prompt = sum(each.reused_tokens for each in stats), sum(each.prompt_tokens for each in stats)
     new = sum(each.new_tokens for each in stats)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -26,15 +24,19 @@ class Gate:
 
     def __init__(self, parallel: int, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._parallel, self._most_waiting, self._clock = parallel, most_waiting, clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._places = anyio.Semaphore(parallel, fast_acquire=True)  # first in, first out
         self._begun: dict[object, float] = {}  # start time of each admitted sequence
         self._mean = 0.0  # mean duration in seconds; 0 before any sequence has ended
         self._num_coming = 0
-        self.num_inside = 0  # includes those admitted that have not resumed yet
+
+    @property
+    def num_inside(self) -> int:
+        """Sequences admitted, also those that have not resumed yet."""
+        return self._parallel - self._places.value
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._places.statistics().tasks_waiting
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -45,7 +47,7 @@ class Gate:
             seconds = math.ceil(self._seconds(excess))
             raise ApiError(
                 429,
-                f"{self.num_inside} sequences are in progress and {self.num_waiting} wait; try again in {seconds} s",
+                f"texts in progress: {self.num_inside}, waiting: {self.num_waiting}; try again in {seconds} s",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
@@ -67,7 +69,7 @@ class Gate:
         """Wait at most `wait` seconds for admission, and hold a place while the block runs. Raises ApiError."""
         try:
             with anyio.fail_after(wait):
-                await self._enter()
+                await self._places.acquire()
         except TimeoutError:
             raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
         key = object()
@@ -77,28 +79,4 @@ class Gate:
         finally:
             seconds = self._clock() - self._begun.pop(key)
             self._mean = seconds if not self._mean else self._mean + _WEIGHT * (seconds - self._mean)
-            self._leave()
-
-    async def _enter(self) -> None:
-        if self.num_inside < self._parallel:
-            self.num_inside += 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave()  # admitted and cancelled at the same time: pass the place on
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
-            raise
-
-    def _leave(self) -> None:
-        """Give a place to the next in the queue, or free it."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self.num_inside -= 1
+            self._places.release()

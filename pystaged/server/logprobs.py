@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from pystaged._core import Tokenizer
 from pystaged.result import TokenLogprob
-from pystaged.server import answer_types
 
 _LEAST = -9999.0  # JSON has no infinity
 
@@ -35,9 +35,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def prompt(
-        self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None
-    ) -> answer_types.CompletionLogprobs:
+    def prompt(self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None) -> dict[str, Any]:
         """Log-probabilities of the prompt's tokens; the first has none.
 
         Args:
@@ -53,7 +51,7 @@ class CompletionLogprobs:
         self._offset, self._decoder = len(text), codecs.getincrementaldecoder("utf-8")(errors="replace")
         return found
 
-    def more(self, logprobs: Sequence[TokenLogprob]) -> answer_types.CompletionLogprobs:
+    def more(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log-probabilities of the next tokens."""
         found = self._empty()
         for each in logprobs:
@@ -61,10 +59,10 @@ class CompletionLogprobs:
         return found
 
     @staticmethod
-    def _empty() -> answer_types.CompletionLogprobs:
+    def _empty() -> dict[str, Any]:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def _add(self, found: answer_types.CompletionLogprobs, token: int, known: TokenLogprob | None) -> None:
+    def _add(self, found: dict[str, Any], token: int, known: TokenLogprob | None) -> None:
         name = spelled(self._tokenizer, token)
         found["tokens"].append(name)
         found["token_logprobs"].append(number(known.logprob) if known else None)
@@ -80,20 +78,15 @@ class CompletionLogprobs:
         found["top_logprobs"].append(top)
 
 
-def joined(parts: Sequence[answer_types.CompletionLogprobs]) -> answer_types.CompletionLogprobs:
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate parts of one sequence's log-probabilities."""
-    return {
-        "tokens": [each for part in parts for each in part["tokens"]],
-        "token_logprobs": [each for part in parts for each in part["token_logprobs"]],
-        "top_logprobs": [each for part in parts for each in part["top_logprobs"]],
-        "text_offset": [each for part in parts for each in part["text_offset"]],
-    }
+    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
 
 
-def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> answer_types.ChatLogprobs:
+def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log-probabilities of an answer's next tokens."""
 
-    def top(each: TokenLogprob) -> answer_types.TopLogprob:
+    def top(each: TokenLogprob) -> dict[str, Any]:
         data = tokenizer.token_bytes(each.token, special=True)
         return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
 

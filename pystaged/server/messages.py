@@ -7,16 +7,15 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
-from typing_extensions import TypedDict
 
 from pystaged.chat import turn
 from pystaged.result import GenerationResult
 from pystaged.server import chats
+from pystaged.server.answer import Answer, is_begun, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest, only
 from pystaged.server.state import State
-from pystaged.server.turn_answer import EventAnswer, is_begun, read_arguments
 
 # The type of a block's new text, and the member that holds it.
 _DELTAS = {
@@ -50,7 +49,7 @@ Content = str | Annotated[list[Block], Field(max_length=_MOST, fail_fast=True)]
 class MessageParam(Open):
     """A message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Content
 
 
@@ -105,41 +104,6 @@ class MessageRequest(TurnRequest):
     output_config: OutputConfig | None = None
 
 
-class MessageUsage(TypedDict):
-    """Token counts; reused prompt tokens are counted separately."""
-
-    input_tokens: int
-    cache_creation: None
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    inference_geo: None
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    server_tool_use: None
-    service_tier: None
-
-
-class Message(TypedDict):
-    """An answer of /v1/messages."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
-    stop_details: None
-    container: None
-    usage: MessageUsage
-
-
-class TokenCount(TypedDict):
-    """The answer of /v1/messages/count_tokens."""
-
-    input_tokens: int
-
-
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     try:
@@ -148,7 +112,7 @@ def begin(state: State, request: MessageRequest) -> MessageAnswer:
         raise _too_long(error, state.engine.model.max_context) from None
 
 
-def count(state: State, request: MessageRequest) -> TokenCount:
+def count(state: State, request: MessageRequest) -> dict[str, int]:
     """Count the tokens of a prompt. Errors as in begin."""
     return {"input_tokens": chats.count(state, _chat(state, request))}
 
@@ -170,10 +134,14 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if request.messages[-1].role == "assistant":
         raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
-    system = _text(request.system or "") if state.settings.billing_header else _unbilled(request.system or "")
-    messages = [{"role": "system", "content": system}] if system else []
+    if all(message.role == "system" for message in request.messages):
+        raise unsupported("messages", "there must be a message of the user")
+    messages = _system(state, request.system or "")
     for message in request.messages:
-        messages += _answered(message) if message.role == "assistant" else _asked(message)
+        if message.role == "system":
+            messages += _system(state, message.content)
+        else:
+            messages += _answered(message) if message.role == "assistant" else _asked(message)
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     tools = request.tools or []
     more: dict[str, Any] = {
@@ -192,11 +160,14 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
     return chat_request(request, messages, **more)
 
 
-def _unbilled(system: Content) -> str:
-    """A system message without Claude Code's billing header, which may be a block of its own."""
-    if isinstance(system, str):
-        return _BILLING.sub("", system)
-    return _text([block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in system])
+def _system(state: State, content: Content) -> list[dict[str, Any]]:
+    """A system message, if there is text for one; without Claude Code's billing header, which may be a block of its
+    own."""
+    blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
+    if not state.settings.billing_header:
+        blocks = [block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in blocks]
+    text = _text(blocks)
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _tool(tool: MessageTool) -> dict[str, Any]:
@@ -259,35 +230,30 @@ def _text(content: Content) -> str:
     return "".join(block.text for block in content)
 
 
-class MessageAnswer(EventAnswer):
+class MessageAnswer(Answer):
     """An answer of /v1/messages."""
 
-    described = Message
+    names_events = True
     request: MessageRequest
-    prefix = "msg"
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        content = [self._block(block) for block in self.read(i, result).blocks]
-        content = content or [self._block(turn.Block("text", 0))]
-        return {**self._message(result, content), **self._reason(i, result)}
+        content = [self._block(block) for block in self.readers[i].blocks or [turn.Block("text", 0)]]
+        return self._message(result, content) | self._reason(i, result)
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._message(self.sequences[i].result(), [])}]
 
-    def opened(self, i: int, block: turn.Block) -> list[dict[str, Any]]:
-        del i
+    def opened(self, _i: int, block: turn.Block) -> list[dict[str, Any]]:
         begun = self._block(turn.Block(block.kind, block.index, name=block.name))
         return [{"type": "content_block_start", "index": block.index, "content_block": begun}]
 
-    def more(self, i: int, block: turn.Block, text: str) -> list[dict[str, Any]]:
-        del i
+    def more(self, _i: int, block: turn.Block, text: str) -> list[dict[str, Any]]:
         if block.kind == "call" and not is_begun(block.text):
             return []  # clients fail at what is no JSON
         kind, member = _DELTAS[block.kind]
         return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, member: text}}]
 
-    def closed(self, i: int, block: turn.Block, result: GenerationResult | None) -> list[dict[str, Any]]:
-        del i, result
+    def closed(self, _i: int, block: turn.Block, _result: GenerationResult | None) -> list[dict[str, Any]]:
         return [{"type": "content_block_stop", "index": block.index}]
 
     def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
@@ -306,12 +272,12 @@ class MessageAnswer(EventAnswer):
         name = {"id": self.call_id("toolu", 0, block), "name": block.name}
         return {"type": "tool_use", **name, "input": read_arguments(block.text), "caller": {"type": "direct"}}
 
-    def _message(self, result: GenerationResult, content: list[dict[str, Any]]) -> Message:
+    def _message(self, result: GenerationResult, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"msg_{self.key}",
             "type": "message",
             "role": "assistant",
-            "model": self.state.settings.name,
+            "model": self.state.name,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
@@ -324,12 +290,12 @@ class MessageAnswer(EventAnswer):
         """The stop_reason; a stop string of the chat template ends the turn."""
         met = self.sequences[i].met_stop_string
         own = met if met in (self.request.stop_sequences or ()) else None
-        reason = "tool_use" if self.readers[i].of_kind("call") else "end_turn"
+        reason = "tool_use" if self.has_called(i) else "end_turn"
         if result.finish_reason != "stop" or own:
             reason = "stop_sequence" if own else "max_tokens"
         return {"stop_reason": reason, "stop_sequence": own}
 
-    def _tokens(self, result: GenerationResult) -> MessageUsage:
+    def _tokens(self, result: GenerationResult) -> dict[str, Any]:
         stats = result.stats
         return {
             "input_tokens": stats.prompt_tokens - stats.reused_tokens,

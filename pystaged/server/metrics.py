@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pystaged.engine import Engine
 from pystaged.server.gate import Gate
-from pystaged.stats import GenerationStats
+from pystaged.stats import GenerationStats, PassStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)  # seconds
 
@@ -27,6 +27,7 @@ class Metrics:
         self._stages: Counter[str] = Counter()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first: Counter[float] = Counter()
+        self._passes = PassStats()  # of models that were unloaded
         self._longest = 0  # tokens of the longest sequence with its prompt
 
     def request_over(self, path: str, status: int) -> None:
@@ -55,9 +56,15 @@ class Metrics:
             for bound in _FIRST_TOKEN:
                 self._first[bound] += first <= bound
 
-    def text(self, engine: Engine, gate: Gate) -> str:
-        """All metrics as text, including the engine's and the gate's."""
-        passes, counts, seconds = engine.passes, self._counts, self._seconds
+    def passed(self, passes: PassStats) -> None:
+        """Count the passes of a model that is unloaded."""
+        self._passes = self._passes.plus(passes)
+
+    def text(self, engines: Sequence[Engine], gates: Sequence[Gate]) -> str:
+        """All metrics as text, including the loaded engines' and their gates'."""
+        passes, counts, seconds = self._passes, self._counts, self._seconds
+        for engine in engines:
+            passes = passes.plus(engine.passes)
         reading, writing = seconds["prompt_seconds_total"], seconds["tokens_predicted_seconds_total"]
         read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
         write_rate = counts["tokens_predicted_total"] / writing if writing else 0.0
@@ -80,8 +87,8 @@ class Metrics:
             ("gauge", "prompt_tokens_seconds", "Mean prompt tokens evaluated per second.", read_rate),
             ("gauge", "predicted_tokens_seconds", "Mean tokens generated per second and sequence.", write_rate),
             ("gauge", "n_busy_slots_per_decode", "Mean sequences per pass.", passes.texts_per_pass),
-            ("gauge", "requests_processing", "Sequences in progress.", gate.num_inside),
-            ("gauge", "requests_deferred", "Sequences waiting.", gate.num_waiting),
+            ("gauge", "requests_processing", "Sequences in progress.", sum(each.num_inside for each in gates)),
+            ("gauge", "requests_deferred", "Sequences waiting.", sum(each.num_waiting for each in gates)),
             ("counter", "spec_decode_num_drafts_total", "Trees verified.", None),
             ("counter", "spec_decode_num_draft_tokens_total", "Drafted tokens verified.", None),
             ("counter", "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted.", None),
@@ -89,7 +96,7 @@ class Metrics:
             ("counter", "guesses_total", "Rows of drafted tokens.", passes.guesses),
             ("counter", "pass_seconds_total", "Seconds in passes.", passes.seconds),
             ("gauge", "rows_per_pass", "Mean rows per pass.", passes.rows_per_pass),
-            ("gauge", "kv_memory_bytes", "Memory for keys and values.", engine.kv_memory),
+            ("gauge", "kv_memory_bytes", "Memory for keys and values.", sum(each.kv_memory for each in engines)),
         ):
             add(kind, name, what, {"": known.get(name, 0) if value is None else value})
         accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pystaged.recommended import ANSWER_TOKENS
+from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece, TokenLogprob
-from pystaged.sequence import Sequence as Text
 from pystaged.server.answer import Answer
-from pystaged.server.answer_types import Native
 from pystaged.server.completions import texts
 from pystaged.server.figures import timings
 from pystaged.server.logprobs import number
@@ -19,8 +17,7 @@ from pystaged.server.state import State
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
-    sequences, prompts, seed = texts(state, request, ANSWER_TOKENS, request.n_probs or None)
-    return NativeAnswer(state, request, sequences, seed, len(prompts))
+    return NativeAnswer(state, request, texts(state, request, ANSWER_TOKENS, request.n_probs or None))
 
 
 def infill(state: State, request: InfillRequest) -> NativeAnswer:
@@ -39,28 +36,19 @@ def infill(state: State, request: InfillRequest) -> NativeAnswer:
 class NativeAnswer(Answer):
     """An answer of /completion."""
 
-    described = list[Native] | Native
-    mark = b""
-    prefix = whole_kind = part_kind = "completion"
+    prefix, kinds = "completion", ("completion", "completion")
+    request: NativeRequest
 
-    def __init__(
-        self, state: State, request: NativeRequest, sequences: list[Text], seed: int, num_prompts: int
-    ) -> None:
-        super().__init__(state, request, sequences, seed, num_prompts)
-        self._returns_tokens, self._is_silent = bool(request.return_tokens), request.max_tokens == 0
-        self._fields = request.response_fields
-
-    def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
-        del figures
+    def whole(self, choices: list[dict[str, Any]], _figures: dict[str, Any]) -> Any:
         return choices[0] if len(choices) == 1 else choices
 
     def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
         return figures | part
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        if self._is_silent:
+        if self.request.max_tokens == 0:
             return self._chosen(self._end(i, result) | {"content": "", "tokens": []})
-        found = {"content": result.text, "tokens": result.tokens if self._returns_tokens else []}
+        found = {"content": result.text, "tokens": result.tokens if self.request.return_tokens else []}
         return self._chosen(self._end(i, result) | found | self._probabilities(result.logprobs))
 
     def empty_part(self, i: int) -> dict[str, Any]:
@@ -68,7 +56,7 @@ class NativeAnswer(Answer):
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
-        return [found | self._probabilities(piece.logprobs)] if piece.tokens and not self._is_silent else []
+        return [found | self._probabilities(piece.logprobs)] if piece.tokens and self.request.max_tokens != 0 else []
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         # Text held back as the possible start of a stop string has no tokens of its own.
@@ -76,10 +64,10 @@ class NativeAnswer(Answer):
 
     def _chosen(self, found: dict[str, Any]) -> dict[str, Any]:
         """The members that response_fields names, by paths such as "timings/prompt_n"; all without it."""
-        if not self._fields:
+        if not self.request.response_fields:
             return found
         paths: dict[str, Any] = {}
-        for path in self._fields:
+        for path in self.request.response_fields:
             value: Any = found
             for name in path.split("/"):
                 value = value.get(name, ...) if isinstance(value, dict) else ...
@@ -101,7 +89,7 @@ class NativeAnswer(Answer):
             "index": i,
             "stop": True,
             "stop_type": self._stop_kind(i, result),
-            "model": self.state.settings.name,
+            "model": self.state.name,
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "tokens_predicted": stats.new_tokens,

@@ -1,15 +1,12 @@
-"""/openapi.json: the OpenAPI description of requests and answers."""
+"""/openapi.json: the OpenAPI description of paths and requests; what answers have, their makers describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import JsonSchemaMode
 
-from pystaged.server import answer_types
-from pystaged.server.answer import Answer
 from pystaged.server.errors import is_ollamas
 
 _REF = "#/components/schemas/{model}"
@@ -20,49 +17,49 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 
 def describe(
     version: str,
-    given: dict[str, Callable[..., Any]],
-    computed: dict[str, Callable[..., Any]],
-    written: dict[str, Callable[..., Answer]],
+    given: Mapping[str, Callable[..., Any]],
+    computed: Mapping[str, Callable[..., Any]],
+    written: Mapping[str, Callable[..., Any]],
 ) -> dict[str, Any]:
     """Describe the server in OpenAPI 3.1.
 
     Args:
-        given: GET endpoints by path; the return annotation is the answer's type.
+        given: GET endpoints by path.
         computed: POST endpoints by path; the annotation of `request` is the request's type.
-        written: generation endpoints by path; they return an Answer, whose `described` is the answer's type.
+        written: generation endpoints by path, as before.
     """
-    requests = {path: get_type_hints(answer)["request"] for path, answer in {**computed, **written}.items()}
-    answers = {path: get_type_hints(answer)["return"] for path, answer in {**given, **computed, **written}.items()}
-    answers |= {path: answers[path].described for path in written}
-    kinds: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
-        *((path, "validation", TypeAdapter(each)) for path, each in requests.items()),
-        *((path, "serialization", TypeAdapter(each)) for path, each in answers.items()),
-        ("error", "serialization", TypeAdapter(answer_types.Error)),
-    ]
-    schemas, definitions = TypeAdapter.json_schemas(kinds, ref_template=_REF)
-    error = _json(schemas["error", "serialization"])
-    errors = {status: {"description": what, "content": error} for status, what in _ERRORS.items()}
-    paths: dict[str, Any] = {}
-    for path, answer in answers.items():
-        told: dict[str, Any] = {"200": {"description": "The answer", "content": _json(schemas[path, "serialization"])}}
-        if path in given:
-            paths[path] = {"get": {"summary": answer.__doc__, "responses": told | {"401": errors["401"]}}}
-            continue
+    requests: dict[str, Any] = {
+        path: get_type_hints(answer)["request"] for path, answer in [*computed.items(), *written.items()]
+    }
+    schemas, definitions = TypeAdapter.json_schemas(
+        [(path, "validation", TypeAdapter(each)) for path, each in requests.items()], ref_template=_REF
+    )
+    errors = {status: _told(what, {"type": "object"}) for status, what in _ERRORS.items()}
+    paths: dict[str, Any] = {
+        "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": {"description": "The metrics"}}}}
+    }
+    for path, function in given.items():
+        responses = {"200": _told("The answer", {}), "401": errors["401"]}
+        paths[path] = {"get": {"summary": function.__doc__, "responses": responses}}
+    for path, request in requests.items():
+        answer = _told("The answer", {})
         if path in written:
-            if is_ollamas(path):
-                told["200"]["content"]["application/x-ndjson"] = {"schema": schemas[path, "serialization"]}
-            else:
-                told["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+            kind, part = ("application/x-ndjson", {}) if is_ollamas(path) else ("text/event-stream", _EVENT)
+            answer["content"][kind] = {"schema": part}
         body = {"required": True, "content": _json(schemas[path, "validation"])}
-        paths[path] = {"post": {"summary": requests[path].__doc__, "requestBody": body, "responses": told | errors}}
-    metrics = {"200": {"description": "The metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    paths["/metrics"] = {"get": {"summary": "Metrics for Prometheus", "responses": metrics | {"401": errors["401"]}}}
+        paths[path] = {
+            "post": {"summary": request.__doc__, "requestBody": body, "responses": {"200": answer, **errors}}
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "pystaged", "version": version},
         "paths": paths,
         "components": {"schemas": definitions.get("$defs", {})},
     }
+
+
+def _told(what: str, schema: Any) -> dict[str, Any]:
+    return {"description": what, "content": _json(schema)}
 
 
 def _json(schema: Any) -> dict[str, Any]:

@@ -12,18 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
-from pystaged.config import GenerationConfig, TextOptions
-from pystaged.definitions import GrammarError
+from pystaged.decoding.sequence import USUAL, TokenRoles
+from pystaged.decoding.sequence import Sequence as Text
 from pystaged.engine import Engine
-from pystaged.options import SAMPLING
-from pystaged.recommended import ANSWER_TOKENS
-from pystaged.sequence import Sequence as Text
+from pystaged.options.config import GenerationConfig, TextOptions
+from pystaged.options.recommended import ANSWER_TOKENS
+from pystaged.options.table import SAMPLING
+from pystaged.sampling.definitions import GrammarError
+from pystaged.sampling.text import encode_continuation
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest, TurnRequest
-from pystaged.text import encode_continuation
 
-# Options that requests and the engine share unchanged.
-_SAME = {*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops"} - {"top_k", "logit_bias", "seed"}
 # Other servers' names for the same options.
 _ALIASES = {
     "repetition_penalty": "repeat_penalty",
@@ -84,16 +83,16 @@ def text_options(
         defaults: the server's options, which a request may override; its max_tokens is also a limit.
         usual: the default of max_tokens.
     """
-    options = engine.recommended_sampling | defaults
-    options |= {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in (*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops")}
+    given["logit_bias"] = _biases(request.logit_bias, engine.tokenizer) if request.logit_bias else None
     if request.top_k is not None:
-        options["top_k"] = max(request.top_k, 0)  # vLLM's -1
-    if request.logit_bias:
-        options["logit_bias"] = _biases(request.logit_bias, engine.tokenizer)
+        given["top_k"] = max(request.top_k, 0)  # vLLM's -1
     if request.stop is not None:
-        options["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
-    if request.cache_prompt is False:
-        options["reuse"] = False
+        given["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
+    given["reuse"] = False if request.cache_prompt is False else None
+    options = (
+        engine.recommended_sampling | defaults | {name: value for name, value in given.items() if value is not None}
+    )
     options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), engine.n_ctx, usual)
     options["seed"] = _seed(request.seed, defaults.get("seed"))
     return options
@@ -108,18 +107,22 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 
 
 def begun(
-    engine: Engine, prompts: Sequence[NDArray[np.int32]], config: GenerationConfig, n: int, form: str, **manner: Any
+    engine: Engine,
+    prompts: Sequence[NDArray[np.int32]],
+    config: GenerationConfig,
+    n: int,
+    form: str,
+    roles: TokenRoles = USUAL,
 ) -> list[Text]:
     """Prepare n sequences for each prompt; seeds as in Runtime.repeated. Raises ApiError.
 
     Args:
         form: the request member that constrains the output.
-        **manner: further arguments of Runtime.sequence.
     """
     try:
         # The prediction is tokenized once, not once for each sequence.
         config = replace(config, prediction=tuple(engine.runtime.prediction(config.prediction)))
-        sequences = [engine.runtime.sequence(prompt, config, **manner) for prompt in prompts]
+        sequences = [engine.runtime.sequence(prompt, config, roles) for prompt in prompts]
         return list(engine.runtime.repeated(sequences, n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from pystaged.options import SAMPLING, Option
+from pystaged.options.table import SAMPLING, Option
 
 MOST_TEXTS = 128  # most sequences of a request
 MOST_TOOLS = 512
@@ -65,7 +65,7 @@ class ModelRequest(Open):
 
 def _member(option: Option) -> Any:
     """Declare an option as a request member."""
-    kind: Any = option.kind or str
+    kind = option.plain
     bounds: dict[str, Any] = option.bounds | ({"allow_inf_nan": False} if kind is float else {})
     return Annotated[kind, Field(**bounds, description=option.help)] | None, None
 
@@ -167,10 +167,10 @@ def joined(content: str | Sequence[Part]) -> str:
 
 
 class FunctionCall(BaseModel):
-    """A called function; its arguments are JSON text."""
+    """A called function; its arguments are JSON text, or an object."""
 
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Open):
@@ -228,7 +228,7 @@ class JsonSchema(Open):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Open):
     """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -267,7 +267,7 @@ class ChatRequest(TurnRequest):
 
 
 class EmbeddingsRequest(ModelRequest):
-    """A request to /v1/embeddings."""
+    """A request to /v1/embeddings or /api/embed."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None

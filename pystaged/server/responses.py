@@ -7,13 +7,11 @@ import time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
 
 from pystaged.chat.turn import Block
 from pystaged.result import GenerationResult
 from pystaged.server import chats
-from pystaged.server.answer import ended
-from pystaged.server.answer_types import PromptDetails, Timings
+from pystaged.server.answer import Answer, ended, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.figures import usage
 from pystaged.server.options import chat_request, refuse
@@ -24,13 +22,13 @@ from pystaged.server.request_types import (
     Open,
     Part,
     Parts,
+    ResponseFormat,
     ToolName,
     TurnRequest,
     joined,
     only,
 )
 from pystaged.server.state import State
-from pystaged.server.turn_answer import EventAnswer, Turns, read_arguments
 
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -39,6 +37,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
+}
+# Of each kind of block: the name of its events, the member with the whole text, further members, the prefix of ids.
+_EVENTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "text": ("output_text", "text", {"logprobs": []}, "msg"),
+    "reasoning": ("reasoning_text", "text", {}, "rs"),
+    "call": ("function_call_arguments", "arguments", {}, "fc"),
+    "custom": ("custom_tool_call_input", "input", {}, "ctc"),
 }
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _ITEMS = (
@@ -68,17 +73,10 @@ class InputItem(Open):
     output: str | Parts = ""
 
 
-class TextFormat(Open):
-    """The format of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-
-
 class TextConfig(Open):
     """The member `text` of a request."""
 
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponseTool(Open):
@@ -120,60 +118,6 @@ class ResponseRequest(TurnRequest):
     reasoning: ReasoningConfig | None = None
 
 
-class OutputDetails(TypedDict):
-    """Reasoning tokens of an answer."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(TypedDict):
-    """Tokens."""
-
-    input_tokens: int
-    input_tokens_details: PromptDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class Response(TypedDict):
-    """An answer of /v1/responses."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    background: bool
-    status: Literal["in_progress", "completed", "incomplete"]
-    error: None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, str | None]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
-    top_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    top_logprobs: int
-    max_tool_calls: None
-    service_tier: Literal["default"]
-    safety_identifier: str | None
-    prompt_cache_key: str | None
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
-    timings: NotRequired[Timings]
-    seed: NotRequired[int]
-
-
 def begin(state: State, request: ResponseRequest) -> ResponseAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     return ResponseAnswer(state, request, chats.turns(state, _chat(request), "input"))
@@ -189,8 +133,6 @@ def _chat(request: ResponseRequest) -> ChatRequest:
     else:
         for item in request.input:
             _add(messages, item)
-    while [message["role"] for message in messages[:2]] == ["system", "system"]:  # templates may allow one alone
-        messages[0]["content"] += f"\n\n{messages.pop(1)['content']}"
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
@@ -228,8 +170,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
         if item.role == "assistant":
             _assistant(messages, "reasoning_content")["content"] = _text(item.content)
         else:
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _text(item.content)})
 
 
 def _assistant(messages: list[dict[str, Any]], *may_have: str) -> dict[str, Any]:
@@ -274,18 +215,13 @@ def _function(tool: ResponseTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-class ResponseAnswer(EventAnswer):
+class ResponseAnswer(Answer):
     """An answer of /v1/responses."""
 
-    described = Response
+    names_events = True
     request: ResponseRequest
-    prefix = "resp"
     _num_sent = 0
     _input = ""  # what has been sent of a custom tool's input
-
-    def __init__(self, state: State, request: ResponseRequest, turns: Turns) -> None:
-        super().__init__(state, request, turns)
-        self._custom = {tool.name for tool in request.tools or [] if tool.type == "custom"}
 
     def whole(self, choices: list[dict[str, Any]], figures: dict[str, Any]) -> Any:
         return choices[0] | {"timings": figures["timings"], "seed": figures["seed"]}
@@ -294,17 +230,14 @@ class ResponseAnswer(EventAnswer):
         self._num_sent += 1
         return part | {"sequence_number": self._num_sent - 1} | figures
 
-    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        self.read(i, result)
-        return {**self._response(result)}
+    def choice(self, _i: int, result: GenerationResult) -> dict[str, Any]:
+        return self._response(result)
 
-    def first_parts(self, i: int) -> list[dict[str, Any]]:
-        del i
+    def first_parts(self, _i: int) -> list[dict[str, Any]]:
         response = self._response(None)
         return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
-    def opened(self, i: int, block: Block) -> list[dict[str, Any]]:
-        del i
+    def opened(self, _i: int, block: Block) -> list[dict[str, Any]]:
         self._input = ""
         item = self._item(Block(block.kind, block.index, name=block.name), "in_progress")
         if block.kind != "call":
@@ -314,30 +247,19 @@ class ResponseAnswer(EventAnswer):
             return [added]
         return [added, self._of(block, "content_part.added", part=_part(Block(block.kind, block.index)))]
 
-    def more(self, i: int, block: Block, text: str) -> list[dict[str, Any]]:
-        del i
-        if block.kind == "text":
-            return [self._of(block, "output_text.delta", delta=text, logprobs=[])]
-        if block.kind == "reasoning":
-            return [self._of(block, "reasoning_text.delta", delta=text)]
-        if block.name not in self._custom:
-            return [self._of(block, "function_call_arguments.delta", delta=text)]
-        written = _input_of(block)
-        new = written[len(self._input) :]
-        self._input = written
-        return [self._of(block, "custom_tool_call_input.delta", delta=new)] if new else []
+    def more(self, _i: int, block: Block, text: str) -> list[dict[str, Any]]:
+        kind = self._kind(block)
+        if kind == "custom":
+            written = _input_of(block)
+            text, self._input = written[len(self._input) :], written
+        return [self._of(block, f"{_EVENTS[kind][0]}.delta", delta=text, **_EVENTS[kind][2])] if text else []
 
-    def closed(self, i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
-        del i
+    def closed(self, _i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
         item = self._item(block, "incomplete" if result and result.finish_reason != "stop" else "completed")
-        if block.kind == "text":
-            done = [self._of(block, "output_text.done", text=block.text, logprobs=[])]
-        elif block.kind == "reasoning":
-            done = [self._of(block, "reasoning_text.done", text=block.text)]
-        elif block.name in self._custom:
-            done = [self._of(block, "custom_tool_call_input.done", input=item["input"])]
-        else:
-            done = [self._of(block, "function_call_arguments.done", arguments=block.text)]
+        kind = self._kind(block)
+        name, member, more, _ = _EVENTS[kind]
+        written = _input_of(block) if kind == "custom" else block.text
+        done = [self._of(block, f"{name}.done", **{member: written}, **more)]
         if block.kind != "call":
             done.append(self._of(block, "content_part.done", part=_part(block)))
         return [*done, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
@@ -358,32 +280,36 @@ class ResponseAnswer(EventAnswer):
         place = {"item_id": self._id(block), "output_index": block.index}
         return {"type": f"response.{name}", **place, **({} if block.kind == "call" else {"content_index": 0}), **more}
 
+    def _kind(self, block: Block) -> str:
+        """The kind of a block; a call of a tool that takes text is one of its own."""
+        customs = [tool.name for tool in self.request.tools or [] if tool.type == "custom"]
+        return "custom" if block.kind == "call" and block.name in customs else block.kind
+
     def _id(self, block: Block) -> str:
-        prefix = {"text": "msg", "reasoning": "rs", "call": "ctc" if block.name in self._custom else "fc"}[block.kind]
-        return f"{prefix}_{self.key}{block.index}"
+        return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         """A block as an item of the output."""
+        is_left = block.kind == "call" and not block.is_whole and status == "completed"
+        status = "incomplete" if is_left else status
         shared = {"id": self._id(block), "status": status}
         if block.kind == "text":
             return {"type": "message", **shared, "role": "assistant", "content": [_part(block)]}
         if block.kind == "reasoning":
             return {"type": "reasoning", **shared, "summary": [], "content": [_part(block)]}
         called = shared | {"call_id": self.call_id("call", 0, block), "name": block.name}
-        if block.name in self._custom:
+        if self._kind(block) == "custom":
             return {"type": "custom_tool_call", **called, "input": _input_of(block)}
         return {"type": "function_call", **called, "arguments": block.text}
 
-    def _response(self, result: GenerationResult | None) -> Response:
+    def _response(self, result: GenerationResult | None) -> dict[str, Any]:
         """The response object; None before anything has been generated."""
         is_cut = result is not None and result.finish_reason != "stop"
-        status: Any = "in_progress" if result is None else "incomplete" if is_cut else "completed"
+        status = "in_progress" if result is None else "incomplete" if is_cut else "completed"
         request, sampling = self.request, self.sequences[0].config.sampling
         form = request.text.format if request.text else None
         blocks = [] if result is None else self.readers[0].blocks or [Block("text", 0)]
-        output = [self._item(block, "completed") for block in blocks]
-        if output:
-            output[-1]["status"] = status
+        output = [self._item(block, status if block is blocks[-1] else "completed") for block in blocks]
         choice, given = request.tool_choice or "auto", request.model_extra or {}
         return {
             "id": f"resp_{self.key}",
@@ -397,7 +323,7 @@ class ResponseAnswer(EventAnswer):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": given.get("metadata") or {},
-            "model": self.state.settings.name,
+            "model": self.state.name,
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -419,7 +345,7 @@ class ResponseAnswer(EventAnswer):
             "usage": self._tokens(result) if result is not None else None,
         }
 
-    def _tokens(self, result: GenerationResult) -> ResponseUsage:
+    def _tokens(self, result: GenerationResult) -> dict[str, Any]:
         found = usage([result.stats], 1)
         return {
             "input_tokens": found["prompt_tokens"],

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,8 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pystaged.server import settings
 from pystaged.server.errors import ApiError
-from pystaged.server.reply import Sender
-from pystaged.server.security import Guard
+from pystaged.server.security import guarded
 
 _BACKLOG = 2048
 _MOST_HEADER = 1 << 16  # bytes of a request's header
@@ -51,21 +51,22 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: ASGIApp, listener: socket.socket, *, grace: int, ready: Callable[[], object] = lambda: None) -> None:
+def serve(app: ASGIApp, listener: socket.socket, *, grace: int, **told: Callable[..., object]) -> None:
     """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for sequences in progress. A second
     Ctrl-C stops at once.
 
     Args:
-        ready: called when the server accepts requests.
+        **told: ready: called when the server accepts requests; waiting: at the end, with the number of those in
+            progress, if there are any.
     """
     with _ended_by_signals():
-        Server(app, grace, ready).run(sockets=[listener])
+        Server(app, grace, **told).run(sockets=[listener])
 
 
 @contextmanager
 def answering_that_it_loads(listener: socket.socket, told: settings.Settings) -> Iterator[None]:
     """Answer 503 while the block runs. Later connections stay in the backlog until the next server listens."""
-    server = Server(Guard(_loading, told), grace=1)
+    server = Server(guarded(_loading, told), grace=1)
     # uvicorn closes its socket at the end; a copy keeps the address bound.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, daemon=True)
     thread.start()
@@ -79,16 +80,21 @@ def answering_that_it_loads(listener: socket.socket, told: settings.Settings) ->
 
 
 async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
-    del receive
     # Makes a browser reload the page.
     headers = {"Retry-After": "1", "Connection": "close"} | ({"Refresh": "1"} if scope["path"] == "/" else {})
-    await Sender(send, scope["path"]).fail(ApiError(503, "Loading model", headers=headers))
+    await ApiError(503, "Loading model", headers=headers).response(scope["path"])(scope, receive, send)
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, which runs until `should_exit` is set; arguments as in `serve`."""
 
-    def __init__(self, app: ASGIApp, grace: int, ready: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        grace: int,
+        ready: Callable[[], object] = lambda: None,
+        waiting: Callable[[int], object] = lambda _: None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=_Connection,
@@ -104,19 +110,23 @@ class Server(uvicorn.Server):
             loop="asyncio:SelectorEventLoop" if os.name == "nt" else "auto",
         )
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._waiting = ready, waiting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.tasks:
+            self._waiting(len(self.server_state.tasks))
+        await super().shutdown(sockets)
+
 
 class _Connection(H11Protocol):
     """uvicorn's connection, with timeouts that uvicorn lacks: for clients that send no request, or read nothing of an
     answer."""
 
-    # Timers for the request's header, and for the client's reading.
     _expecting: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
@@ -127,9 +137,8 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._expecting, self._stuck):
-            if timer:
-                timer.cancel()  # a pending timer would keep the connection in memory
+        for timer in filter(None, (self._expecting, self._stuck)):
+            timer.cancel()  # a pending timer would keep the connection in memory
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -144,28 +153,23 @@ class _Connection(H11Protocol):
         if self._stuck:
             self._stuck.cancel()
 
-    def _expect_request(self) -> None:
-        if self._is_idle and not self._expecting:
-            self._expecting = self.loop.call_later(settings.STALL, self._end_if_idle)
+    def _expect_request(self, *, is_late: bool = False) -> None:
+        """End the connection if no request comes in time."""
+        if is_late:
+            self._expecting = None
+        if self.cycle is None or self.cycle.response_complete:
+            if is_late:
+                self.transport.abort()
+            elif not self._expecting:
+                self._expecting = self.loop.call_later(settings.STALL, partial(self._expect_request, is_late=True))
 
-    def _end_if_idle(self) -> None:
-        self._expecting = None
-        if self._is_idle:
-            self.transport.abort()
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _expect_reading(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._stuck = self.loop.call_later(settings.STALL, self._end_if_stuck, left)
-
-    def _end_if_stuck(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() == before:
+    def _expect_reading(self, left: int | None = None) -> None:
+        """End the connection if as much is left to be read after a time."""
+        size = self.transport.get_write_buffer_size()
+        if size == left:
             self.transport.abort()
         else:
-            self._expect_reading()
+            self._stuck = self.loop.call_later(settings.STALL, self._expect_reading, size)
 
 
 @contextmanager

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pystaged.platform.files import read_small
 from pystaged.server.errors import ApiError
-from pystaged.server.reply import Sender
 from pystaged.server.settings import Settings
 
 _HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+_MOST_KEYS = 1 << 20  # bytes of a file
 _PUBLIC = ("/", "/health", "/v1/health")
 
 
-class Guard:
+def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """An application that refuses requests with a wrong host, origin or key, and answers the pages of listed sites."""
+    if not settings.cors_origins:
+        return _Guard(app, settings)
+    origins = [origin.lower().rstrip("/") for origin in settings.cors_origins]
+    return CORSMiddleware(_Guard(app, settings), origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+
+
+class _Guard:
     """Refuses requests with a wrong host, origin or key.
 
     A page of another site can make its host name resolve to this server (DNS rebinding). Its requests then carry that
     name, so only the server's own names and addresses are accepted. Other sites' requests carry their origin.
+    Starlette's TrustedHostMiddleware has no pattern for all addresses.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -32,38 +45,18 @@ class Guard:
         self._keys = [key.encode() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        error = self._problem(scope) if scope["type"] == "http" else None
+        await (error.response(scope["path"]) if error else self._app)(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        origin = headers.get("origin", "").lower().rstrip("/")
-        is_listed = bool(origin) and ("*" in self._origins or origin in self._origins)
-
-        async def send_with_origin(message: Message) -> None:
-            if is_listed and message["type"] == "http.response.start":
-                found = MutableHeaders(scope=message)
-                found["Access-Control-Allow-Origin"] = origin
-                found.add_vary_header("Origin")
-            await send(message)
-
-        error = self._problem(scope, headers, origin, is_listed)
-        if error:
-            await Sender(send_with_origin, scope["path"]).fail(error)
-        elif is_listed and scope["method"] == "OPTIONS":
-            asked = headers.get("access-control-request-headers", "*")
-            allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-            await Sender(send_with_origin, scope["path"]).whole(b"", 200, allowed)
-        else:
-            await self._app(scope, receive, send_with_origin)
-
-    def _problem(self, scope: Scope, headers: Headers, origin: str, is_listed: bool) -> ApiError | None:
-        host = headers.get("host", "")
+        host, origin = headers.get("host", ""), headers.get("origin", "").lower().rstrip("/")
         if not self._is_ours(host):
             return ApiError(403, f"this server does not accept the host name {host!r}; allow it with --allowed-host")
+        is_listed = "*" in self._origins or origin in self._origins
         if origin and not is_listed and origin.partition("://")[2] != host.lower():
             return ApiError(403, f"pages of {origin!r} may not use this server; allow them with --cors-origin")
-        is_asked_before = is_listed and scope["method"] == "OPTIONS"
-        if self._keys and scope["path"] not in _PUBLIC and not is_asked_before and not self._has_key(headers):
+        if self._keys and scope["path"] not in _PUBLIC and not self._has_key(headers):
             return ApiError(401, "invalid API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None
 
@@ -82,9 +75,15 @@ class Guard:
         return any(matches)
 
 
-def read_keys(given: Sequence[str]) -> list[str]:
-    """Strip white space around API keys. Raises ValueError for an empty one."""
-    keys = [key.strip() for key in given]
+def read_keys(given: Sequence[str], file: Path | None = None) -> list[str]:
+    """All API keys: those given, that of the environment, and the lines of a file. Raises OSError and ValueError for a
+    file that cannot be read or has none, or an empty key."""
+    lines: list[str] = []
+    if file is not None:
+        lines = [line for line in read_small(file, _MOST_KEYS).decode().splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"{file} has no keys")
+    keys = [key.strip() for key in [*given, *filter(None, [os.environ.get("PYSTAGED_API_KEY")]), *lines]]
     if not all(keys):
         raise ValueError("an API key must not be empty")
     return keys

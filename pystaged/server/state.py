@@ -1,4 +1,4 @@
-"""State that all requests share."""
+"""State that all requests for a model share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import anyio
 
 import pystaged
 from pystaged.engine import Engine
-from pystaged.server.errors import ApiError
 from pystaged.server.gate import Gate
 from pystaged.server.metrics import Metrics
-from pystaged.server.request_types import ModelRequest
 from pystaged.server.settings import Settings
 
 _SAMPLES = 64
@@ -20,29 +18,18 @@ _SAMPLE = 1 << 16  # bytes
 
 
 class State:
-    """An engine with its gate and its metrics.
+    """An engine with its gate.
 
     Args:
-        engine: an open one, which its owner closes after the server.
+        engine: an open one. name: the model's for clients. metrics: of the server.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
+        self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
         self.gate = Gate(settings.parallel, settings.queue)
-        self.metrics = Metrics(settings.metrics_prefix)
         self.embedding = anyio.CapacityLimiter(1)  # texts that are embedded at the same time
         self.created = int(time.time())
         self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
-
-    def check_model(self, request: ModelRequest) -> None:
-        """Raise ApiError for a request for another model if the server is strict."""
-        if not self.settings.strict:
-            return
-        if request.model is None:
-            raise ApiError(400, "name the model", param="model")
-        if request.model != self.settings.name:
-            message = f"there is no model {request.model!r}; this server has {self.settings.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pystaged._core import Tokenizer
-from pystaged.server.answer_types import Detokenized, TokenPiece, Tokens
 from pystaged.server.errors import ApiError
 from pystaged.server.request_types import DetokenizeRequest, TokenizeRequest
 from pystaged.server.state import State
@@ -11,7 +12,7 @@ from pystaged.server.state import State
 _MOST_PIECES = 1 << 17  # encoding more as JSON would block the server for seconds
 
 
-def tokenize(state: State, request: TokenizeRequest) -> Tokens:
+def tokenize(state: State, request: TokenizeRequest) -> dict[str, Any]:
     """Tokenize a text: `content` without bos, as llama-server does, or `prompt` with it, as vLLM does."""
     is_content = request.content is not None
     text = request.content if is_content else request.prompt
@@ -38,7 +39,7 @@ def tokenize(state: State, request: TokenizeRequest) -> Tokens:
     }
 
 
-def detokenize(state: State, request: DetokenizeRequest) -> Detokenized:
+def detokenize(state: State, request: DetokenizeRequest) -> dict[str, Any]:
     """Decode tokens, including control tokens."""
     try:
         text = state.engine.tokenizer.decode(request.tokens, special=True)
@@ -47,7 +48,7 @@ def detokenize(state: State, request: DetokenizeRequest) -> Detokenized:
     return {"content": text, "prompt": text}
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
+def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     data = tokenizer.token_bytes(token, special=True)
     try:
         return {"id": token, "piece": data.decode()}

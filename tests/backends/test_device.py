@@ -11,29 +11,23 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from grow import grow
-from support.device import DEVICE, GPU_LAYERS
+from support.device import DEVICE, gap_alone
 from support.family_reference import FamilyReference
-from support.libraries import LLAMA_TOLERANCE
-from support.logits import llama_context, llama_output, llama_pass
-from support.random_models import RandomModel, write
 from typer.testing import CliRunner
 
 import pystaged
 from pystaged import DeviceError, FixedPolicy
-from pystaged._core import ContextFullError, Model, Sampling, Session
-from pystaged.backends.audit import audit
+from pystaged._core import Model, Sampling, Session
 from pystaged.backends.devices import candidates
 from pystaged.cli import app
-from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.loading import bundle
 from pystaged.loading.costs import Costs
+from pystaged.options.config import SamplingConfig
 
 Floats = npt.NDArray[np.float32]
 
 ROWS = 64  # of a pass
-GREEDY = SamplingConfig()
 PROMPT = "def fibonacci(n):"
 # ggml keeps keys, values and GELU as float16.
 TOLERANCE = 0.02
@@ -49,71 +43,6 @@ def all_logits(session: Session, tokens: list[int]) -> Floats:
     found = np.stack([session.logits(row) for row in range(len(tokens))])
     session.discard()
     return found
-
-
-@pytest.fixture(scope="module")
-def float_target(bundled_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled target with its weights as float32."""
-    path, shape = tmp_path_factory.mktemp("float") / "target.gguf", Model(str(bundled_target))
-    grow(bundled_target, path, width=shape.width, layers=shape.num_layers, quantization="F32")
-    return path
-
-
-@pytest.mark.parametrize(("family", "quantization"), [("llama", "F32"), ("llama", "Q8_0"), ("qwen3", "Q4_1")])
-def test_families_against_llama_cpp(tmp_path: Path, family: str, quantization: str) -> None:
-    path = write(tmp_path / "model.gguf", RandomModel(family, head_dim=32, quantization=quantization))
-    assert_as_llama_cpp(path, np.random.default_rng(0).integers(0, 257, 3 * ROWS).tolist(), np.arange(257))
-
-
-def assert_as_llama_cpp(path: Path, text: list[int], mine: npt.NDArray[np.intp]) -> None:
-    """The logits of the tokens `mine` in whole passes of a text, in passes of one row and in one of a tree.
-
-    ggml's results depend on the rows of a pass, so llama.cpp is given the same passes.
-    """
-    rng = np.random.default_rng(2)
-    session = open_session(path)
-    actual, expected = [all_logits(session, text)], []
-    session.prefill(text)
-    with llama_context(path, GPU_LAYERS) as context:
-        for first in range(0, len(text), ROWS):
-            expected.append(llama_pass(context, text[first : first + ROWS], first))
-        for _ in range(16):
-            token = int(actual[-1][-1].argmax())
-            session.evaluate([token], [-1])
-            actual.append(session.logits(0)[None])
-            expected.append(llama_pass(context, [token], len(session.tokens)))
-            session.commit([0])
-        tokens, parents = rng.choice(mine, 12).tolist(), [-1, 0, 0, 1, 1, 2, 3, 3, 4, 6, 6, 9]
-        session.evaluate(tokens, parents)
-        actual.append(np.stack([session.logits(row) for row in range(12)]))
-        expected.append(llama_tree(context, tokens, parents, len(session.tokens)))
-    assert np.abs(np.concatenate(actual) - np.concatenate(expected))[:, mine].max() <= LLAMA_TOLERANCE
-
-
-def llama_tree(context: Any, tokens: list[int], parents: list[int], position: int) -> Floats:
-    """Logits after each node of a tree, by llama.cpp with a sequence for each leaf."""
-    size = len(tokens)
-    leaves = sorted(set(range(size)) - set(parents))
-    sequences, depths = [list[int]() for _ in tokens], [0] * size
-    for node in range(1, size):
-        depths[node] = depths[parents[node]] + 1
-    for sequence, leaf in enumerate(leaves):
-        llama_cpp.llama_memory_seq_cp(llama_cpp.llama_get_memory(context), 0, sequence, -1, -1)
-        node = leaf
-        while node >= 0:
-            sequences[node].append(sequence)
-            node = parents[node]
-    batch = llama_cpp.llama_batch_init(size, 0, len(leaves))
-    batch.n_tokens = size
-    for node in range(size):
-        batch.token[node], batch.pos[node], batch.logits[node] = tokens[node], position + depths[node], 1
-        batch.n_seq_id[node] = len(sequences[node])
-        for i, sequence in enumerate(sequences[node]):
-            batch.seq_id[node][i] = sequence
-    status = llama_cpp.llama_decode(context, batch)
-    llama_cpp.llama_batch_free(batch)
-    assert status == 0
-    return llama_output(context, size)
 
 
 @pytest.mark.slow
@@ -182,27 +111,11 @@ def test_the_largest_logits_of_verified_rows(bundled_target: Path, k: int) -> No
     np.testing.assert_array_equal(values, np.take_along_axis(logits, order, axis=1))
 
 
-def test_errors_leave_a_session_as_it_was(random_gguf: Callable[..., Path]) -> None:
-    session = open_session(random_gguf("F32"), 8)
-    session.prefill([1, 2, 3])
-    with pytest.raises(ContextFullError):
-        session.evaluate(range(6), range(-1, 5))
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        session.evaluate([100000], [-1])
-    assert session.tokens.tolist() == [1, 2, 3]
-    session.close()
-    with pytest.raises(ValueError, match="closed"):
-        session.evaluate([1], [-1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.8, "top_p": 0.95}])
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_staged_decoding_is_the_models_own(
-    bundled_target: Path, float_target: Path, quantization: str, sampling: dict[str, Any]
-) -> None:
-    path = float_target if quantization == "F32" else bundled_target
-    with pystaged.load(path, draft="bundled", device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
+def test_staged_decoding_is_the_models_own(random_gguf: Callable[..., Path], sampling: dict[str, Any]) -> None:
+    path = random_gguf("F32", context=96)
+    with pystaged.load(path, draft=path, device=DEVICE, policy=FixedPolicy(4, 5, 12)) as engine:
         assert engine.model.devices
         assert engine.draft is not None
         assert engine.draft.devices == []
@@ -210,24 +123,8 @@ def test_staged_decoding_is_the_models_own(
         assert result.stats.accepted > 5
         session = Session(engine.model)
         prompt = engine.tokenizer.encode(PROMPT)
-        difference = audit(session, prompt, result.tokens, SamplingConfig(**sampling))
-        # Not promised to the bit. ggml's logits of the Q8_0 model vary by up to 0.6 with the rows of a pass, so two of
-        # them may come that much closer to each other from either side.
-        assert difference is None or difference.gap < (2 * TOLERANCE if quantization == "F32" else 1.2)
-
-
-@pytest.mark.slow
-def test_an_audit_finds_a_wrong_token(bundled_target: Path) -> None:
-    session = open_session(bundled_target)
-    tokenizer = pystaged._core.Tokenizer(str(bundled_target))
-    prompt = tokenizer.encode(PROMPT)
-    own = pystaged.generate(PROMPT, model="bundled", max_tokens=8, speculate=False).tokens
-    assert audit(session, prompt, own[:1], GREEDY) is None
-    wrong = [*own[:3], own[3] + 1, *own[4:]]
-    difference = audit(session, prompt, wrong, GREEDY)
-    assert difference is not None
-    assert (difference.index, difference.emitted, difference.replayed) == (3, own[3] + 1, own[3])
-    assert difference.gap > 0
+        gap = gap_alone(session, prompt, result.tokens, SamplingConfig(**sampling))
+        assert gap < 2 * TOLERANCE  # not promised to the bit
 
 
 def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +136,7 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bundle, "candidates", lambda name, _: ["cpu", DEVICE] if name == "auto" else [name])
     monkeypatch.setattr(Costs, "of", cost)
-    chosen = bundle.Bundle("bundled", "auto", 0, lambda _: None, device="auto", draft_device="auto")
+    chosen = bundle.Bundle("bundled", draft="auto", num_threads=0, device="auto", draft_device="auto")
     assert (chosen.device, chosen.draft_device) == (DEVICE, "cpu")
     assert chosen.target.devices
     assert chosen.draft is not None
@@ -274,5 +171,6 @@ def test_commands(tmp_path: Path) -> None:
     file = str(tmp_path / "it.receipt")
     on = ["--device", DEVICE]
     assert run(app, ["generate", PROMPT, "-m", "bundled", "--max-tokens", "8", "--receipt", file, *on]).exit_code == 0
-    replayed = run(app, ["verify", file, "--by-row", *on])
-    assert (replayed.exit_code, "8 tokens" in replayed.stdout) == (0, True)
+    repeated = run(app, ["verify", file, *on])
+    assert "8 tokens" in repeated.stdout
+    assert "promised for the CPU only" in repeated.stderr

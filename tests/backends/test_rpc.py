@@ -29,7 +29,7 @@ from pystaged.backends.rpc_host import Host
 from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
 from pystaged.decoding.decoder import Decoder
-from pystaged.sampling import bind
+from pystaged.sampling.binding import bind
 
 PROMPT = "def fibonacci(n):"
 TREE = FixedPolicy(4, 5, 12)

@@ -19,6 +19,8 @@ from pystaged._core import Session
 from pystaged.bench import passes
 from pystaged.bench.passes import ROWS, PassTime, PassTimes, Runner, measure
 from pystaged.cli import app
+from pystaged.decoding.cost import PassCost
+from pystaged.loading import costs as costs_of_passes
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +52,17 @@ class Recording(Session):
 def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Recording.read, Recording.made = [], set()
     monkeypatch.setattr(passes, "Session", Recording)
-    found = measure(path, contexts=[1290, 20, 600, 20], repeats=1)
+    told: list[tuple[str, int, int]] = []
+    found = measure(path, contexts=[1290, 20, 600, 20], repeats=1, progress=lambda *doing: told.append(doing))
     expected = [(length, n) for length in (20, 600, 1290) for n in ROWS if length + n <= 1300]
     assert [(each.context, each.n) for each in found.passes] == expected
     assert Recording.made == set(expected)
     assert Recording.read == [20, 580, 690], "what one context has read the next one goes on from"
     assert found.llama_cpp == "measured"
+    # Repacked weights crash llama.cpp on some machines.
+    rounds = [(f"passes of {path.name}", done, 6) for done in range(7)]
+    assert told[:7] == rounds
+    assert told[-7:] == [("llama.cpp, plain weights", *done) for _, *done in rounds]
     assert all(each.ms > 0 and each.llama_cpp_ms and each.llama_cpp_ms > 0 for each in found.passes)
     for each in found.passes:
         read_ms = found.read_ms + found.cells_ms * each.context / 1000
@@ -63,13 +70,10 @@ def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_llama_cpp_repeats_passes_of_a_model_with_recurrent_layers(tmp_path: Path) -> None:
-    setup = {
-        "path": str(write(tmp_path / "hybrid.gguf", CASES["qwen35"])),
-        "rows": {20: [1, 8]},
-        "repeats": 2,
-        "threads": 1,
-    }
-    assert Runner(setup | {"extra_buffers": False}).run({}).keys() == {(20, 1), (20, 8)}
+    path = write(tmp_path / "hybrid.gguf", CASES["qwen35"])
+    runner = Runner({"path": str(path), "longest": 20, "threads": 1, "extra_buffers": False})
+    for _ in range(2):
+        assert runner.run({"context": 20, "rows": [1, 8]}).keys() == {1, 8}
 
 
 def test_llama_cpp_reads_on_from_context_to_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,15 +85,15 @@ def test_llama_cpp_reads_on_from_context_to_context(path: Path, monkeypatch: pyt
         decode(context, tokens, position, **options)
 
     monkeypatch.setattr(passes, "decode", recording)
-    rows = {20: [1, 8], 1200: [32]}
-    found = Runner({"path": str(path), "rows": rows, "repeats": 2, "threads": 1, "extra_buffers": False}).run({})
-    assert found.keys() == {(20, 1), (20, 8), (1200, 32)}
+    runner = Runner({"path": str(path), "longest": 1200, "threads": 1, "extra_buffers": False})
+    for length, rows in ((20, [1, 8]), (20, [1, 8]), (1200, [32])):
+        assert runner.run({"context": length, "rows": rows}).keys() == set(rows)
     short, long = [(20, 1, None), (20, 8, None)], [(1200, 32, None)]
-    assert calls == [(0, 20, 1), *short * 3, (20, 512, 1), (532, 512, 1), (1044, 156, 1), *long * 3]
+    assert calls == [(0, 20, 1), *short * 2, (20, 512, 1), (532, 512, 1), (1044, 156, 1), *long]
 
 
 def test_table_and_json() -> None:
-    each = [PassTime(256, 1, 2.0, 1.0, 3.0), PassTime(256, 8, 3.0, 1.5, 9.0), PassTime(4096, 1, 4.0, 3.0, None)]
+    each = [PassTime(256, 1, 2.0, 1.0, 3.0, 1.8), PassTime(256, 8, 3.0, 1.5, 9.0), PassTime(4096, 1, 4.0, 3.0, None)]
     found = PassTimes(each, "measured", 10e9, 100e9, 1.0, 0.5, 0.1, "avx2", 2, "model.gguf")
     assert [(row["context"], row["n"]) for row in found.to_dict()["passes"]] == [(256, 1), (256, 8), (4096, 1)]
     console = Console(width=160, no_color=True)
@@ -97,9 +101,9 @@ def test_table_and_json() -> None:
         console.print(found.table())
     rows = [[word.strip() for word in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
     assert rows == [
-        ["256", "1", "2.00", "1.00", "50%", "3.00", "1.50"],
-        ["256", "8", "3.00", "1.50", "50%", "9.00", "3.00"],
-        ["4,096", "1", "4.00", "1.00", "75%", "-", "-"],
+        ["256", "1", "2.00", "1.00", "50%", "1.80", "3.00", "1.50"],
+        ["256", "8", "3.00", "1.50", "50%", "-", "9.00", "3.00"],
+        ["4,096", "1", "4.00", "1.00", "75%", "-", "-", "-"],
     ]
     assert "at 256 tokens of context T(1) is 2.00 times the reading" in " ".join(capture.get().split())
 
@@ -111,9 +115,21 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
     asked = json.loads(run("--no-baseline", "--json", "--context", "0,300").stdout)
     assert {each["context"] for each in asked["passes"]} == {0, 300}
     assert asked["llama_cpp"] == "not asked"
+    assert "passes of" in run("--no-baseline").stderr
     for model, context in ((path, 256), (random_gguf("Q8_0"), 48)):
         usual = json.loads(run("--no-baseline", "--json", model=model).stdout)
         assert {each["context"] for each in usual["passes"]} == {context}
+
+
+def test_costs_are_shown_and_measured_again_when_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(seconds: float, *arguments: str) -> list[float]:
+        monkeypatch.setattr(costs_of_passes, "measure_passes", lambda *_: PassCost({1: seconds, 2: seconds}))
+        asked = ["--model", str(path), "--repeats", "1", "--no-baseline", "--json", *arguments]
+        done = CliRunner().invoke(app, ["bench", "passes", *asked])
+        return [each["cost_ms"] for each in json.loads(done.stdout)["passes"][:2]]
+
+    assert costs(0.5, "--again") == costs(0.7) == [500.0, 500.0]
+    assert costs(0.7, "--again") == costs(0.9) == [700.0, 700.0]
 
 
 @pytest.mark.parametrize(

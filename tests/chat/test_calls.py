@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,14 +22,16 @@ from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.calls import FORMS, HERMES, CallForm, form_of
 from pystaged.chat.source import Parser, Source
 from pystaged.chat.turn import CHANNELS, Dialect, Thinking, TurnReader, quoted
-from pystaged.config import Grammar
-from pystaged.definitions import GrammarError
-from pystaged.grammars import Grammars
+from pystaged.decoding.stop_strings import TextBuffer
+from pystaged.options.config import Grammar
 from pystaged.result import GenerationResult
+from pystaged.sampling.definitions import GrammarError
+from pystaged.sampling.grammars import Grammars
 from pystaged.stats import GenerationStats
 
 TEMPLATES = Path(__file__).parent / "templates"
-XML, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, GLM, _, HARMONY, LFM2, LLAMA = FORMS
+SEED, XML, MINICPM, FUNCTIONARY, GEMMA4, GEMMA3, MISTRAL, OLD_MISTRAL, GRANITE, NEMOTRON, APRIEL, GIGACHAT = FORMS[:12]
+GLM, _, HARMONY, LFM2, LLAMA = FORMS[12:]
 THINK = Thinking("<think>", "</think>")
 SCHEMAS: dict[str, Any] = {
     "write": {"properties": {"path": {"type": "string"}, "size": {"type": "integer"}, "extra": {}}},
@@ -133,6 +137,43 @@ AS_WRITTEN: list[tuple[CallForm, str]] = [
             "<arg_value>3</arg_value></tool_call><tool_call>time</tool_call>"
         ),
     ),
+    (
+        SEED,
+        (
+            "I look.\n<seed:tool_call>\n<function=write>\n<parameter=path>a.txt</parameter>\n<parameter=size>3"
+            "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n"
+            "</seed:tool_call>"
+        ),
+    ),
+    (
+        MINICPM,
+        (
+            'I look.\n<function name="write"><param name="path">a.txt</param><param name="size">3</param></function>\n'
+            '<function name="time"></function>'
+        ),
+    ),
+    (FUNCTIONARY, 'I look.<function=write>{"path": "a.txt", "size": 3}</function><function=time>{}</function>'),
+    (
+        NEMOTRON,
+        (
+            'I look.\n<TOOLCALL>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, '
+            '{"name": "time", "arguments": {}}]</TOOLCALL>'
+        ),
+    ),
+    (
+        APRIEL,
+        (
+            'I look.\n<tool_calls>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}, "id": "a"}, '
+            '{"name": "time", "arguments": {}, "id": "b"}]</tool_calls>'
+        ),
+    ),
+    (
+        GIGACHAT,
+        (
+            'I look.<|function_call|>{"name": "write", "arguments": {"path": "a.txt", "size": 3}}'
+            '<|function_call|>{"name": "time", "arguments": {}}'
+        ),
+    ),
     (LFM2, "I look.<|tool_call_start|>[write(path='a.txt', size=3), time()]<|tool_call_end|>"),
     (LFM2, 'I look.\n<|tool_call_start|>[write(path="a.txt", size=3), time()]<|tool_call_end|>\n'),
     (
@@ -159,6 +200,15 @@ def test_arguments_that_are_cut(form: CallForm, text: str) -> None:
     cut = text[: text.index("a.t") + 3]
     assert split(cut, form=form)[1][::2] == ("write", False)
     assert split(cut, form=form)[1][1].endswith('"a.t')
+
+
+@pytest.mark.parametrize("value", ["a <b> & c\n", "</param>", "</param><param", "]]>", "", "<![CDATA", "]]></param>x"])
+def test_cdata(value: str) -> None:
+    """MiniCPM5's template writes a value with marks or line ends in it so."""
+    text = (
+        f'<function name="write"><param name="path"><![CDATA[{value}]]></param><param name="size">3</param></function>'
+    )
+    assert split(text, form=MINICPM) == [("write", json.dumps({"path": value, "size": 3}), True)]
 
 
 HARMONY_CALL = 'commentary to=functions.write <|constrain|>json<|message|>{"path": "a.txt", "size": 3}<|call|>'
@@ -327,6 +377,111 @@ def test_arguments_as_text_have_the_types_of_their_schema() -> None:
     assert json.loads(arguments) == {"extra": {"a": [True, '"}', -1500.0], "b-c": None}, "path": "x<tool_call|>"}
 
 
+OPTIONAL = [
+    {"type": ["string", "null"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/text"}]},
+    {"allOf": [{"type": ["string", "null", "number"]}, {"type": ["null", "string"]}]},
+    {"$ref": "#/$defs/optional"},
+    {"enum": ["1.10", "12e4", "true", '{"a": 1}', '"quoted"', "a", None]},
+]
+TEXTS = {"text": {"type": "string"}, "optional": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}}
+
+
+def spelled(form: CallForm, **members: str) -> str:
+    """A call of write with arguments as text."""
+    told = "".join(form.member.format(key=key) + value + form.member_end for key, value in members.items())
+    return form.head.format(name="write") + told + form.tail
+
+
+@pytest.mark.parametrize("form", [XML, GLM])
+@pytest.mark.parametrize("schema", OPTIONAL)
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [*((text, text) for text in ("1.10", "12e4", "true", '{"a": 1}', '"quoted"', "a")), ("null", None), ("None", None)],
+)
+def test_optional_strings_are_no_other_values(form: CallForm, schema: dict[str, Any], words: str, value: Any) -> None:
+    parameters = {"properties": {"path": schema}, "$defs": TEXTS}
+    for whole in (
+        parameters,
+        {"$ref": "#/$defs/all", "$defs": TEXTS | {"all": parameters}},
+        {"allOf": [parameters], "$defs": TEXTS},
+        {"anyOf": [parameters, {"properties": {"size": {}}, "additionalProperties": False}], "$defs": TEXTS},
+    ):
+        ((_, arguments, _),) = split(spelled(form, path=words), form=form, schemas={"write": whole})
+        assert json.loads(arguments) == {"path": value}
+        jsonschema.validate(json.loads(arguments), whole)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "value"),
+    [
+        ({"$ref": "#/$defs/text"}, "null", "null"),
+        ({"type": ["string", "integer"]}, "7", 7),
+        ({"type": ["string", "integer"]}, "7.0", "7.0"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, '["1"]', '["1"]'),
+        ({"anyOf": [{"type": "string"}, {"type": "object", "required": ["a"]}]}, '{"b": 1}', '{"b": 1}'),
+        ({"type": ["string", "boolean"]}, "True", True),
+        ({"enum": ["1", 2, None]}, "1", "1"),
+        ({"enum": ["1", 2, None]}, "2", 2),
+        ({"const": "12"}, "12", "12"),
+        ({"type": "integer"}, "x", "x"),
+        ({"anyOf": [{"$ref": "#/properties/path"}, {"type": "string"}]}, "1", "1"),  # refers to itself
+        ({"$ref": "#/$defs/missing"}, "1", 1),
+        ({"anyOf": [{"type": "number"}, {"const": "1"}]}, "1", 1),
+        ({"not": {"type": "number"}}, "12", "12"),
+        ({"if": {"type": "number"}, "then": False}, "12", "12"),
+        ({"type": ["string", "number"], "multipleOf": 0.5}, "0.3", "0.3"),
+        ({"type": ["string", "array"], "maxItems": 1}, "[1, 2]", "[1, 2]"),
+        ({"type": ["string", "array"], "uniqueItems": True}, "[1, 1]", "[1, 1]"),
+        ({"type": ["string", "array"], "contains": {"type": "string"}}, "[1]", "[1]"),
+        ({"type": ["string", "array"], "prefixItems": [{}], "items": {"type": "string"}}, '[1, "a"]', [1, "a"]),
+        ({"type": ["string", "object"], "minProperties": 1}, "{}", "{}"),
+        ({"description": "anything"}, '"1"', "1"),
+    ],
+)
+def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str, value: Any) -> None:
+    parameters = {"properties": {"path": schema}, "$defs": TEXTS}
+    for form in (XML, GLM):
+        ((_, arguments, _),) = split(spelled(form, path=words), form=form, schemas={"write": parameters})
+        assert arguments == json.dumps({"path": value})
+    if not words.startswith(("[", "{", '"')):
+        for form, text in (
+            (GEMMA4, "<|tool_call>call:write{{path:{}}}<tool_call|>"),
+            (LFM2, "<|tool_call_start|>[write(path={})]"),
+        ):
+            ((_, arguments, _),) = split(text.format(words), form=form, schemas={"write": parameters})
+            assert json.loads(arguments) == {"path": value}
+
+
+@pytest.mark.parametrize("form", [XML, GLM])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "x {} y",
+        "line 1\n{}\nline 3",
+        "{}{} {}x",
+        "{}",
+        "a{}\n\n",
+        "<a>{}</a>\n  {} <b>",
+    ],
+)
+def test_a_mark_that_ends_nothing_is_text(form: CallForm, words: str) -> None:
+    text = words.format(*[form.member_end.strip()] * 3)
+    text += "." if text.endswith(form.member_end.strip()) else ""
+    for key in ("path", "extra"):
+        (call, *rest) = split(spelled(form, **{key: text, "size": "3"}) + " So.", form=form)
+        assert (json.loads(call[1]), rest) == ({key: text, "size": 3}, [("text", "So.")])
+
+
+def test_a_quote_that_ends_nothing_is_text() -> None:
+    text = '<|tool_call>call:write{path:<|"|>a <|"|> b<|"|> ,extra:[<|"|>c<|"|>]}<tool_call|>So.'
+    (_, arguments, is_whole), rest = split(text, form=GEMMA4)
+    assert (json.loads(arguments), is_whole, rest) == ({"path": 'a <|"|> b', "extra": ["c"]}, True, ("text", "So."))
+
+
 @pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
@@ -425,7 +580,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from(FORMS), st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join), st.booleans())
 def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: str, thinks: bool) -> None:
     options: dict[str, Any] = {"form": form, "thinking": THINK if thinks else None, "is_open": thinks and len(text) % 2}
@@ -436,6 +591,33 @@ def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: s
             assert isinstance(json.loads(rest[0]), dict)
     if not any(mark in text for mark in (*form.begins, "{", "think>")):
         assert "".join(words for _, words in split(text, form=form)) == text
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from([HERMES, XML, GEMMA4, HARMONY, LLAMA, LFM2]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join),
+    st.sampled_from(["x", "\n", "1.5", "é ", "}", "<", "tool", "path", "\n x", "True1.5"]),
+    st.lists(st.integers(1, 9)),
+)
+def test_a_stop_string_ends_the_text_that_is_shown(form: CallForm, text: str, stop: str, sizes: list[int]) -> None:
+    options: dict[str, Any] = {"form": form, "thinking": CHANNELS if form is HARMONY else THINK, "schemas": SCHEMAS}
+    buffer, told, data = TextBuffer((stop,), TurnReader(**options)), "", text.encode()
+    while data and not buffer.stopped:
+        size = sizes.pop() if sizes else 1
+        told, data = told + buffer.push(data[:size]), data[size:]
+    told += buffer.finish()
+    assert text.startswith(told)
+    whole, found = read([text], **options), read([told], **options)
+    place = next((i for i, part in enumerate(whole) if part[0] == "text" and stop in part[1]), None)
+    if place is None:
+        assert (told, buffer.met) == (text, None)
+        return
+    shown = whole[place][1].partition(stop)[0]
+    assert buffer.met == stop
+    assert text[len(told) :].startswith(stop)
+    assert found[:place] == whole[:place]
+    assert "".join(part[1] for part in found[place:]).strip() == shown.strip()
 
 
 def test_text_is_passed_on_at_once() -> None:
@@ -495,6 +677,30 @@ def test_arguments_that_cannot_be_read_back_open_no_others(
     assert found == expected
 
 
+def drawn(grammars: Grammars, tokenizer: Tokenizer, form: CallForm, grammar: str, seed: int) -> str:
+    """A text of a grammar, chosen at random among the allowed tokens; "" if it went on for too long."""
+    constraint, chooses, text = grammars.constraint(Grammar("grammar", grammar)), random.Random(seed), b""
+    words = [tokenizer.token_bytes(token, special=True) for token in range(tokenizer.num_tokens)]
+    ends = set(tokenizer.end_tokens.tolist())
+    ending = b""  # bytes of a mark that ends a string, which chance alone would not write
+    while len(text) < 4000:
+        mask = constraint.mask([])
+        assert mask is not None
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(words)]).tolist()
+        plain = {words[token]: token for token in allowed if token not in ends}
+        if len(plain) < len(allowed) and (not plain or chooses.random() < 0.5):
+            return text.decode("utf-8", "replace")
+        if not ending and len(plain) > 30 and chooses.random() < 0.2:
+            ending = (form.member_end if form.style == "xml" else form.quote).encode()
+        word = chooses.choice(list(plain))
+        for size in (1, len(ending)):
+            word = ending[:size] if ending[:size] in plain else word
+        ending = ending.removeprefix(word)
+        text += word
+        constraint.advance([plain[word]])
+    return ""
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_controls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
@@ -508,33 +714,9 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
     schemas: dict[str, Any] = {"open.file": ARGUMENTS, "time": {}, "any": {"type": "object"}}
     grammars = Grammars(tokenizer)
 
-    def written(seed: int, several: bool) -> str:
-        """A text of the grammar, chosen at random among the allowed tokens."""
-        grammar = Grammar("grammar", call_grammar(dialect, schemas, several=several))
-        constraint, chooses, text = grammars.constraint(grammar), random.Random(seed), b""
-        ending = b""  # bytes of a mark that ends a string, which chance alone would not write
-        while len(text) < 4000:
-            mask = constraint.mask([])
-            assert mask is not None
-            allowed = [token for token in range(tokenizer.num_tokens) if int(mask[token >> 5]) >> (token & 31) & 1]
-            plain = {
-                tokenizer.token_bytes(token, special=True): token for token in allowed if not tokenizer.is_end(token)
-            }
-            if len(plain) < len(allowed) and (not plain or chooses.random() < 0.5):
-                return text.decode("utf-8", "replace")
-            if not ending and len(plain) > 30 and chooses.random() < 0.2:
-                ending = (form.member_end if form.style == "xml" else form.quote).encode()
-            word = chooses.choice(list(plain))
-            for size in (1, len(ending)):
-                word = ending[:size] if ending[:size] in plain else word
-            ending = ending.removeprefix(word)
-            text += word
-            constraint.advance([plain[word]])
-        return ""
-
     seen: set[str] = set()
-    for seed in range(12):
-        text = written(seed, several=seed % 2 == 0)
+    for seed in range(8):
+        text = drawn(grammars, tokenizer, form, call_grammar(dialect, schemas, several=seed % 2 == 0), seed)
         if not text:  # it went on for too long
             continue
         found = split(text, form=form, schemas=schemas)
@@ -553,6 +735,91 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
                 assert form.style == "gemma" or set(found.get("tags", [])) <= {"a"}
     assert "time" in seen
     grammars.close()
+
+
+DAYS: dict[str, Any] = {
+    "properties": {"days": {"type": "integer"}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+OPEN_OR_NOT: dict[str, Any] = {"properties": {"on": {"type": ["boolean", "null"]}}, "required": ["on"]}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "no type": DAYS,
+    "types": DAYS | {"type": ["object", "null"]},
+    "a reference": {"$ref": "#/$defs/days", "$defs": {"days": DAYS | {"type": "object"}}},
+    "all of": {"type": "object", "allOf": [DAYS]},
+    "any of": {"anyOf": [DAYS, OPEN_OR_NOT | {"additionalProperties": False}, {"type": "null"}]},
+    "one of": {"oneOf": [DAYS, {"type": "null"}]},
+    "all of any": {"allOf": [DAYS | {"additionalProperties": True}, {"anyOf": [OPEN_OR_NOT, {"required": ["x"]}]}]},
+    "values": {"enum": [{"days": 1}, {"days": 2, "on": "x"}, 3]},
+    "typed others": {
+        "type": "object",
+        "additionalProperties": {"$ref": "#/$defs/few"},
+        "$defs": {"few": {"enum": ["x", 1]}},
+    },
+    "relative": {
+        "properties": {"one": {"enum": [1, 2]}, "two": {"$ref": "#/properties/one"}},
+        "required": ["one", "two"],
+        "additionalProperties": False,
+    },
+    "members": {
+        "properties": {
+            "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "few": {"enum": ["a", None, 3]},
+            "word": {"$ref": "#/$defs/word"},
+            "none": False,
+        },
+        "required": ["text", "few", "word"],
+        "$defs": {"word": {"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}]}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "form", [HERMES, XML, GEMMA4, GLM, LFM2, *(pytest.param(each, marks=pytest.mark.slow) for each in FORMS)]
+)
+def test_calls_that_must_be_meet_their_schema(
+    form: CallForm, controlled: Callable[[dict[int, str]], Tokenizer]
+) -> None:
+    tokenizer = controlled({300 + i: mark for i, mark in enumerate(dict.fromkeys(form.marks))})
+    dialect, grammars = Dialect.of("".join(form.template), tokenizer), Grammars(tokenizer)
+    for name, schema in PARAMETERS.items():
+        for seed in range(2):
+            text = drawn(grammars, tokenizer, form, call_grammar(dialect, {"f": schema}, several=False), seed)
+            if not text:
+                continue
+            ((called, arguments, is_whole),) = split(text, form=form, schemas={"f": schema})
+            assert (called, is_whole) == ("f", True), (name, text)
+            assert isinstance(json.loads(arguments), dict)
+            jsonschema.validate(json.loads(arguments), schema)
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "oneOf cannot be held"),
+        ({"not": {"required": ["a"]}}, "not cannot be held"),
+        ({"minProperties": 1}, "minProperties cannot be held"),
+        ({"properties": {"a": {"$ref": "#a"}}, "required": ["a"]}, "reference '#a' cannot be resolved"),
+        ({"anyOf": [{"properties": {f"a{i}": {}}} for i in range(65)]}, "more than 64 alternatives"),
+        ({"type": "string"}, "no object matches"),
+        ({"allOf": [DAYS, {"required": ["on"]}]}, "no object matches"),
+        ({"properties": {"a": {"const": 2**53 + 1}}}, "9007199254740993 cannot be held exactly"),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+                "required": ["a"],
+                "$defs": {"a": {"$ref": "#/$defs/a"}},
+                "type": "object",
+            },
+            "no text of finite",
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_held_are_refused(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(GrammarError, match=f"the parameters of f: .*{words}"):
+        call_grammar(Dialect(XML, None, {}), {"f": schema}, several=True)
 
 
 @pytest.mark.parametrize("form", [HERMES, XML, GEMMA4, LFM2])

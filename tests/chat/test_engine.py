@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +55,8 @@ def test_several_answers_are_those_of_their_seeds(random_gguf: Callable[..., Pat
         assert [each.text for each in engine.chat([says("user", TURNS[0])], n=1, **options)] == [
             engine.chat([says("user", TURNS[0])], **options).text
         ]
+        assert engine.chat(TURNS[0], n=3, seed=2**64 - 1, **options)[0].tokens == answers[0].tokens
+        assert engine.stream_chat(TURNS[0], **options).finish().tokens == alone[1].tokens
         with pytest.raises(ValueError, match="n must be at least 1"):
             engine.chat([says("user", TURNS[0])], n=0)
 
@@ -66,31 +67,6 @@ def test_streams_and_stop_strings(smollm2: pystaged.Engine) -> None:
     assert stream.result.text == text
     assert stream.result.finish_reason == "stop"
     assert text.endswith(" is ")
-
-
-def converse(engine: pystaged.Engine, name: str, seed: int) -> list[dict[str, Any]]:
-    """A conversation of two turns."""
-    messages: list[dict[str, Any]] = []
-    for question in (f"Hello! I am {name}.", "What is my name?"):
-        messages.append(says("user", question))
-        messages.append(engine.chat(messages, max_tokens=24, temperature=0.8, seed=seed).message)
-    return messages
-
-
-@pytest.mark.slow
-def test_conversations_in_threads_are_as_alone(smollm2: pystaged.Engine) -> None:
-    people = [("Ada", 1), ("Grace", 2), ("Alan", 3)]
-    alone = [converse(smollm2, *person) for person in people]
-    with pystaged.load(paths.smollm2(), n_ctx=1024, report=lambda _: None) as engine:
-        together = threading.Barrier(len(people))
-
-        def begin(person: tuple[str, int]) -> list[dict[str, Any]]:
-            together.wait(600)
-            return converse(engine, *person)
-
-        with ThreadPoolExecutor(len(people)) as threads:
-            assert list(threads.map(begin, people)) == alone
-        assert engine.passes.texts_per_pass > 1
 
 
 def test_answers_in_an_event_loop(random_gguf: Callable[..., Path]) -> None:

@@ -87,7 +87,7 @@ def test_what_it_writes_has_a_bound_besides_memory(tokenizer: Tokenizer) -> None
     for template in ("{{ 'x' * 1100000 }}", "{{ ('%(a)s' * 8) % {'a': 'x' * 1000000} }}"):
         with pytest.raises(ChatTemplateError, match="writes far more than its messages"):
             chat_format(template, tokenizer).render([says("user", "Hello")])
-    with pytest.raises(ChatTemplateError, match=r"refuses these messages: x{100}") as error:
+    with pytest.raises(ChatTemplateError, match=r"refuses these messages, line 1: x{100}") as error:
         chat_format("{{ raise_exception('x' * 100000) }}", tokenizer).render([says("user", "Hello")])
     assert len(str(error.value)) < 11_000
 

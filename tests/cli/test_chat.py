@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from support.commands import assert_refused, here, run
 import pystaged
 from pystaged.chat.messages import Message
 from pystaged.cli import turns
-from pystaged.cli.chat import Chat, read_conversation
-from pystaged.cli.interrupts import Interrupts
-from pystaged.cli.options import Color, SamplingOptions
+from pystaged.cli.lines import Lines
+from pystaged.cli.options import Color, Given
+from pystaged.cli.turns import Chat, read_conversation
+from pystaged.platform.ctrl_c import Interrupts
 
 QUESTION = "def fibonacci(n):"
 PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
@@ -36,7 +39,7 @@ def engine() -> Iterator[pystaged.Engine]:
 def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
     with Interrupts() as interrupts:
         yield lambda max_tokens=6, **options: Chat(
-            engine, SamplingOptions(**PLAIN | options), max_tokens, Color.NONE, interrupts
+            engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), Color.NONE, interrupts
         )
 
 
@@ -97,7 +100,7 @@ def test_retry_takes_the_next_seed(
     made.take("/seed 18446744073709551615")
     made.take("/retry")
     made.take("/retry")
-    assert made._sampling.given["seed"] == 1
+    assert made._given["seed"] == 1
     with pytest.raises(ValueError, match="seed must be between"):
         made.take("/seed 18446744073709551616")
 
@@ -159,7 +162,7 @@ def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engi
     made.take(QUESTION)
     kept = made._so_far
     for line in ("x " * engine.n_ctx, "/retry"):
-        with pytest.raises(ValueError, match=r"all of it does not fit .*: /clear begins again"):
+        with pytest.raises(ValueError, match=r"does not fit into the context .*, write /clear"):
             made.take(line)
         assert made._so_far == kept
     made.take("/clear")
@@ -195,14 +198,56 @@ def test_a_full_context_is_said(random_gguf: Callable[..., Path], limit: list[st
     model = random_gguf(context=96)
     done = here("chat", model, "--draft", "none", *limit, stdin=b"x")
     assert done.returncode == 0, done.stderr
-    assert "the context of 96 tokens is full: /clear begins again, --n-ctx allows more" in done.stderr.decode()
+    assert "cut: the context of 96 tokens is full\n" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_full_context_loses_the_oldest_turns(capsys: pytest.CaptureFixture[str], drops: bool) -> None:
+    given: list[list[Any]] = []
+    with pystaged.load("bundled", n_ctx=96, report=lambda _: None) as engine, Interrupts() as interrupts:
+        answer = engine.stream_chat
+        engine.stream_chat = lambda messages, **options: given.append(messages) or answer(messages, **options)
+        overflow = "drop" if drops else "stop"
+        options = Given(PLAIN | {"max_tokens": 6, "stop_loops": False, "context_overflow": overflow})
+        made = Chat(engine, options, Color.NONE, interrupts, system="Go on.")
+        questions = [f"{number}: {'x ' * 12}" for number in range(4)]
+        if not drops:
+            made.take(questions[0])
+            with pytest.raises(ValueError, match="does not fit into the context of 96 tokens"):
+                made.take("x " * 40)
+            return
+        for question in questions:
+            made.take(question)
+        for begun, messages in enumerate(given):
+            # The system message and the last question stay, and what is read are whole turns.
+            assert messages[0] == {"role": "system", "content": "Go on."}
+            assert messages[-1] == asks(questions[begun])
+            assert messages[1:] == made._so_far[2 * begun + 2 - len(messages) : 2 * begun + 1]
+            assert len(engine.chat_format.encode(messages)) <= 90
+        assert len(given[-1]) < 8
+        dropped = made._num_dropped
+        assert (
+            f"the context of 96 tokens is full: the oldest {dropped} messages are no longer read"
+            in capsys.readouterr().err
+        )
+        assert len(made._so_far) == 8
+        kept = made._num_dropped
+        with pytest.raises(ValueError, match="does not fit"):
+            made.take("x " * 96)
+        assert made._num_dropped == kept
+        made.take("/clear")
+        assert not made._num_dropped
 
 
 def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
     made = session()
     assert made.take("")
     assert made.take("/help")
-    assert "/retry" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "/retry" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert made.take("/HELP")
+    assert capsys.readouterr().err == shown
     assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
     with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
         made.take("/nonsense")
@@ -230,10 +275,10 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
 )
 def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
     made = session()
-    before = made._sampling, made._max_tokens
+    before = dict(made._given)
     with pytest.raises(ValueError, match=words):
         made.take(line)
-    assert (made._sampling, made._max_tokens) == before
+    assert made._given == before
 
 
 def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +313,9 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
     assert "max_tokens 31, stop_loops on" in shown.err
     assert "system message: Hi,\n  you." in shown.err
     assert shown.out == "Hi,\n  you.\n"
+    made.take("/show system")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Hi,\n  you.\n", "")
 
 
 def test_thinking_is_switched(
@@ -285,6 +333,9 @@ def test_thinking_is_switched(
 
     monkeypatch.setattr(engine, "stream_chat", stream_chat)
     made = session()
+    with pytest.raises(ValueError, match="cannot switch thinking"):
+        made.take("/think on")
+    monkeypatch.setattr(engine.chat_format, "variables", lambda: {"enable_thinking"})
     made.take(QUESTION)
     for line in ("/think off", "/set think", "/set nothink"):  # of Ollama
         made.take(line)
@@ -313,42 +364,11 @@ def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.Captu
 
 
 def test_a_seed_that_was_drawn_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
-    made = session(temperature=1.0, seed=-1)
+    made = session(temperature=1.0, seed=None)
     made.take(QUESTION)
     made.take("/stats")
     assert made._last
     assert f"; seed {made._last.seed}\n" in capsys.readouterr().err
-
-
-def test_a_burst_of_ctrl_c_keeps_what_was_written(
-    session: Callable[..., Chat], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = session(max_tokens=400, temperature=1.0)
-    honest, pieces = Interrupts.check, iter(range(1000))
-
-    def check(self: Interrupts) -> None:
-        if next(pieces) == 3:
-            for _ in range(3):
-                self._press(signal.SIGINT, None)
-        honest(self)
-
-    monkeypatch.setattr(Interrupts, "check", check)
-    made.take(QUESTION)
-    shown = capsys.readouterr()
-    assert "stopped" in shown.err
-    question, answer = made._so_far
-    assert question == asks(QUESTION)
-    assert shown.out == answer["content"] + "\n"
-    assert 0 < len(answer["tokens"]) < 400
-    made.take("/stats")
-    # Those too that were written and not shown any more.
-    assert int(capsys.readouterr().err.split(" tokens, ")[0]) >= len(answer["tokens"])
-    made.take("/set max_tokens 3")
-    made.take("/set temperature 0")
-    made.take("/retry")
-    assert len(made._so_far[1]["tokens"]) == 3
-    made.take("go on")
-    assert len(made._so_far) == 4
 
 
 # ---- Saved conversations ----
@@ -373,12 +393,23 @@ def test_save_and_load(
     made.take(QUESTION)
     made.take(f"/save {file}")
     made.take("next")
-    expected = made._so_far
+    expected, content = made._so_far, file.read_text("utf-8")
     other = session(temperature=1.0)
     other.take(f"/load {file}")
     assert "2 messages" in capsys.readouterr().err
     other.take("next")
     assert other._so_far == expected
+    third = session()
+    with pytest.raises(ValueError, match=r"talk\.json is there already; the same command again replaces it"):
+        third.take(f"/save {file}")
+    assert file.read_text("utf-8") == content
+    third.take(f"/save {file}")
+    assert json.loads(file.read_text("utf-8"))["messages"] == []
+    other.take(f"/save {file}")  # which it has read
+    made.take("/undo")
+    made.take(f"/save {file}")  # which it has written
+    assert json.loads(file.read_text("utf-8")) == json.loads(content)
+    made._states[-1] = made._states[-1]._replace(messages=expected)
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     for tokens, error in (
         ("x", "not a list of integers"),
@@ -427,8 +458,9 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
     file = tmp_path / "talk.json"
     file.write_text(text, "utf-8")
     made = session()
-    with pytest.raises(ValueError, match=r"talk\.json is not a conversation saved with /save"):
+    with pytest.raises(ValueError, match=r"talk\.json is not a conversation saved with /save: ") as caught:
         made.take(f"/load {file}")
+    assert text not in ("", "{") or str(caught.value).endswith(": it is no JSON")
     assert made._so_far == []
     with pytest.raises(FileNotFoundError):
         made.take(f"/load {tmp_path / 'nothing.json'}")
@@ -438,15 +470,16 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
 
 
 @pytest.mark.slow
-def test_answers_of_a_form(tmp_path: Path) -> None:
-    grammar = tmp_path / "grammar.lark"
-    grammar.write_text('start: "yes" | "no"')
-    done = here("chat", "bundled", "--grammar", grammar, stdin=b"Is it?")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout in (b"yes\n", b"no\n")
+def test_answers_of_a_form() -> None:
     done = here("chat", "bundled", "--regex", "7{3}", stdin=b"Which?")
     assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
     assert_refused(here("chat", "bundled", "--regex", "(", stdin=b"Which?"), "regex cannot be used")
+    schema = ("--json-schema", '{"type": "string", "minLength": 9}', "--max-tokens", "3", "--temperature", "0")
+    for given in (["chat", "bundled"], ["generate", "-"], ["generate", "-", "--n", "2", "--json"]):
+        done = here(*given, *schema, stdin=b"Which?")
+        assert done.returncode == 1
+        assert done.stdout
+        assert "error: the text of 3 tokens is no whole JSON: it was cut at max_tokens" in done.stderr.decode()
 
 
 @pytest.mark.slow
@@ -473,8 +506,20 @@ def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
     assert done.stdout == b"<|\n"  # the beginning of a stop string that is not whole
     done = here("chat", "bundled", "--temperature", "0", "--max-tokens", "2", "--stop", "|", stdin=question.encode())
     assert (done.returncode, done.stdout) == (0, b"<\n")
-    done = here("generate", question, "--chat", "--model", "bundled", "--temperature", "0", "--max-tokens", "8")
-    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
+    for given in (["generate", "--chat", "--model", "bundled", question], ["chat", "bundled", question]):
+        done = here(*given, "--temperature", "0", "--max-tokens", "8")
+        assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
+
+
+@pytest.mark.slow
+def test_piped_input_stands_before_a_question() -> None:
+    told, question = "The secret word is BANANA.", "What is the secret word?"
+    with pystaged.load("smollm2") as model:
+        expected = model.chat([asks(f"{told}\n\n{question}")], max_tokens=8).text
+    assert "BANANA" in expected
+    for given in (["generate", "--chat", "--model", "smollm2"], ["chat", "smollm2"], ["run", "smollm2"]):
+        done = here(*given, question, "--temperature", "0", "--max-tokens", "8", stdin=f"{told}\n".encode())
+        assert (done.returncode, done.stdout.decode()) == (0, expected + "\n")
 
 
 @pytest.mark.slow
@@ -531,6 +576,46 @@ def test_wrong_usage() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
+    from cli.test_terminal import terminal  # noqa: PLC0415
+
+    file = tmp_path / "talk.json"
+    window = terminal("chat", "bundled", "--max-tokens", "2", "--stats", columns=200, lines=60)
+    start = 0
+    for text in ("Fix:\n    return x\n\nf(2)", '"""a\nb', "/etc/a\n/etc/b"):
+        window.wait_for(b"\x1b[?2004h", start=start)
+        start = len(window.output)
+        window.type(f"\x1b[200~{text}\x1b[201~\n".encode())
+        window.wait_for(b"per step", start=start)
+        start = window.output.index(b"per step", start)
+    window.wait_for(b"\x1b[?2004h", start=start)
+    window.type(f"/save {file}\n/bye\n".encode())
+    assert window.finish() == 0
+    asked = [message["content"] for message in json.loads(file.read_text("utf-8"))["messages"][::2]]
+    assert asked == ["Fix:\n    return x\n\nf(2)", '"""a\nb', "/etc/a\n/etc/b"]
+
+
+def test_pastes_that_libedit_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = ["before"]
+    lines = iter(["Fix \x01a", "", "b\x02!", "next"])
+
+    def read(prompt: str = "") -> str:
+        del prompt
+        history.append(line := next(lines))
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    with Interrupts() as interrupts:
+        reader = Lines(interrupts)
+        reader._marked = SimpleNamespace(
+            get_current_history_length=lambda: len(history), remove_history_item=history.pop, add_history=history.append
+        )
+        assert [reader.read(), reader.read()] == [("Fix a\n\nb!", False), ("next", False)]
+    assert history == ["before", "Fix a\n\nb!", "next"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
 def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     from cli.test_terminal import terminal  # noqa: PLC0415
 
@@ -539,7 +624,11 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     window = terminal("chat", "bundled", "--temperature", "0", "--max-tokens", "8", "--stats", columns=200, lines=60)
     window.wait_for(b"> ")
-    window.type(b'"""\n')
+    window.type(b'"""')
+    window.wait_for(b'> """')
+    os.kill(window.process, signal.SIGCONT)  # as the shell's fg after Ctrl-Z
+    window.wait_for(b'> """', start=window.output.index(b'> """') + 1)
+    window.type(b"\n")
     for line in question.split("\n"):
         window.wait_for(b". ")
         window.type(line.encode() + b"\n")
@@ -552,9 +641,16 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     window.type(b"/bye\n")
     assert window.finish() == 0
     assert json.loads(file.read_text("utf-8"))["messages"] == [asks(question), expected.message]
+    # The next chat knows the lines.
+    window = terminal("chat", "bundled", columns=200)
+    window.wait_for(b"> ")
+    window.type(b"\x1b[A")
+    window.wait_for(b"/bye")
+    window.type(b"\n")
+    assert window.finish() == 0
 
 
 def test_the_help_names_all_commands(session: Callable[..., Chat]) -> None:
     made = session()
     hidden = {"/?", "/new"}
-    assert all(name in made._about + turns._HELP for name in made._commands.keys() - hidden)
+    assert all(name in turns._HELP for name in made._commands.keys() - hidden)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from support.decoding import Text, step
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, ModelError, RecycledCandidates, Session, Work, run
-from pystaged.config import SamplingConfig
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks
-from pystaged.decoding.step import Step
-from pystaged.decoding.stepper import BatchMember, Stepper
+from pystaged.decoding.stepper import Stepper, generate
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
+from pystaged.options.config import SamplingConfig
 
 TOKENS = np.random.default_rng(3).integers(0, 257, 60).tolist()
 
@@ -28,36 +27,6 @@ TOKENS = np.random.default_rng(3).integers(0, 257, 60).tolist()
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = RandomModel("qwen3moe", experts=(64, 8, 32, 0), quantization=request.param, tie=False)
     return write(tmp_path_factory.mktemp("experts") / "model.gguf", model)
-
-
-def last_logits(session: Session) -> npt.NDArray[np.float32]:
-    session.evaluate(TOKENS[-1:], [-1])
-    return session.logits(0)
-
-
-def test_prompts_cut_anywhere(path: Path) -> None:
-    model = Model(path)
-    whole = Session(model)
-    whole.prefill(TOKENS[:-1])
-    expected = last_logits(whole)
-    for cut in range(1, len(TOKENS) - 1):
-        session = Session(model)
-        session.prefill(TOKENS[:cut])
-        session.prefill(TOKENS[cut:-1])
-        assert (last_logits(session) == expected).all()
-
-
-def test_texts_that_share_passes(path: Path) -> None:
-    model = Model(path)
-    texts = [TOKENS[:-1], TOKENS[20:-1], TOKENS[5:-1]]
-    alone, together = ([Session(model) for _ in texts] for _ in range(2))
-    for session, text in zip(alone, texts, strict=True):
-        session.prefill(text)
-    for first in range(0, len(TOKENS), 7):
-        pieces = [(session, text[first : first + 7]) for session, text in zip(together, texts, strict=True)]
-        run([Work.read(session, piece) for session, piece in pieces if piece])
-    for one, other in zip(alone, together, strict=True):
-        assert (last_logits(one) == last_logits(other)).all()
 
 
 def sets(session: Session, count: int, layers: int) -> list[list[set[int]]]:
@@ -129,23 +98,6 @@ def test_experts_need_our_kernels(path: Path) -> None:
         Model(path, device="ggml-cpu")
 
 
-class Text(BatchMember):
-    """A text of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens: list[int] = []
-        self.guesses = 0
-        self.error: BaseException | None = None
-
-    def on_step(self, step: Step) -> None:
-        self.tokens += step.tokens
-        self.guesses += len(step.tree) - 1
-
-    def on_end(self, error: BaseException | None) -> None:
-        self.error = error
-
-
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(), SamplingConfig(temperature=0.4, seed=3)], ids=["greedy", "warm"]
 )
@@ -153,20 +105,20 @@ def test_trees_by_experts_change_no_token(path: Path, sampling: SamplingConfig) 
     model, clocks = Model(path), Clocks(lambda: 0.0, lambda: 0.0)  # nothing takes any time
     prompts = [np.array(tokens, np.int32) for tokens in (TOKENS[:7] * 4, TOKENS, TOKENS[30:40] * 2)]
     plain = Decoder(Session(model))
-    expected = [[t for step in plain.generate(prompt, sampling, 30) for t in step.tokens] for prompt in prompts]
-    cost = ExpertCost({1: 1.0, 2: 1.3, 32: 3.0}, None, 0.005, {1: 16, 2: 29, 32: 90})
-    recycled, texts = RecycledCandidates(), [Text() for _ in prompts]
-    for text, prompt in zip(texts, prompts, strict=True):
-        drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost, lambda *_: 0.0), 257, experts=cost)
+    expected = [[t for step in generate(plain, prompt, sampling, 30) for t in step.tokens] for prompt in prompts]
+    cost = ExpertCost({1: 1.0, 2: 1.3, 32: 3.0}, None, {1: 16, 2: 29, 32: 90}, 0.005)
+    recycled, texts, guesses = RecycledCandidates(), [], 0
+    for prompt, written in zip(prompts, expected, strict=True):
+        drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost), 257, experts=cost)
         decoder = Decoder(Session(model), drafter, cost=cost, clocks=clocks)
         for _ in range(2):  # then with what was learnt
-            steps = list(decoder.generate(prompt, sampling, 30))
-            assert [token for step in steps for token in step.tokens] == expected[texts.index(text)]
-            text.guesses += sum(len(step.tree) - 1 for step in steps)
-        text.begin(decoder, decoder.text(prompt, sampling, 30))
+            steps = list(generate(decoder, prompt, sampling, 30))
+            assert [token for step in steps for token in step.tokens] == written
+            guesses += sum(len(step.tree) - 1 for step in steps)
+        texts.append(Text(decoder, prompt, sampling, 30))
     stepper = Stepper(cost, clocks=clocks)
     while not all(text.is_over for text in texts):
-        stepper.step(texts)
+        step(stepper, texts)
     assert [text.error for text in texts] == [None] * 3
     assert [text.tokens for text in texts] == expected
-    assert sum(text.guesses for text in texts) > 20
+    assert guesses + sum(len(each.tree) - 1 for text in texts for each in text.steps) > 20

@@ -293,13 +293,14 @@ def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, 
     session.prefill([1, 2, 3])
     with pytest.raises(ModelError, match="logits of a pass are not finite"):
         session.verify([5, 6], [-1, 0], _core.Sampling())
-    with pytest.raises(ModelError, match="logits of a pass are not finite"):
-        session.evaluate([5], [-1])
     assert (session.tokens.tolist(), session.num_pending) == ([1, 2, 3], 0)
+    session.evaluate([5], [-1])
+    with pytest.raises(ModelError, match="logits of a pass are not finite"):
+        session.candidates([0], 2, _core.Sampling())
 
 
 def test_logits_that_are_not_finite_and_stay_on_the_device(small: Gguf, tmp_path: Path) -> None:
-    """They are refused whenever they are needed, until their rows are gone."""
+    """They are refused whenever they are needed."""
     entries, tensors = list(small.entries), list(small.tensors)
     set_weights("output_norm.bias", 0, struct.pack("<f", -3e38))(entries, tensors)
     # Of one token; the largest logits are finite.
@@ -314,12 +315,14 @@ def test_logits_that_are_not_finite_and_stay_on_the_device(small: Gguf, tmp_path
     for call in (
         lambda: session.logits(0),
         lambda: session.candidates([0], 2, _core.Sampling(1.0)),
-        lambda: session.evaluate([6], [0]),
         lambda: session.logits(0),
     ):
         with pytest.raises(ModelError, match="logits of a pass are not finite"):
             call()
         assert (session.tokens.tolist(), session.num_pending) == ([], 1)
+    session.evaluate([6], [0])
+    with pytest.raises(ModelError, match="logits of a pass are not finite"):
+        session.logits(0)
     assert session.follow(greedy)[1].tolist() == first
     session.discard()
     assert session.verify([5], [-1], greedy)[1].tolist() == first

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_python
-from support.kernels import KERNELS
+from support.kernels import EVERY_KERNEL, KERNELS
 
 from pystaged import _core
 
@@ -118,7 +118,7 @@ def test_any_shape(shape: tuple[str, int, int], n: int, num_threads: int, seed: 
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:
     weights, x = draw_weights(kind, 500, 512), draw_rows(3, 512)
     scalar = multiply(kind, weights, x)
@@ -127,7 +127,7 @@ def test_large_matrix_shared_by_threads(kernel: str, kind: str) -> None:
         np.testing.assert_array_equal(multiply(kind, weights, x, kernel, num_threads), scalar)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_every_half_is_read_exactly(kind: str, kernel: str) -> None:
     halves = np.arange(1 << 16, dtype=np.uint16)
@@ -136,7 +136,7 @@ def test_every_half_is_read_exactly(kind: str, kernel: str) -> None:
     np.testing.assert_array_equal(actual[0], values.astype(np.float32))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 @pytest.mark.parametrize("kind", INTEGER_TYPES)
 def test_activations_round_half_to_even(kind: str, kernel: str) -> None:
     x = np.tile(np.arange(-126.5, 127, dtype=np.float32)[:, None], block_size(kind))
@@ -182,7 +182,7 @@ def extreme_weights(kind: str, cols: int) -> Packed:
     return weights
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 @pytest.mark.parametrize("kind", TYPES)
 def test_extremes(kind: str, kernel: str) -> None:
     cols = whole_blocks(kind, 96)
@@ -198,7 +198,7 @@ def test_extremes(kind: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_bad_row_leaves_the_others_alone(kernel: str, kind: str, bad: float) -> None:
     cols = whole_blocks(kind, 96)
     weights, x = draw_weights(kind, 33, cols), draw_rows(17, cols)
@@ -212,7 +212,7 @@ def test_bad_row_leaves_the_others_alone(kernel: str, kind: str, bad: float) -> 
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_no_rows(kernel: str, kind: str) -> None:
     assert multiply(kind, draw_weights(kind, 7, 256), np.empty((0, 256), np.float32), kernel).shape == (0, 7)
 

@@ -19,7 +19,7 @@ from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, ruled
 
 from pystaged import SamplingConfig, _core
-from pystaged.sampling import _known, bind, sequences_of
+from pystaged.sampling.binding import _known, bind, sequences_of
 
 VOCAB_SIZE = 300
 TOLERANCE = 2e-4
@@ -483,7 +483,7 @@ def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Mode
 
 
 def test_breakers_are_kept_up_to_a_bound(tokenizer: _core.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pystaged.sampling._MOST_KNOWN", 4, raising=False)
+    monkeypatch.setattr("pystaged.sampling.binding._MOST_KNOWN", 4, raising=False)
     texts = tuple("abcdefghij")
     for first in range(9):
         bind(SamplingConfig(dry_multiplier=1.0, dry_sequence_breakers=texts[first : first + 2]), tokenizer, 3)
@@ -496,7 +496,7 @@ def test_a_bias_is_checked_once_and_does_not_change(
 ) -> None:
     given: dict[int | str, float] = {5: 1.0, 7: -math.inf}
     sampling = SamplingConfig(logit_bias=given, min_tokens=2)
-    monkeypatch.setattr("pystaged.config._biases", None)
+    monkeypatch.setattr("pystaged.options.config._biases", None)
     bound = bind(sampling, tokenizer, 3)
     copies = (pickle.loads(pickle.dumps(bound)), copy.deepcopy(bound), copy.copy(bound), sampling)
     given[5] = 9.0

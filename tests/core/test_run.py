@@ -174,7 +174,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[int, list[Step]]]:
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(schedule=schedules())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_crowded_is_alone(model_of: Model, family: str, kv: str, schedule: list[tuple[int, list[Step]]]) -> None:
     plain = longest(model_of(family, "scalar", 1, kv=kv))
     alone = [plain.fork(length) for length, _ in schedule]
@@ -315,6 +315,42 @@ def test_what_fails_leaves_every_text_as_it_was(tmp_path: Path, name: str) -> No
     if not bad.closed:
         bad.discard()
         assert bad.tokens.tolist() == PREFIX[8:15].tolist()
+
+
+def overflow(what: str) -> Callable[[dict[str, npt.NDArray[np.float32]]], None]:
+    """Makes keys or values of token 7 overflow in F16."""
+
+    def spoil(tensors: dict[str, npt.NDArray[np.float32]]) -> None:
+        embedding = tensors["token_embd.weight"]
+        embedding[:, 0], embedding[7] = 0, np.eye(embedding.shape[1])[0]
+        tensors[f"blk.0.{what}.weight"][:, 0] = 1e6
+
+    return spoil
+
+
+@pytest.mark.parametrize("what", ["attn_k", "attn_v"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_rejected_guess_that_is_not_finite_ends_no_text(tmp_path: Path, what: str, kernel: str) -> None:
+    model = _core.Model(write(tmp_path / "model.gguf", RandomModel("llama", tie=False), overflow(what)), kernel)
+    plain, staged = text(model, [1, 2, 3]), text(model, [1, 2, 3])
+    expected = [5]
+    for _ in range(40):
+        expected += plain.verify(expected[-1:], [-1], SAMPLINGS[1])[1].tolist()
+    assert 7 not in expected
+    for i in range(0, 40, 2):
+        tree, parents = [expected[i], 7, expected[i + 1], 7], [-1, 0, 0, 2]
+        path, tokens, largest, _ = staged.verify(tree, parents, SAMPLINGS[1], 3)
+        assert (path.tolist(), tokens.tolist()) == ([0, 2], expected[i + 1 : i + 3])
+        assert [(row >= 0).all() for row in largest] == [True, False, True, False]
+    # What plain decoding cannot go on with ends the staged text, too, and no sooner.
+    only_seven = np.array([[1 << 7], [0xFFFFFFFF]], np.uint32)
+    path, tokens = staged.verify([expected[-1], 7], [-1, 0], GREEDY, 0, only_seven)
+    plain.verify(expected[-1:], [-1], GREEDY, 0, only_seven[:1])
+    assert (path.tolist(), tokens.tolist()) == ([0], [7])
+    for session in (plain, staged):
+        with pytest.raises(_core.ModelError, match="not finite"):
+            session.verify([7], [-1], GREEDY)
+    assert staged.tokens.tolist() == plain.tokens.tolist()
 
 
 def test_works_that_do_not_go_together(model_of: Model) -> None:

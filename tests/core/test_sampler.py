@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pystaged import SamplingConfig, _core
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.stepper import generate
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
 from pystaged.stats import GenerationStats
@@ -358,7 +359,7 @@ def test_drafted_tokens_are_drawn_by_their_probability(
         drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
         decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
         for seed in range(DRAWS // 4):
-            steps = decoder.generate(prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
+            steps = generate(decoder, prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
             counts[next(steps).tokens[0]] += 1
             steps.close()
         assert stats.drafted > 0

@@ -16,10 +16,10 @@ from support.logits import llama_context, llama_pass
 import pystaged
 from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.bench.pairs import continuation, drafters
-from pystaged.config import SamplingConfig
+from pystaged.bench.pairs import continuation
 from pystaged.decoding.decoder import Decoder
 from pystaged.loading import names
+from pystaged.options.config import SamplingConfig
 
 Doubles = npt.NDArray[np.float64]
 
@@ -44,33 +44,8 @@ QUESTIONS = [
     "Tell me a short joke.",
     "What causes tides?",
     "Summarize the story of Cinderella.",
-    "Which is heavier, iron or feathers?",
-    "How do I boil an egg?",
-    "What is photosynthesis?",
-    "Suggest a name for a bakery.",
-    "When did the First World War begin?",
-    "Explain recursion to a child.",
-    "What should I pack for a week in the mountains?",
-    "Write the opening of a mystery novel.",
-    "Is zero an even number?",
-    "What is the largest ocean?",
-    "How do vaccines work?",
-    "Give three tips for sleeping better.",
-    "What is the square root of 144?",
-    "Describe the taste of a lemon.",
-    "Why is the Moon always showing the same face?",
-    "Write a SQL query that counts the rows of a table.",
-    "What is inflation?",
-    "How is paper made?",
-    "Who was Ada Lovelace?",
-    "Compose a toast for a wedding.",
 ]
 PROMPTS = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
-SAMPLINGS = {
-    "greedy": SamplingConfig(),
-    "top-k": SamplingConfig(temperature=1.0, top_k=50, seed=1),
-    "no-filter": SamplingConfig(temperature=1.0, seed=2),
-}
 ANSWER = 4  # tokens that are judged with each prompt
 
 
@@ -143,7 +118,7 @@ def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> 
         sure = clear_choices(reference)
         same += int((ours.argmax(axis=-1) == reference.argmax(axis=-1))[sure].sum())
         clear += int(sure.sum())
-    assert len(differences) > 700
+    assert len(differences) > 350
     assert abs(np.mean(differences)) <= 0.05
     # Both round what they multiply with to 8 bits, each in its own way.
     assert np.abs(differences).mean() <= 0.1
@@ -155,7 +130,7 @@ def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], t
     """As near to doubles as llama.cpp, and the same choice where these are sure."""
     session, exact_model = Session(model, 256), FamilyReference(path)
     our_error, their_error, same, clear = list[float](), list[float](), 0, 0
-    for tokens in texts[::8]:
+    for tokens in texts[::4]:
         exact = log_probabilities(exact_model.logits(tokens))
         ours = log_probabilities(our_logits(session, tokens))
         reference = log_probabilities(their_logits(theirs, tokens))
@@ -168,19 +143,6 @@ def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], t
     assert clear > 50
     assert same >= 0.99 * clear
     assert np.mean(our_error) <= 1.2 * np.mean(their_error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_no_drafter_changes_the_text(path: Path, model: Model, sampling: SamplingConfig) -> None:
-    tokenizer = Tokenizer(str(path))
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[::40]]
-    session = Session(model, 256)
-    plain = Decoder(session)
-    expected = [continuation(plain, prompt, sampling, 16) for prompt in prompts]
-    for name, drafter in drafters(model, model, None).items():
-        decoder = Decoder(session, drafter)
-        assert [continuation(decoder, prompt, sampling, 16) for prompt in prompts] == expected, name
 
 
 def test_by_name() -> None:

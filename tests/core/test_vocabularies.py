@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFWriter, TokenType
 from support.logits import llama_tokenize, llama_vocabulary
 from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, gguf_file, write
 
@@ -33,7 +33,24 @@ def no_bytes(writer: GGUFWriter, size: int) -> None:
     add_sentencepiece(writer, size, byte_tokens=False)
 
 
-KINDS: dict[str, Callable[[GGUFWriter, int], object]] = {"sentencepiece": add_sentencepiece, "byte-pairs": byte_pairs}
+def character_pairs(writer: GGUFWriter, size: int) -> None:
+    """As in Gemma 4: merges of characters, spaces as U+2581, and tokens for single bytes."""
+    bytes_alone = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "th", "the", "\u2581the", "\n", "\n\n"]
+    tokens = ["<pad>", "<s>", "<unk>", *bytes_alone, *letters]
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list([*tokens, *(f"<unused{i}>" for i in range(size - len(tokens)))])
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(letters)
+    writer.add_token_types(kinds + [TokenType.CONTROL] * (size - len(tokens)))
+    writer.add_token_merges(["t h", "th e", "\u2581 the"])
+    writer.add_bos_token_id(1)
+
+
+KINDS: dict[str, Callable[[GGUFWriter, int], object]] = {
+    "sentencepiece": add_sentencepiece,
+    "byte-pairs": byte_pairs,
+    "character pairs": character_pairs,
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +97,16 @@ def test_what_sentencepiece_says(model_file: Callable[..., Path]) -> None:
     assert not ours.is_control(think)
     assert ours.token_bytes(3 + 0x41) == b"A"
     assert ours.end_tokens.tolist() == [token for token in range(300) if ours.is_end(token)] == [2]
+
+
+def test_what_gemma_4_says(model_file: Callable[..., Path]) -> None:
+    ours = Tokenizer(model_file("character pairs"))
+    assert ours.adds_bos
+    tokens = ours.encode("the the\n\n\n\u00e9\n").tolist()
+    assert [ours.token_text(token) for token in tokens] == [
+        *("<s>", "the", "\u2581the", "\n", "\n", "\n", "<0xC3>", "<0xA9>", "\n")
+    ]
+    assert ours.decode(tokens) == "the the\n\n\n\u00e9\n"
 
 
 def test_characters_without_tokens(tmp_path: Path) -> None:

@@ -11,15 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.decoding import drafted
 
 from pystaged import Stage
 from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation, drafters
-from pystaged.config import SamplingConfig
-from pystaged.decoding.constraint import Constraint, allows, constrained
+from pystaged.decoding.constraint import constrained
 from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.requests import finish
+from pystaged.decoding.stepper import generate
 from pystaged.decoding.tree import TokenTree, TreeBuilder
+from pystaged.options.config import SamplingConfig
+from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import GenerationStats
 
 END, LENGTH = 0, 24
@@ -90,7 +92,8 @@ def written(
     """A text's tokens, and why it ended."""
     tokens: list[int] = []
     reason = None
-    for step in decoder.generate(
+    for step in generate(
+        decoder,
         PROMPT,
         sampling,
         max_tokens,
@@ -184,7 +187,7 @@ def test_guesses_below_what_must_come(target: Model) -> None:
     """A drafter of the target itself goes on behind the forced tokens, and everything is accepted."""
     way = drafters(target, target, None)["chain"]
     decoder, stats = Decoder(Session(target), way), GenerationStats()
-    steps = list(decoder.generate(PROMPT, SamplingConfig(), 20, stats=stats, constraint=Language()))
+    steps = list(generate(decoder, PROMPT, SamplingConfig(), 20, stats=stats, constraint=Language()))
     both = [step for step in steps if {Stage.GRAMMAR, Stage.DRAFT} <= set(step.stages)]
     assert both
     assert stats.accepted == stats.drafted
@@ -222,14 +225,14 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
     assert masks.shape == (2, 10)
 
 
-@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree over n-grams"])
+@pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree with n-grams", "one tree"])
 def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
     drafter, language = drafters(target, draft, None)[way], Language()
     drafter.constrain(language)
     text: list[int] = []
     drafter.start(PROMPT)
     for _ in range(8):
-        tree = finish(drafter.draft(SamplingConfig(1.0), 8))
+        tree = drafted(drafter, SamplingConfig(1.0), 8)
         paths: list[list[int]] = [[]]
         for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
             paths.append([*paths[parent], token])

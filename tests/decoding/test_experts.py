@@ -16,7 +16,7 @@ UNIONS = {1: 100, 2: 170, 4: 270, 8: 390, 32: 600}
 
 
 def cost(price: float = 0.004) -> ExpertCost:
-    return ExpertCost(SECONDS, None, price, UNIONS)
+    return ExpertCost(SECONDS, None, UNIONS, price)
 
 
 def used(*experts: int) -> np.ndarray:
@@ -110,12 +110,12 @@ def test_parents_and_forced_tokens_come_first() -> None:
 def test_rows_that_cost_more_than_any_gain_are_left_out() -> None:
     builder, ranked = tree((0, 1, 0.13), (0, 2, 0.09))
     assert cost().order(builder.nodes, ranked, 0, 31)[0] == [1]  # without new experts a row costs 0.12, the next 0.1
-    assert ExpertCost(SECONDS, None, 0.0, UNIONS).order(builder.nodes, ranked, 0, 31)[0] == []
+    assert ExpertCost(SECONDS, None, UNIONS, 0.0).order(builder.nodes, ranked, 0, 31)[0] == []
 
 
 def test_a_wide_tree_is_found_behind_sizes_that_do_not_pay() -> None:
     """Costs are concave: every size is compared, by the experts that it is predicted to use."""
-    policy = GainPolicy(cost(0.002), lambda *_: 0.0)
+    policy = GainPolicy(cost(0.002))
     scores = [0.3] * 31
     assert policy.keep(Growth(scores[:4], [], 1, 0.0)) == 0
     assert policy.keep(Growth(scores, [], 1, 0.0)) == 31

@@ -21,10 +21,11 @@ from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.stepper import generate
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.table import NgramTable
-from pystaged.sampling import bind
+from pystaged.sampling.binding import bind
 from pystaged.stats import GenerationStats
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -132,7 +133,7 @@ def test_the_target_as_its_own_draft_accepts_everything(
     drafter = TreeDrafter([ModelProposer(Session(target))], FixedPolicy(1, 6, 6, 1), target.vocab_size)
     decoder, stats = Decoder(Session(target), drafter), GenerationStats()
     for prompt, sampling in bound_runs(options, prompts, tokenizer):
-        for _ in decoder.generate(prompt, sampling, 24, stats=stats):
+        for _ in generate(decoder, prompt, sampling, 24, stats=stats):
             pass
     assert stats.drafted == stats.accepted > 0
     assert stats.tokens_per_step > 4

@@ -7,51 +7,38 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.draft_heads import RandomHead
-from support.draft_heads import write as write_head
-from support.random_models import RandomModel, write
+from support.decoding import drafted
 
 import pystaged
 from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.config import SamplingConfig
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.requests import finish
 from pystaged.decoding.speculate import follow, speculate
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.head import HeadProposer
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
-from pystaged.loading.heads import load_head
 from pystaged.loading.tables import find_table
+from pystaged.options.config import SamplingConfig
 
 TREE = FixedPolicy(width=3, depth=5, budget=12)
 SAMPLINGS = [SamplingConfig(), SamplingConfig(temperature=1.0, seed=7), SamplingConfig(temperature=0.7, top_p=0.9)]
 PROMPT = "import os\nimport sys\n\nclass Stack:\n    def __init__(self"
 
 
-@pytest.fixture(scope="module", params=["n-grams", "draft model", "head"])
+@pytest.fixture(scope="module", params=["n-grams", "draft model"])
 def pair(
-    request: pytest.FixtureRequest, bundled_target: Path, bundled_draft: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, bundled_target: Path, bundled_draft: Path
 ) -> Iterator[tuple[Engine, Session, Drafter]]:
     """An engine, and a target with a drafter of the same kind."""
     path, draft = bundled_target, bundled_draft
-    if request.param == "head":
-        path = write(tmp_path_factory.mktemp("head") / "target.gguf", RandomModel("llama"))
-        draft = write_head(path.with_name("head.gguf"), RandomHead(Tokenizer(path).fingerprint, list(range(200))))
     model, tokenizer = Model(str(path)), Tokenizer(str(path))
     if request.param == "n-grams":
         drafter = TreeDrafter(lookups(find_table(path, None, tokenizer)), TREE, model.vocab_size)
         engine, session = pystaged.load(path, draft=None), Session(model, 512)
-    elif request.param == "draft model":
+    else:
         drafter = TreeDrafter([ModelProposer(Session(Model(str(draft))))], TREE, model.vocab_size)
         engine, session = pystaged.load(path, draft=draft), Session(model, 512)
-    else:
-        head = load_head(draft, model, tokenizer)  # the target's sessions hand out hidden states from here on
-        session = Session(model, 128)
-        drafter = TreeDrafter([*lookups(), HeadProposer(head, model, session)], TREE, model.vocab_size)
-        engine = pystaged.load(path, draft=draft)
     with engine:
         yield engine, session, drafter
     drafter.close()
@@ -78,7 +65,7 @@ def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafte
         speculate(session, drafter, prompt, sampling, 8)
         session.rewind(len(prompt) - 1)
         drafter.start(prompt)
-        tree = finish(drafter.draft(sampling, 8))
+        tree = drafted(drafter, sampling, 8)
         session.evaluate(tree.tokens, tree.parents)
         path, tokens = session.follow(sampling.native)[:2]
         assert follow(session, tree, sampling) == (path.tolist(), tokens.tolist())

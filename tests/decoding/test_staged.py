@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.decoding import drafted, started, stepped
 from support.random_models import RandomModel, gguf_file, write
 
 import pystaged
 from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
-from pystaged.bench.pairs import LyingDrafter, continuation, drafters
+from pystaged.bench.pairs import LyingDrafter, Reckoned, continuation, drafters
 from pystaged.bench.prompts import load_questions
-from pystaged.config import SamplingConfig
+from pystaged.decoding.account import Meter
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.meter import Meter
-from pystaged.decoding.policy import FixedPolicy, Growth
-from pystaged.decoding.requests import Clocks, Requests, Verify, finish, fulfil
-from pystaged.decoding.tree import TokenTree
+from pystaged.decoding.drafter import fulfil_all
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.requests import Clocks, Verify
+from pystaged.decoding.stepper import generate
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import ContextProposer, NgramCost, lookups
 from pystaged.drafting.model import ModelProposer
@@ -31,6 +31,7 @@ from pystaged.drafting.proposer import Proposal
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.drafts import substitutes
+from pystaged.options.config import SamplingConfig
 from pystaged.stats import GenerationStats
 
 KEPT = RecycledCandidates.num_candidates
@@ -82,7 +83,7 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
     for _ in range(2):
         drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 12, 12), target.vocab_size)
         decoder = Decoder(session, drafter)
-        texts = [list(decoder.generate(prompt, sampling, 24)) for prompt in prompts[:2]]
+        texts = [list(generate(decoder, prompt, sampling, 24)) for prompt in prompts[:2]]
         assert [[token for step in text for token in step.tokens] for text in texts] == plain
         steps.append(sum(map(len, texts)))
     assert steps[1] < steps[0]
@@ -93,16 +94,16 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 4, 4), target.vocab_size)
     decoder = Decoder(Session(target), drafter)
     prompt = np.array([3, 5, 7, 3, 5, 7, 3, 5], np.int32)
-    text = decoder.text(prompt, GREEDY, 4, speculate=False)
-    finish(text)  # type: ignore[arg-type]
+    assert list(generate(decoder, prompt, GREEDY, 4, speculate=False))
     assert memory.num_learnt == 0
-    text = decoder.text(prompt, GREEDY, 4)
-    request = next(text)
-    while not isinstance(request, Verify):
-        request = text.send(fulfil(request, time.perf_counter))  # type: ignore[arg-type]
-    assert request.num_candidates == memory.num_candidates
-    with pytest.raises(MemoryError):
-        text.throw(MemoryError())
+    started(decoder, prompt)
+    decoder.ask()
+    assert isinstance(decoder.request, Verify)
+    assert decoder.request.num_candidates == memory.num_candidates
+    decoder.request.error = MemoryError()
+    decoder.take()
+    assert isinstance(decoder.outcome, MemoryError)
+    decoder.end()
     assert memory.num_learnt == 0
     continuation(decoder, prompt, GREEDY, 4)
     assert memory.num_learnt > 0
@@ -124,12 +125,15 @@ def test_guesses_from_below_save_passes(
 ) -> None:
     ways = drafters(target, draft, table_of(prompts, tokenizer))
     work = {}
-    for name in ("chain", "chain over n-grams"):
-        continuation(Decoder(Session(target), ways[name]), prompts[0], GREEDY, 40)
-        work[name] = ways[name].work()["draft"]
-    assert work["chain"].guessed == 0
-    assert work["chain over n-grams"].confirmed > 0
-    assert work["chain over n-grams"].passes < work["chain"].passes
+    for name in ("tree", "one tree"):
+        stats = GenerationStats()
+        for _ in generate(Decoder(Session(target), ways[name]), prompts[0], GREEDY, 40, stats=stats):
+            pass
+        work[name] = stats
+    tree, staged = work["tree"], work["one tree"]
+    assert tree.stages["confirmed"].drafted == 0 < staged.stages["confirmed"].accepted
+    assert staged.drafters["draft"].passes < tree.drafters["draft"].passes
+    assert staged.drafters["draft"].nodes > staged.drafters["draft"].passes  # whole paths of guesses in one
 
 
 def test_max_tokens_inside_a_path() -> None:
@@ -205,9 +209,7 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
 def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Decoder(Session(target, 16))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        finish(decoder.start(np.zeros(17, np.int32)))
-    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        decoder.generate(np.zeros(17, np.int32), GREEDY, 1)
+        decoder.begin(np.zeros(17, np.int32), GREEDY, 1)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], bundled_draft: Path) -> None:
@@ -277,7 +279,7 @@ def test_tokens_of_the_target_alone_are_not_proposed(kin: dict[int, Path], size:
     sampling = SamplingConfig(temperature=1.5, seed=3)
     prompt = np.array([280, 65, 309, 281], np.int32)
     text, after = prompt.tolist(), 0
-    for step in Decoder(Session(target, 256), drafter).generate(prompt, sampling, 150):
+    for step in generate(Decoder(Session(target, 256), drafter), prompt, sampling, 150):
         assert not found.keys() & set(step.tree.tokens[1:].tolist())
         assert len(step.tree.tokens) > 1 or step.finish_reason
         after += text[-1] in found
@@ -296,7 +298,7 @@ def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
     sampling, stats = SamplingConfig(temperature=1.0, seed=1), GenerationStats()
     prompt = np.array([65, 66, 67], np.int32)
     text = continuation(Decoder(Session(target, 256)), prompt, sampling, 30)
-    steps = Decoder(Session(target, 256), drafter).generate(prompt, sampling, 30, stats=stats)
+    steps = generate(Decoder(Session(target, 256), drafter), prompt, sampling, 30, stats=stats)
     assert [token for step in steps for token in step.tokens] == text
     assert stats.accepted > 0
     assert found.keys() & set(text) or stats.accepted == stats.drafted
@@ -365,22 +367,21 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
     class Interrupted(LyingDrafter):
         late = iter((0.0, 50.0, 0.0))
 
-        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> Requests[TokenTree]:
+        def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
             now[0] += next(self.late)
-            return super().draft(sampling, max_depth, seconds)
+            super().draft(sampling, max_depth, seconds)
 
     now = [0.0]
     decoder = Decoder(
         Session(target),
         Interrupted(target.vocab_size),
         cost=PassCost({1: 1.0, 32: 1.0}),
-        rates=[0.9],
         meter=Meter(lambda: now[0]),
     )
     sizes = []
     for prompt in (*prompts[:2], prompts[0]):
-        finish(decoder.start(prompt))
-        sizes.append(len(finish(decoder.step(GREEDY, 50)).tree))
+        started(decoder, prompt)
+        sizes.append(len(stepped(decoder, GREEDY, 50).tree))
     # Of a tree that came so late only the first guess is verified.
     assert sizes[1] == 2 < sizes[2] == sizes[0]
     decoder.close()
@@ -391,7 +392,7 @@ def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_cont
 ) -> None:
     decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     prompt, stats = prompts[0], GenerationStats()
-    steps = list(decoder.generate(prompt, GREEDY, 30, stats=stats))
+    steps = list(generate(decoder, prompt, GREEDY, 30, stats=stats))
     whole = [token for step in steps for token in step.tokens]
     assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
     assert len(whole) == stats.new_tokens == 30
@@ -400,18 +401,18 @@ def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_cont
     assert 0 < stats.target_seconds < stats.decode_seconds
     assert stats.drafters["draft"].passes > 0
     end = whole[20]
-    steps = list(decoder.generate(prompt, GREEDY, 30, is_end=lambda token: token == end))
+    steps = list(generate(decoder, prompt, GREEDY, 30, is_end=lambda token: token == end))
     assert [token for step in steps for token in step.tokens] == whole[: whole.index(end)]
     assert steps[-1].finish_reason == "stop"
     assert all(len(step.tokens) == len(step.stages) for step in steps)
     room = len(prompt) + 12
     short = Decoder(Session(target, room), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    steps = list(short.generate(prompt, GREEDY, 99))
+    steps = list(generate(short, prompt, GREEDY, 99))
     assert [token for step in steps for token in step.tokens] == whole[:13]
     assert steps[-1].finish_reason == "length"
     for arguments in ((prompt, GREEDY, 0), (prompt[:0], GREEDY, 1)):
         with pytest.raises(ValueError, match="at least"):
-            decoder.generate(*arguments)
+            decoder.begin(*arguments)
 
 
 def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
@@ -420,13 +421,11 @@ def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
     decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
     stats = GenerationStats()
-    steps = decoder.generate(prompts[0], GREEDY, 30, stats=stats)
+    steps = generate(decoder, prompts[0], GREEDY, 30, stats=stats)
     first = next(steps)
     steps.close()
     assert stats.new_tokens == len(first.tokens)
     assert stats.drafters["draft"].passes > 0
-    # Nothing is read before the first step.
-    decoder.generate(prompts[2], GREEDY, 30).close()
     assert decoder.target.tokens[: len(prompts[0]) - 1].tolist() == prompts[0][:-1].tolist()
     assert decoder.target.num_pending == 0
     assert continuation(decoder, prompts[1], GREEDY, 30) == expected
@@ -443,12 +442,12 @@ def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        finish(decoder.start(prompt, progress=progress))
+        started(decoder, prompt, progress=progress)
     assert calls == [(0, 599), (256, 599), (512, 599)]
     # What was read is not read again.
     assert decoder.target.tokens.tolist() == prompt[:512].tolist()
     stats = GenerationStats()
-    steps = decoder.generate(prompt, GREEDY, 8, stats=stats, progress=progress)
+    steps = generate(decoder, prompt, GREEDY, 8, stats=stats, progress=progress)
     assert [token for step in steps for token in step.tokens] == expected
     assert calls[3:] == [(0, 87), (87, 87)]
     assert stats.reused_tokens == 512
@@ -487,13 +486,13 @@ def test_a_step_whose_policy_fails_can_be_made_again(
     decoder = Decoder(
         Session(target), TreeDrafter([ModelProposer(session)], Stumbling(member, answer), target.vocab_size)
     )
-    finish(decoder.start(prompts[0]))
+    started(decoder, prompts[0])
     written: list[int] = []
     with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
-        written += itertools.chain.from_iterable(finish(decoder.step(GREEDY, 24)).tokens for _ in range(24))
+        written += itertools.chain.from_iterable(stepped(decoder, GREEDY, 24).tokens for _ in range(24))
     assert session.num_pending == decoder.target.num_pending == 0
     while len(written) < 24:
-        written += finish(decoder.step(GREEDY, 24 - len(written))).tokens
+        written += stepped(decoder, GREEDY, 24 - len(written)).tokens
     assert written == expected
 
 
@@ -506,11 +505,11 @@ def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     wrapped = [Breaking(session, call, 3, RuntimeError("failed")) for session in sessions]
     drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
     decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
-    finish(decoder.start(prompts[0]))
+    started(decoder, prompts[0])
     failed = 0
     for _ in range(12):
         try:
-            finish(decoder.step(GREEDY, 40))
+            stepped(decoder, GREEDY, 40)
         except RuntimeError:
             failed += 1
     assert failed == 1
@@ -557,12 +556,12 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
     )
     drafter.start(np.arange(5, dtype=np.int32))
     assert drafter.price() == 1.0
-    tree = finish(drafter.draft(GREEDY, 20, seconds), Clocks(session.clock, session.clock))
+    tree = drafted(drafter, GREEDY, 20, seconds, clocks=Clocks(session.clock, session.clock))
     assert session.now <= max(seconds, 1.0)
-    assert drafter.stats.passes == len(tree) - 1 == min(max(int(seconds), 1), 6)
+    assert drafter.work()["draft"].passes == len(tree) - 1 == min(max(int(seconds), 1), 6)
     # What was not read is read with the next pass.
     drafter.advance([7])
-    assert len(finish(drafter.draft(GREEDY, 20))) == 7
+    assert len(drafted(drafter, GREEDY, 20)) == 7
 
 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
@@ -577,16 +576,18 @@ def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
-    finish(drafter.catch_up(31.0), Clocks(session.clock, session.clock))
+    drafter.catch_up(31.0)
+    fulfil_all(drafter, Clocks(session.clock, session.clock))
     assert (session.now, len(session.session.tokens)) == (0.0, 0)
     # A piece shows that it takes a tenth of that, so all the rest fits.
-    finish(drafter.catch_up(33.0), Clocks(session.clock, session.clock))
+    drafter.catch_up(33.0)
+    fulfil_all(drafter, Clocks(session.clock, session.clock))
     assert session.now == pytest.approx(20.0)
     assert session.session.tokens.tolist() == text[:-1].tolist()
     drafter.start(text + 1)
     assert drafter.lag() == pytest.approx(20.0)
     # Drafting reads the text too, or gives up.
-    assert len(finish(drafter.draft(GREEDY, 20, 15.0), Clocks(session.clock, session.clock))) == 1
+    assert len(drafted(drafter, GREEDY, 20, 15.0, clocks=Clocks(session.clock, session.clock))) == 1
     assert session.now <= 20.0 + 15.0
 
 
@@ -617,8 +618,9 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
         for drafter in (model, TreeDrafter(lookups(), policy, draft.vocab_size)):
             seen.clear()
             drafter.start(text)
-            finish(drafter.catch_up(), Clocks(session.clock, session.clock))
-            finish(drafter.draft(GREEDY, 20), Clocks(session.clock, session.clock))
+            drafter.catch_up()
+            fulfil_all(drafter, Clocks(session.clock, session.clock))
+            drafted(drafter, GREEDY, 20, clocks=Clocks(session.clock, session.clock))
             assert set(seen) == {length - 1}
         assert learnt == [length - 1] * 2
         learnt.clear()
@@ -648,8 +650,18 @@ def test_lookups_stop_where_the_next_one_would_not_fit(number: int) -> None:
     drafter = TreeDrafter([proposer], CHAIN, 300, cost=PassCost({1: 1.0}), meter=meter)
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
-    tree = finish(drafter.draft(GREEDY, 20, 0.7 + number))
-    assert drafter.stats.passes == now[0] == len(tree) - 1 == max(number, 1)
+    tree = drafted(drafter, GREEDY, 20, 0.7 + number)
+    assert drafter.work()["ngram"].passes == now[0] == len(tree) - 1 == max(number, 1)
+
+
+def test_lookups_of_a_tree_are_paid_for() -> None:
+    """However much they may gain, they stop where the seconds end."""
+    drafter = TreeDrafter(lookups(), GainPolicy(PassCost({1: 1.0, 32: 1.0})), 300, cost=Reckoned(1.0, 1.0))
+    for seconds in (1.5, 4.5, 40.5):
+        drafter.start(np.array([*range(20, 60)] * 3, np.int32))
+        before = drafter.work()["ngram"].passes
+        tree = drafted(drafter, GREEDY, 40, seconds)
+        assert drafter.work()["ngram"].passes - before == len(tree) - 1 == min(int(seconds), 31)
 
 
 def test_costs_of_lookups_are_refined_where_they_are_made() -> None:
@@ -657,6 +669,6 @@ def test_costs_of_lookups_are_refined_where_they_are_made() -> None:
     lookup, read = cost.lookup(1), cost.read(1)
     drafter = TreeDrafter(lookups(cost=cost), CHAIN, 300, cost=cost.lookup)
     drafter.start(np.array([1, 2, 3] * 40, np.int32))
-    finish(drafter.draft(GREEDY, 20))
+    drafted(drafter, GREEDY, 20)
     assert cost.lookup(1) != lookup
     assert cost.read(1) != read

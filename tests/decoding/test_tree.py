@@ -39,6 +39,15 @@ def test_a_token_proposed_twice_is_one_node_with_the_higher_score() -> None:
     assert len(builder.nodes) == 2
 
 
+def test_a_certain_child_of_a_raised_node_stays_behind_it() -> None:
+    builder = TreeBuilder(0)
+    parent = builder.add(0, 5, 0.3, Stage.DRAFT, CELL)
+    child = builder.add(parent, 6, 0.3, Stage.NGRAM, CELL)
+    for score in (0.1, 0.7, 0.3, 0.9, 0.21, 0.57):
+        builder.add(0, 5, score, Stage.DRAFT, CELL)
+        assert builder.nodes[child].score <= builder.nodes[parent].score == score
+
+
 def test_head() -> None:
     builder = TreeBuilder(0)
     child = builder.add(0, 5, 0.8, Stage.DRAFT, CELL)

@@ -22,15 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.commands import assert_refused, environment, here, run
+from support.decoding import drafted
 from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.requests import finish
+from pystaged.decoding.stepper import generate
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.drafter import TreeDrafter
@@ -39,6 +39,7 @@ from pystaged.drafting.lookups import lookups
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.tables import find_table, table_path
+from pystaged.options.config import SamplingConfig
 
 VOCAB_SIZE = 6
 CHATML = (
@@ -747,14 +748,13 @@ def test_a_long_match_goes_on_where_it_was() -> None:
 
 def test_an_edit_takes_few_steps() -> None:
     """A text of few different tokens is written again with three changes, as if a target did it."""
-    cost, free = PassCost({1: 1.0, 16: 1.2, 32: 2.4}), PassCost({1: 0.0})
-    drafter = TreeDrafter(lookups(), GainPolicy(cost, free), VOCAB_SIZE + 1)
+    drafter = TreeDrafter(lookups(), GainPolicy(PassCost({1: 1.0, 16: 1.2, 32: 2.4})), VOCAB_SIZE + 1)
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 480, dtype=np.int32)
     answer = [*text[:100], 6, *text[100:240], *text[250:380], *[6] * 9, *text[390:]]
     drafter.start(np.array([*text, 6, *answer[:20]], np.int32))
     rest, steps = answer[20:], 0
     while rest:
-        tree = finish(drafter.draft(SamplingConfig(), 64))
+        tree = drafted(drafter, SamplingConfig(), 64)
         node, accepted = 0, []
         for token in rest:
             accepted.append(int(token))
@@ -780,5 +780,5 @@ def test_sampled_texts_are_those_of_lone_contexts(draft: Path) -> None:
     assert len(found) == 80
     for i in (0, 17, 63, 64, 79):
         sampling = SamplingConfig(1.5, seed=(3 << 32) + i * length)
-        steps = Decoder(Session(model)).generate(np.zeros(1, np.int32), sampling, length)
+        steps = generate(Decoder(Session(model)), np.zeros(1, np.int32), sampling, length)
         assert found[i].tolist() == [token for step in steps for token in step.tokens]

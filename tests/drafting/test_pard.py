@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from support.decoding import drafted, started, stepped
 from support.random_models import Floats, RandomModel, add_key, add_vocabulary, write
 
 from pystaged import Engine
 from pystaged._core import Model, ModelError, Session, Tokenizer
 from pystaged.bench.pairs import continuation
-from pystaged.config import SamplingConfig
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.requests import finish
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
+from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.pard import PLACES, ParallelModelProposer
 from pystaged.loading.costs import Costs
 from pystaged.loading.metadata import PARD_TOKEN
+from pystaged.options.config import SamplingConfig
 
 MASK, VOCAB = 299, 300
 CONTEXT = np.arange(3, 40, dtype=np.int32)
@@ -67,7 +70,7 @@ def test_one_pass_proposes_for_all_depths(models: tuple[Model, Model], sampling:
     proposer = ParallelModelProposer(session, MASK)  # type: ignore[arg-type]
     drafter = TreeDrafter([proposer], FixedPolicy(children, 10, 40, children), VOCAB)
     drafter.start(CONTEXT)
-    tree = finish(drafter.draft(sampling, 20))
+    tree = drafted(drafter, sampling, 20)
     assert session.passes == 1
     hand = Session(draft)
     hand.prefill(CONTEXT[:-1])
@@ -81,16 +84,28 @@ def test_one_pass_proposes_for_all_depths(models: tuple[Model, Model], sampling:
     assert set(tree.stages[1:].tolist()) == {Stage.DRAFT}
 
 
+POLICIES = {"fixed": FixedPolicy(2, 4, 8), "gain": GainPolicy(PassCost({1: 1.0, 2: 1.01}))}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_shorter_context_than_the_targets(models: tuple[Model, Model], policy: TreePolicy) -> None:
+    target, draft = models
+    plain = continuation(Decoder(Session(target, 120)), CONTEXT, SAMPLINGS[0], 60)
+    proposers = [*lookups(), ParallelModelProposer(Session(draft, len(CONTEXT) + 20), MASK)]
+    decoder = Decoder(Session(target, 120), TreeDrafter(proposers, policy, VOCAB))
+    assert continuation(decoder, CONTEXT, SAMPLINGS[0], 60) == plain
+
+
 def test_masks_are_never_part_of_the_text(models: tuple[Model, Model]) -> None:
     """What the draft's session holds after each step is the text, though the target accepted guesses."""
     target, _ = models
     session = Session(target)
     proposer = ParallelModelProposer(session, MASK)
     decoder = Decoder(Session(target), TreeDrafter([proposer], FixedPolicy(4, 4, 12), VOCAB))
-    finish(decoder.start(CONTEXT))
+    started(decoder, CONTEXT)
     text, accepted = CONTEXT.tolist(), 0
     for _ in range(20):
-        step = finish(decoder.step(SamplingConfig(), 100))
+        step = stepped(decoder, SamplingConfig(), 100)
         text += step.tokens
         accepted += len(step.tokens) - 1
         held = session.tokens.tolist()
@@ -106,6 +121,26 @@ def test_texts_are_those_of_plain_decoding(models: tuple[Model, Model], sampling
     drafter = TreeDrafter([ParallelModelProposer(Session(draft, 96), MASK)], FixedPolicy(3, 9, 20), VOCAB)
     assert continuation(Decoder(Session(target, 96), drafter), CONTEXT, sampling, 100) == plain
     assert len(plain) == 60  # to the end of the context
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_a_draft_that_overflows_drafts_no_more(models: tuple[Model, Model], tmp_path: Path, is_parallel: bool) -> None:
+    """Its keys do, of each token that is not in the prompt: of what it guesses."""
+
+    def overflow(tensors: dict[str, Floats]) -> None:
+        tensors["token_embd.weight"][:, 0] = 1
+        tensors["token_embd.weight"][CONTEXT, 0] = 0
+        tensors["blk.0.attn_k.weight"][:, 0] = 1e8
+
+    target, draft = models[0], Model(write(tmp_path / "draft.gguf", RandomModel("llama", seed=2), overflow))
+    session = Session(draft, 96)
+    proposer = ParallelModelProposer(session, MASK) if is_parallel else ModelProposer(session)
+    drafter = TreeDrafter([proposer], FixedPolicy(3, 9, 20), VOCAB)
+    decoder = Decoder(Session(target, 96), drafter)
+    for context in (CONTEXT, CONTEXT[5:]):
+        found = continuation(decoder, context, SAMPLINGS[1], 30)
+        assert found == continuation(Decoder(Session(target, 96)), context, SAMPLINGS[1], 30)
+        assert (proposer.lag(), proposer.is_ready, session.num_pending) == (math.inf, False, 0)
 
 
 def test_all_places_of_a_draft_that_is_right_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.decoding import drafted
 
 from pystaged._core import RecycledCandidates, gumbel
-from pystaged.config import SamplingConfig
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.requests import finish
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
+from pystaged.options.config import SamplingConfig
 
 KEPT = RecycledCandidates.num_candidates
 NEW_WEIGHT, PAIR_WEIGHT = 0.35, 0.7  # of what is seen beside what was known, of a pair beside its last token
@@ -106,10 +106,10 @@ def test_the_newer_of_two_keys_has_a_slot() -> None:
     assert len(set(keys.tolist())) == len(keys)
 
 
-def drafted(memory: RecycledCandidates | None, context: list[int], sampling: SamplingConfig) -> list[int]:
+def guessed(memory: RecycledCandidates | None, context: list[int], sampling: SamplingConfig) -> list[int]:
     drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 1, KEPT, KEPT), VOCAB)
     drafter.start(np.array(context, np.int32))
-    return finish(drafter.draft(sampling, 1)).tokens.tolist()[1:]
+    return drafted(drafter, sampling, 1).tokens.tolist()[1:]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
@@ -121,7 +121,7 @@ def test_the_drafter_ranks_them_under_the_shared_noise(temperature: float) -> No
     scores = logits[0].astype(np.float64)
     if temperature:
         scores = scores / temperature + gumbel(3, len(context), candidates[0])
-    assert drafted(memory, context, sampling) == candidates[0][np.argsort(-scores, kind="stable")].tolist()
+    assert guessed(memory, context, sampling) == candidates[0][np.argsort(-scores, kind="stable")].tolist()
 
 
 def test_what_the_text_said_itself_counts_more() -> None:
@@ -129,17 +129,17 @@ def test_what_the_text_said_itself_counts_more() -> None:
     ids = np.arange(10, 10 + KEPT, dtype=np.int32)[None]
     memory.learn(np.array([1], np.int32), np.array([2], np.int32), ids, -np.arange(KEPT, dtype=np.float32)[None])
     context = [1, 2, 7, 1, 2]
-    assert drafted(None, context, greedy) == [7]
-    assert drafted(memory, context, greedy) == [7, *ids[0, :-1].tolist()]
-    assert drafted(memory, [5, 2], greedy) == ids[0].tolist()
-    assert drafted(memory, [2, 5], greedy) == []
+    assert guessed(None, context, greedy) == [7]
+    assert guessed(memory, context, greedy) == [7, *ids[0, :-1].tolist()]
+    assert guessed(memory, [5, 2], greedy) == ids[0].tolist()
+    assert guessed(memory, [2, 5], greedy) == []
 
 
 def test_tokens_beyond_the_vocabulary_are_not_proposed() -> None:
     memory = RecycledCandidates()
     before, tokens, candidates, logits = rows(1, 4)
     memory.learn(before, tokens, candidates + VOCAB - 3, logits)
-    assert all(token < VOCAB for token in drafted(memory, [int(before[0]), int(tokens[0])], SamplingConfig()))
+    assert all(token < VOCAB for token in guessed(memory, [int(before[0]), int(tokens[0])], SamplingConfig()))
 
 
 def test_chances_that_were_too_small_to_keep_are_none() -> None:
@@ -150,7 +150,7 @@ def test_chances_that_were_too_small_to_keep_are_none() -> None:
     keys = np.array([2, 5])
     memory.restore(keys, np.tile(ids, (2, 1)), chances)
     assert memory.chances(-1, 2) == ({13: 1.0}, 1)
-    assert drafted(memory, [5, 2], SamplingConfig()) == [13]
+    assert guessed(memory, [5, 2], SamplingConfig()) == [13]
 
 
 def refused(memory: RecycledCandidates, call: str, *args: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from faults import works
 from faults.works import PULLED, WORKS
+from huggingface_hub import constants
 from support import hub_server
 from support.families import CASES
 from support.hub_server import Repository
@@ -34,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where works are done; with a hub that has a model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))  # read when it is imported
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with hub_server.running() as server:
         model = write(tmp_path / "source.gguf", CASES["llama"])

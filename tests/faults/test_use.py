@@ -59,8 +59,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("device", "keep"),
-    [("cpu", False), ("cpu", True), pytest.param("ggml-cpu", False, marks=pytest.mark.slow)],
+    ("device", "keep"), [("cpu", False), ("cpu", True), pytest.param("ggml-cpu", False, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_changes_while_it_is_used(

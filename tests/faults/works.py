@@ -26,7 +26,6 @@ from support.random_models import write
 from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.drafting.table import NgramTable
-from pystaged.files import leftovers
 from pystaged.loading import cache, hub
 from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
@@ -34,6 +33,7 @@ from pystaged.loading.packed import load_packed
 from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.loading.quantize import quantize
 from pystaged.loading.recycled import KeptCandidates
+from pystaged.platform.files import leftovers
 
 KEPT = RecycledCandidates.num_candidates
 
@@ -100,7 +100,7 @@ def costs(folder: Path) -> State:
 
 
 def _memory(folder: Path) -> KeptCandidates:
-    return KeptCandidates(folder / "model.gguf", "v", 300)
+    return KeptCandidates(folder / "model.gguf", "v")
 
 
 def save_memory(folder: Path) -> None:
@@ -161,7 +161,7 @@ def pulled(folder: Path) -> State:
     del folder
     found = cache.find("tiny-GGUF")
     if found:
-        cache.models()
+        cache.about(found)
     return found.read_bytes() if found else None
 
 

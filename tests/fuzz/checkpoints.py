@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file
-from support.checkpoints import sentencepiece_model, write_checkpoint, write_family, write_tokenizer
-from support.convert import convert, write_pickled
+from support.checkpoints import write_checkpoint, write_family, write_sentencepiece
+from support.convert import convert
 
 from fuzz.mutate import damage, damage_json, damage_value, spelled
 from fuzz.target import Case, Target, short
@@ -28,9 +27,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "gemma3_text": {"sliding_window": 40},
     "phi3": {"tie_word_embeddings": True},
-    "granitemoehybrid": {},
-    "lfm2": {},
-    "qwen3_5_text": {},
 }
 SETTINGS = {
     "bos_token": "<s>",
@@ -43,15 +39,9 @@ Files = dict[str, bytes]
 
 
 class Checkpoint(Target):
-    """config.json, model.safetensors and the index of its parts, pytorch_model.bin: converted, then loaded."""
+    """config.json, model.safetensors and the index of its parts: converted, then loaded."""
 
-    damaged = (
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors",
-        "pytorch_model.bin",
-    )
+    damaged = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -66,13 +56,7 @@ class Checkpoint(Target):
         return {
             "gpt2": self._written(partial(write_checkpoint, self._at, n_embd=32, n_layer=1)),
             "parts": self._written(partial(write_family, self._at, "llama", shards=2)),
-            "pickled": self._written(self._pickle),
         }
-
-    def _pickle(self) -> None:
-        write_family(self._at, "llama")
-        write_pickled(self._at / "pytorch_model.bin", load_file(self._at / "model.safetensors"))
-        (self._at / "model.safetensors").unlink()
 
     def _written(self, write: Any) -> Files:
         shutil.rmtree(self._at, ignore_errors=True)
@@ -114,21 +98,18 @@ class Checkpoint(Target):
 class Tokenizer(Checkpoint):
     """The files of tokenizers of each kind."""
 
-    damaged = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+    damaged = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
     def _all(self) -> list[tuple[str, dict[str, Any]]]:
         return [("llama", {"num_hidden_layers": 1})]
 
     def _more(self) -> dict[str, Files]:
         files = self._written(partial(write_family, self._at, "llama", num_hidden_layers=1))
-        del files["tokenizer.json"]
-        plain = self._written(lambda: write_tokenizer(self._at))
-        settings = json.dumps(SETTINGS).encode()
-        ends = json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}).encode()
-        return {
-            "sentencepiece": files | {"tokenizer.model": sentencepiece_model(), "tokenizer_config.json": settings},
-            "vocab.json": files | plain | {"tokenizer_config.json": ends},
-        }
+        pieces = ["he", "\u2581he", "ll", "llo", "\u2581hello", "\u2581", *"helowrd"]
+        whole = self._written(lambda: write_sentencepiece(self._at, pieces))
+        settings = {"tokenizer_config.json": SETTINGS, "generation_config.json": {"eos_token_id": [2, 291], "top_k": 5}}
+        files |= {name: json.dumps(found).encode() for name, found in settings.items()}
+        return {"sentencepiece": files | whole}
 
 
 def damaged_file(r: random.Random, name: str, data: bytes, other: bytes) -> bytes:

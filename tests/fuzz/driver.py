@@ -29,7 +29,6 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "eagle3": "fuzz.drafts:Eagles",
     "mtp": "fuzz.drafts:Ahead",
     "dflash": "fuzz.drafts:Blocks",
-    "head": "fuzz.heads:Head",
     "checkpoint": "fuzz.checkpoints:Checkpoint",
     "tokenizer": "fuzz.checkpoints:Tokenizer",
     "template": "fuzz.templates:Template",
@@ -39,7 +38,6 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "memory": "fuzz.kept:Memory",
     "packed": "fuzz.kept:Packed",
     "prompts": "fuzz.kept:Prompts",
-    "cache": "fuzz.kept:Cache",
     "receipt": "fuzz.receipts:Receipts",
     "http": "fuzz.http:Http",
 }

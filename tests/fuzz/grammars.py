@@ -15,9 +15,9 @@ from support.schemas import schema_of
 
 from fuzz.mutate import damage, damage_value, spelled
 from fuzz.target import Case, Target, short
-from pystaged.config import Grammar
-from pystaged.definitions import GrammarError
-from pystaged.grammars import Grammars
+from pystaged.options.config import Grammar
+from pystaged.sampling.definitions import GrammarError
+from pystaged.sampling.grammars import Grammars
 
 MOST_TOKENS = 40
 EVIL: list[Any] = [

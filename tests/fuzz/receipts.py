@@ -11,7 +11,7 @@ from support.paths import DATA
 
 from fuzz.mutate import damage_json
 from fuzz.target import Case, Target, short
-from pystaged.receipt import Receipt
+from pystaged.receipts.receipt import Receipt
 
 
 class Receipts(Target):

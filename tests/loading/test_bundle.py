@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.random_models import gguf_file
 
 from pystaged import DeviceError
 from pystaged._core import Model
@@ -21,11 +22,11 @@ def test_auto_does_without_a_device_that_the_model_does_not_fit(
 ) -> None:
     monkeypatch.setattr(bundle, "candidates", lambda name, _: ["cpu", "none"] if name == "auto" else [name])
     said: list[str] = []
-    made = bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto")
+    made = bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto")
     assert made.device == "cpu"
     assert [line for line in said if line.startswith("passed over: ")]
     with pytest.raises(DeviceError):
-        bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="none")
+        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="none")
 
 
 def test_auto_does_without_a_device_that_has_no_room_for_a_context(
@@ -33,7 +34,8 @@ def test_auto_does_without_a_device_that_has_no_room_for_a_context(
 ) -> None:
     full = ["ggml-cpu"]
 
-    def cost(_: Costs, path: Path, device: str, model: Model) -> PassCost:
+    def cost(_: Costs, path: Path, device: str, model: Model, *, compared: bool) -> PassCost:
+        assert compared
         del path, model
         if device in full:
             raise DeviceError(f"no room on {device}")
@@ -42,16 +44,25 @@ def test_auto_does_without_a_device_that_has_no_room_for_a_context(
     monkeypatch.setattr(bundle, "candidates", lambda *_: ["ggml-cpu", "cpu"])
     monkeypatch.setattr(Costs, "of", cost)
     said: list[str] = []
-    assert bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto").device == "cpu"
+    assert (
+        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto").device == "cpu"
+    )
     assert said == ["passed over: no room on ggml-cpu"]
     full.append("cpu")
     with pytest.raises(DeviceError, match="no room on ggml-cpu"):
-        bundle.Bundle(random_gguf("Q8_0"), None, 1, said.append, device="auto")
+        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto")
 
 
 def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., Path]) -> None:
     long, short = random_gguf("Q8_0", context=9000), random_gguf("Q8_0", context=96)
     for draft, n_ctx in ((long, 8500), (short, 96)):
-        made = bundle.Bundle(long, draft, 1, lambda _: None)
+        made = bundle.Bundle(long, draft=draft, num_threads=1)
         decoder = DecoderFactory(made).decoder(8500, FixedPolicy(2, 2, 4))
         assert [session.n_ctx for session in decoder.sessions] == [8500, n_ctx]
+
+
+def test_draft_heads_of_earlier_versions_are_refused(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    with gguf_file(tmp_path / "my.head.gguf", "draft-head"):
+        pass
+    with pytest.raises(ValueError, match=r"my\.head\.gguf is a draft head, .* supported; leave out the draft"):
+        bundle.Bundle(random_gguf("Q8_0"), draft=tmp_path / "my.head.gguf")

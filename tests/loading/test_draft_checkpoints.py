@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
-from support.assistants import Assistant, write_assistant, write_checkpoint
-from support.convert import change_json, convert, header, write_bfloat16
+from support.convert import change_json, convert, write_bfloat16
 from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, Form, write_form
-from support.families import CASES
 from support.feature_drafts import Array, BlockTwin, Contents, Eagle3Twin
 
 from pystaged.loading import feature_drafts
 from pystaged.loading.quantize import quantize_checkpoint
-
-TURNED = np.where(np.arange(32) < 8, 1, 1e30).astype(np.float32)  # of the pairs of a head a quarter
 
 
 def outputs(contents: Contents, adjacent: bool) -> list[Array]:
@@ -118,28 +113,16 @@ NAN = np.full((90, 64), np.nan, np.float32)
 IDS = np.zeros(90, np.int64)
 BAD: list[tuple[str, Callable[[Path], None], str]] = [
     # Other kinds of drafts.
-    ("EAGLE", change_json("config.json", architectures=["PEagleDraftModel"]), "P-EAGLE"),
-    ("Speculators", change_json("config.json", speculators_model_type="peagle"), "P-EAGLE"),
-    (
-        "Speculators",
-        change_json("config.json", speculators_model_type="eagle", architectures=[]),
-        "of the kind 'eagle'",
-    ),
-    ("EAGLE", other("mask_hidden", np.zeros((1, 1, 192), np.float32)), "P-EAGLE"),
-    ("EAGLE", change_json("config.json", medusa_num_heads=4), "Medusa"),
-    ("ModelOpt", other("parallel_draft_heads.0.weight", IDS), "Medusa"),
+    ("EAGLE", change_json("config.json", architectures=["PEagleDraftModel"]), "of the kind 'PEagleDraftModel'"),
+    ("Speculators", change_json("config.json", speculators_model_type="peagle"), "of the kind 'peagle'"),
     ("EAGLE", change_json("config.json", architectures=["Eagle3DeepseekV2ForCausalLM"]), "Eagle3DeepseekV2ForCausalLM"),
-    ("DFlash", change_json("config.json", architectures=["DFlash2DraftModel"]), "DFlash2"),
-    ("DFlash", other("candidate_selector.predecessor_codebook", IDS), "DFlash2"),
-    ("DFlash", other("layers.0.attn_conv_base", IDS), "DFlash2"),
-    ("DFlash", change_json("config.json", dflash_config={"projector_type": "domino"}), "Domino"),
+    ("DFlash", change_json("config.json", dflash_config={"projector_type": "domino"}), "of the kind 'domino'"),
+    ("DFlash", change_json("config.json", conv_kernel_size=4), "conv_kernel_size is 4"),
     ("DSpark", change_json("config.json", markov_head_type="gated"), "markov_head_type"),
-    ("DSpark", other("markov_head.gate_proj.weight", IDS), "a gated Markov head"),
-    ("DSpark", other("markov_head.joint_proj.weight", IDS), "a recurrent Markov head"),
+    ("DSpark", other("markov_head.gate_proj.weight", IDS), "gate_proj.weight' is unknown in dflash; there are EAGLE-3"),
     ("DSpark", lambda folder: (folder / "mask_embedding.pt").write_bytes(b"") and None, "mask embedding"),
     # Variants.
     ("EAGLE", change_json("config.json", attention_bias=True), "attention_bias"),
-    ("EAGLE", change_json("config.json", hidden_act="gelu"), "hidden_act"),
     ("DFlash", change_json("config.json", layer_types=["sliding_attention"]), "sliding_attention"),
     ("DFlash", change_json("config.json", use_sliding_window=True), "use_sliding_window"),
     ("DFlash", change_json("config.json", layer_types="full_attention"), "layer_types"),
@@ -147,12 +130,9 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("ModelOpt", change_json("config.json", fc_norm=True), "exclude each other"),
     # Numbers.
     ("EAGLE", change_json("config.json", draft_vocab_size=301), "above vocab_size"),
-    ("EAGLE", change_json("config.json", draft_vocab_size=[90]), "draft_vocab_size"),
     ("EAGLE", change_json("config.json", norm_output="yes"), "norm_output"),
     ("EAGLE", change_json("config.json", target_hidden_size=32), "3 features of 32"),
     ("EAGLE", change_json("config.json", num_hidden_layers=2), "layers.1.input_layernorm.weight"),
-    ("EAGLE", change_json("config.json", num_hidden_layers=1 << 30), "num_hidden_layers"),
-    ("EAGLE", change_json("config.json", num_attention_heads=5), "5 heads"),
     ("EAGLE", change_json("config.json", head_dim=32), "self_attn.q_proj"),
     ("AngelSlim", change_json("config.json", eagle_aux_hidden_state_layer_ids=[]), "eagle_aux_hidden_state_layer_ids"),
     ("AngelSlim", change_json("config.json", eagle_aux_hidden_state_layer_ids=[1, -1, 3]), "names the layer -1"),
@@ -161,7 +141,6 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
         change_json("config.json", eagle_aux_hidden_state_layer_ids=[3, 5]),
         "embed_tokens.weight' is missing",
     ),
-    ("ModelOpt", change_json("config.json", eagle_config=[]), "eagle_config"),
     ("DFlash", change_json("config.json", dflash_config={"mask_token_id": 299}), "target_layer_ids"),
     ("DFlash", change_json("config.json", dflash_config={"target_layer_ids": [1, 4]}), "mask_token_id"),
     ("DSpark", change_json("config.json", mask_token_id=300), "no token of vocab_size"),
@@ -175,27 +154,18 @@ BAD: list[tuple[str, Callable[[Path], None], str]] = [
     ("SpecForge", other("fc_norm.1.weight", np.ones(32, np.float32)), "fc_norm.1.weight' has shape"),
     ("SpecForge", other("fc_norm.1.weight", np.full(64, np.inf, np.float32)), "not finite"),
     ("DSpark", without("markov_head.markov_w2.weight"), "markov_w2.weight' is missing"),
-    ("DSpark", other("markov_head.markov_w1.weight", np.zeros(300, np.float32)), "markov_w1"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros((), np.float32)), "markov_w1.weight' has shape []"),
     ("DSpark", other("markov_head.markov_w1.weight", np.zeros((300, 0), np.float32)), "markov_w1.weight' has shape"),
     ("DFlash", without("layers.1.self_attn.q_norm.weight"), "q_norm.weight' is missing"),
     ("EAGLE", other("lm_head.weight", NAN), "not finite"),
-    ("EAGLE", other("fc.weight", np.zeros(3, np.float32)), "'fc.weight' has shape"),
     ("EAGLE", other("lm_head.weight", NAN[:80]), "lm_head.weight' has shape"),
     ("EAGLE", other("strange.weight", NAN), "strange.weight' is unknown"),
     ("EAGLE", other("layers.0.hidden_norm.weight", NAN), "have the same meaning"),
     ("EAGLE", other("d2t", IDS[:80]), "'d2t' has shape"),
     ("EAGLE", other("d2t", IDS - 1), "names tokens outside"),
-    ("EAGLE", other("d2t", IDS + 211), "names tokens outside"),
     ("EAGLE", other("d2t", IDS + np.iinfo(np.int64).max), "names tokens outside"),
     ("EAGLE", other("d2t", -np.arange(90)), "names a token twice"),
     ("EAGLE", other("d2t", np.zeros(90, np.float32)), "not of integers"),
-    ("EAGLE", header(1 << 40), "damaged"),
-    (
-        "EAGLE",
-        lambda folder: (folder / "model.safetensors").unlink(),
-        "neither model.safetensors nor pytorch_model.bin",
-    ),
 ]
 
 
@@ -226,56 +196,3 @@ def test_an_absurd_number_of_layers_ends_at_the_first_missing_one(
     monkeypatch.setattr(feature_drafts, "_wanted", counted)
     with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight' is missing"):
         convert(folder, tmp_path / "draft.gguf")
-
-
-ASSISTANT = Assistant(replace(CASES["gemma4-keys-are-values"], vectors={"rope_freqs.weight": TURNED}))
-
-
-def assistant(folder: Path, **changes: Any) -> Path:
-    """A checkpoint of an assistant with other settings of its layers; None to leave one out."""
-    folder = write_checkpoint(folder, replace(ASSISTANT, centroids=True))
-    config = json.loads((folder / "config.json").read_text())
-    text = {key: value for key, value in (config["text_config"] | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
-    return folder
-
-
-BY_LAYER = {"2": {"head_dim": 64, "num_key_value_heads": 2}}
-
-
-@pytest.mark.parametrize("newer", [False, True])
-def test_an_assistants_checkpoint_becomes_its_file(tmp_path: Path, newer: bool) -> None:
-    by_layer = {"per_layer_config": BY_LAYER, "global_head_dim": None, "num_global_key_value_heads": None}
-    convert(assistant(tmp_path / "draft", **by_layer if newer else {}), tmp_path / "draft.gguf")
-    expected = Contents.of(write_assistant(tmp_path / "expected.gguf", ASSISTANT))
-    found = Contents.of(tmp_path / "draft.gguf")
-    for key in expected.keys.keys() - found.keys.keys():
-        assert "tokenizer" in key or key == "embedding_length_per_layer_input"
-    for key in expected.keys.keys() & found.keys.keys() - {"GGUF.kv_count", "GGUF.tensor_count", "general.name"}:
-        assert found.keys[key] == pytest.approx(expected.keys[key]), key
-    assert found.tensors.keys() == expected.tensors.keys()
-    for name, values in expected.tensors.items():
-        np.testing.assert_array_equal(found.tensors[name], values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
-        ({"enable_moe_block": True}, "enable_moe_block is True"),
-        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
-        ({"layer_types": ["full_attention"]}, "for each of 3 layers"),
-        ({"num_hidden_layers": 1 << 24}, "num_hidden_layers is 16777216"),
-        ({"head_dim": "x"}, "head_dim is 'x'"),
-        ({"per_layer_config": {"2": 3}}, "damaged: per_layer_config"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": [1]}, "damaged: rope_parameters"),
-        ({"quantization_config": {"bits": 4}}, "quantized already"),
-        ({"intermediate_size": 70}, "gate_proj.weight' has shape"),
-        ({"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 4}, "model.layers.3.input_layernorm"),
-    ],
-)
-def test_what_is_wrong_with_an_assistant_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        convert(assistant(tmp_path / "draft", **changes), tmp_path / "draft.gguf")
-    assert not (tmp_path / "draft.gguf").exists()

@@ -11,15 +11,11 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from support.assistants import Assistant, AssistantTwin, write_checkpoint
 from support.convert import convert
-from support.families import CASES
-from support.family_reference import FamilyReference
 from support.feature_drafts import Array, Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
 from support.logits import llama_context, llama_output
-from support.random_models import write
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.oracle]
 TOKENS = [5, 7, 299, 0, 7, 11, 90, 250, 31, 2]
 LLAMA3 = {
     "rope_type": "llama3",
@@ -280,36 +276,3 @@ def test_blocks_are_those_of_speculators(
         with torch.no_grad():
             bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[:, :1])
         np.testing.assert_allclose(bias[0, 0].numpy(), twin.correction(TOKENS[start]), atol=1e-5)
-
-
-# ---- transformers ----
-
-
-def test_an_assistant_is_that_of_transformers(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    turned = np.where(np.arange(32) < 8, 1, 1e30).astype(np.float32)
-    model = replace(CASES["gemma4-keys-are-values"], vectors={"rope_freqs.weight": turned})
-    folder = write_checkpoint(tmp_path / "draft", Assistant(model))
-    convert(folder, tmp_path / "draft.gguf")
-    target, text = write(tmp_path / "target.gguf", model), np.arange(30).tolist()  # less than a window
-    twin, states = AssistantTwin(tmp_path / "draft.gguf", target, text), np.random.default_rng(1).normal(size=(3, 64))
-    reference = FamilyReference(target)
-    reference.logits(text)
-    cells = {
-        kind: tuple(
-            torch.tensor(each.astype(np.float16).astype(np.float32).transpose(1, 0, 2)[None])
-            for each in reference.cells[kind == "sliding_attention"]
-        )
-        for kind in ("sliding_attention", "full_attention")
-    }
-    embedded = reference.weights["token_embd.weight"][[5, 6, 7]] * 8  # the root of the width
-    assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    logits, handed_on = twin.rows([5, 6, 7], states)
-    for row in range(3):
-        joined = torch.tensor(np.concatenate([embedded[row], states[row]]), dtype=torch.float32)[None, None]
-        position = torch.tensor([[len(text)]])
-        with torch.no_grad():
-            found = assistant(inputs_embeds=joined, position_ids=position, shared_kv_states=dict(cells))
-        np.testing.assert_allclose(found.logits[0, 0], logits[row], atol=1e-4)
-        np.testing.assert_allclose(found.last_hidden_state[0, 0], handed_on[row], atol=1e-4)

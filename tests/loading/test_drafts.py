@@ -27,7 +27,7 @@ DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "models")
+    monkeypatch.setattr(cache, "folder", lambda name="": tmp_path / "models" / name)
     monkeypatch.setattr(drafts, "KNOWN", (KnownDraft("llama", "gpt-2", 32, NAME),))
 
 
@@ -37,16 +37,12 @@ def target(tmp_path: Path) -> Path:
 
 
 def download(model: RandomModel) -> Path:
-    cache.repository_folder(NAME).mkdir(parents=True)
-    return write(cache.repository_folder(NAME) / "draft.gguf", model)
+    cache.folder(NAME).mkdir(parents=True)
+    return write(cache.folder(NAME) / "draft.gguf", model)
 
 
 def test_a_draft_is_known_for_wider_models_of_its_family(tmp_path: Path) -> None:
-    for model, expected in (
-        (RandomModel("llama"), [NAME]),
-        (DRAFT, []),
-        (RandomModel("qwen2"), []),
-    ):
+    for model, expected in ((RandomModel("llama"), [NAME]), (DRAFT, []), (RandomModel("qwen2"), [])):
         assert [draft.name for draft in known_drafts(metadata(write(tmp_path / "model.gguf", model)))] == expected
     assert known_drafts({}) == []
 
@@ -97,10 +93,10 @@ def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pyte
     download(DRAFT)
     reading = KnownDraft("llama", "gpt-2", 64, "owner/tiny-eagle", layers=2)
     monkeypatch.setattr(drafts, "KNOWN", (reading, *drafts.KNOWN))
-    cache.repository_folder(reading.name).mkdir(parents=True)
-    write_eagle3(cache.repository_folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
+    cache.folder(reading.name).mkdir(parents=True)
+    write_eagle3(cache.folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
     said: list[str] = []
-    made = Bundle(target, "auto", 1, said.append)
+    made = Bundle(target, draft="auto", num_threads=1, report=said.append)
     assert (made.features is not None) == (width == 64)
     assert any(line.startswith("passed over: ") for line in said) == (width == 96)
     assert (made.draft is not None) == (width == 96)
@@ -116,16 +112,16 @@ def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, m
     download(DRAFT)
     path = write_dflash(tmp_path / "distilled.gguf", dspark())
     monkeypatch.setattr(bundle, "find_distilled", lambda *_: path)
-    made = Bundle(target, "auto", 1, lambda _: None)
+    made = Bundle(target, draft="auto", num_threads=1)
     assert (made.draft_path, made.draft) == (path, None)
     assert made.features is not None
     path.write_bytes(path.read_bytes()[:-100])
     said: list[str] = []
-    made = Bundle(target, "auto", 1, said.append)
+    made = Bundle(target, draft="auto", num_threads=1, report=said.append)
     assert made.features is None
     assert made.draft is not None
     assert any(line.startswith(f"passed over: {path}") for line in said)
-    assert Bundle(target, None, 1, said.append).features is None
+    assert Bundle(target, draft=None, num_threads=1, report=said.append).features is None
 
 
 def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
@@ -133,7 +129,7 @@ def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
 ) -> None:
     target = write(tmp_path / "target.gguf", RandomModel("llama", ahead=1))
     download(DRAFT)
-    made = Bundle(target, "auto", 1, lambda _: None)
+    made = Bundle(target, draft="auto", num_threads=1)
     assert (made.draft_path, made.draft) == (target, None)
     assert made.features is not None
     assert made.features.num_layers == 1
@@ -142,14 +138,14 @@ def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
     cells = f" {made.features.cell_bytes / 1e3:.1f} MB of keys and values per 1,000 tokens"
     assert cells in shown.partition("draft's memory")[2]
     monkeypatch.setattr(bundle, "candidates", lambda *_: ["cpu"])
-    assert Bundle(target, "auto", 1, lambda _: None, device="auto").features is not None
+    assert Bundle(target, draft="auto", num_threads=1, device="auto").features is not None
     monkeypatch.setattr(bundle, "find_distilled", lambda *_: write_dflash(tmp_path / "distilled.gguf", dspark()))
-    assert Bundle(target, "auto", 1, lambda _: None).draft_path == tmp_path / "distilled.gguf"
+    assert Bundle(target, draft="auto", num_threads=1).draft_path == tmp_path / "distilled.gguf"
     # A file without the layer takes another one's of the same model. Another model's file is a draft model like any.
-    plain = Bundle(write(tmp_path / "plain.gguf", RandomModel("llama")), target, 1, lambda _: None)
+    plain = Bundle(write(tmp_path / "plain.gguf", RandomModel("llama")), draft=target, num_threads=1)
     assert plain.features is not None
     other = write(tmp_path / "other.gguf", RandomModel("llama", layers=1, ahead=1))
-    assert Bundle(target, other, 1, lambda _: None).draft is not None
+    assert Bundle(target, draft=other, num_threads=1).draft is not None
 
 
 def test_auto_does_without_a_layer_of_its_own_that_is_damaged(tmp_path: Path) -> None:
@@ -158,11 +154,11 @@ def test_auto_does_without_a_layer_of_its_own_that_is_damaged(tmp_path: Path) ->
 
     target = write(tmp_path / "target.gguf", RandomModel("llama", ahead=1), damage)
     said: list[str] = []
-    made = Bundle(target, "auto", 1, said.append)
+    made = Bundle(target, draft="auto", num_threads=1, report=said.append)
     assert (made.draft_path, made.features) == (None, None)
     assert any("eh_proj" in line for line in said)
     with pytest.raises(ModelError, match="eh_proj"):
-        Bundle(target, target, 1, said.append)
+        Bundle(target, draft=target, num_threads=1, report=said.append)
 
 
 def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:
@@ -171,7 +167,7 @@ def test_auto_does_without_one_that_does_not_fit(target: Path) -> None:
 
     path = download(replace(DRAFT, vocabulary=others))
     said: list[str] = []
-    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert Bundle(target, draft="auto", num_threads=1, report=said.append).draft is None
     assert [line for line in said if line.startswith("passed over: ")]
     with pytest.raises(ValueError, match="draft"):
         pystaged.load(target, draft=path)
@@ -183,15 +179,15 @@ def test_auto_does_without_a_damaged_one(target: Path, kept: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
     said: list[str] = []
-    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert Bundle(target, draft="auto", num_threads=1, report=said.append).draft is None
     assert [line for line in said if line.startswith("passed over: ")]
 
 
 def test_auto_does_without_one_of_several_types(target: Path) -> None:
-    download(DRAFT).rename(cache.repository_folder(NAME) / "draft.Q4_0.gguf")
-    write(cache.repository_folder(NAME) / "draft.Q5_0.gguf", DRAFT)
+    download(DRAFT).rename(cache.folder(NAME) / "draft.Q4_0.gguf")
+    write(cache.folder(NAME) / "draft.Q5_0.gguf", DRAFT)
     said: list[str] = []
-    assert Bundle(target, "auto", 1, said.append).draft is None
+    assert Bundle(target, draft="auto", num_threads=1, report=said.append).draft is None
     assert "name one of them" in said[0]
 
 
@@ -204,7 +200,7 @@ def test_auto_does_without_one_that_has_no_room(target: Path, monkeypatch: pytes
         return load(file, *more)
 
     monkeypatch.setattr(bundle, "load_model", short)
-    made = Bundle(target, "auto", 1, lambda _: None)
+    made = Bundle(target, draft="auto", num_threads=1)
     assert (made.draft, made.draft_path, made.substitutes) == (None, None, {})
 
 

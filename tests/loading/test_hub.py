@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from support.checkpoints import config as checkpoint_config
 from support.checkpoints import weights as checkpoint_weights
 from support.checkpoints import write_checkpoint, write_family, write_weights
 from support.commands import assert_refused, run
-from support.convert import convert, write_pickled
+from support.convert import convert
 from support.draft_checkpoints import FORMS, write_form
 from support.hub_server import TOKEN, Fault, Hub, Repository
 
 import pystaged
-from pystaged.aliases import hub_id
 from pystaged.loading import cache, hub, names
+from pystaged.loading.tables import table_path
+from pystaged.options.aliases import hub_id
 
 TINY = "someone/tiny"
 GGUFS = "someone/tiny-GGUF"
+CONFIG = json.dumps(checkpoint_config()).encode()
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +94,12 @@ def leftovers(tmp_path: Path) -> list[str]:
 # ---- What is got ----
 
 
-@pytest.mark.parametrize("shards", [1, 3, 0])  # 0 for a pytorch_model.bin
+@pytest.mark.parametrize("shards", [1, 3])
 def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards: int) -> None:
     if shards > 1:
         write_weights(tmp_path, checkpoint_weights(checkpoint_config()), shards)
         del tiny.files["model.safetensors"]
         tiny.files |= {path.name: path.read_bytes() for path in tmp_path.glob("model*")}
-    if not shards:
-        write_pickled(tmp_path / "pytorch_model.bin", checkpoint_weights(checkpoint_config()))
-        del tiny.files["model.safetensors"]
-        tiny.files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
     seen: list[str] = []
     path = hub.pull(TINY, progress=lambda what, _done, _total: seen.append(what))
     assert path == tmp_path / "cache" / "pystaged" / "models" / "someone" / "tiny" / "tiny.Q8_0.gguf"
@@ -114,7 +113,7 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
     ]
     assert leftovers(tmp_path) == []
     fetched = " ".join(request.path for request in online.requests)
-    assert ("pytorch_model" in fetched) == (not shards)
+    assert "pytorch_model" not in fetched
     assert "README" not in fetched
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
@@ -122,18 +121,14 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
 def test_pull_a_checkpoint_of_another_family(online: Hub, tmp_path: Path) -> None:
     folder = write_family(tmp_path / "checkpoint", "gemma3_text", shards=2, num_hidden_layers=7)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": "gemma3_text"}})
+    more = {f"additional_chat_templates/{name}.jinja": name.encode() for name in ("tool_use", "deeper/x")}
+    online.repositories[TINY] = Repository(files_of(folder) | more, about={"config": {"model_type": "gemma3_text"}})
     path = hub.pull(TINY, "q4_k_m")
     fields = GGUFReader(path).fields
     assert fields["general.architecture"].contents() == "gemma3"
     assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
-    assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
-
-
-def test_a_checkpoint_with_experts_in_mxfp4_comes_with_its_tokenizer(online: Hub, tmp_path: Path) -> None:
-    folder = write_family(tmp_path / "checkpoint", "gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    online.repositories[TINY] = Repository(files_of(folder), about={"config": {"model_type": "gpt_oss"}})
-    hub.pull(TINY)
+    assert fields["tokenizer.chat_templates"].contents() == ["tool_use"]
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "tool_use"
     assert pystaged.generate("the tree", model=TINY, draft=None, max_tokens=4).tokens
 
 
@@ -202,11 +197,7 @@ def test_a_new_commit_is_pulled_anew(tiny: Repository, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [
-        (GGUFS, "tiny.Q8_0.gguf"),
-        (f"{GGUFS}:q4_0", "tiny.Q4_0.gguf"),
-        (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf"),
-    ],
+    [(GGUFS, "tiny.Q8_0.gguf"), (f"{GGUFS}:q4_0", "tiny.Q4_0.gguf"), (f"{GGUFS}:tiny.F16.gguf", "tiny.F16.gguf")],
 )
 def test_gguf_files_are_taken_as_they_are(
     ggufs: Repository, online: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, file: str
@@ -214,8 +205,7 @@ def test_gguf_files_are_taken_as_they_are(
     path = hub.pull(name)
     assert capfd.readouterr() == ("", "")
     assert (path.name, path.read_bytes()) == (file, ggufs.files[file])
-    assert path.is_symlink()
-    assert "huggingface" in str(path.resolve())
+    assert path.is_relative_to(constants.HF_HUB_CACHE)
     assert len(downloads(online)) == 1
     assert leftovers(tmp_path) == []
     assert pystaged.generate("the tree", model=name, draft=None, max_tokens=4).tokens
@@ -256,7 +246,7 @@ def test_an_interrupted_run_leaves_nothing(ggufs: Repository, tmp_path: Path) ->
 
     with pytest.raises(KeyboardInterrupt):
         hub.pull(GGUFS, progress=interrupt)
-    assert cache.models() == []
+    assert cache.files() == {}
     assert leftovers(tmp_path) == []
     seen: list[tuple[int, int]] = []
     path = hub.pull(GGUFS, progress=lambda _what, done, total: seen.append((done, total)))
@@ -270,19 +260,12 @@ def test_a_wrong_checksum(ggufs: Repository, online: Hub, tmp_path: Path) -> Non
     online.faults = [Fault("/cdn/", corrupt=True)]
     with pytest.raises(OSError, match=r"what was downloaded is not tiny\.Q8_0\.gguf: its checksum differs"):
         hub.pull(GGUFS)
-    assert cache.models() == []
+    assert cache.files() == {}
     assert leftovers(tmp_path) == []
     assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_wrong_checksum_of_a_small_file(online: Hub) -> None:
-    online.faults = [Fault("config.json", corrupt=True)]
-    with pytest.raises(OSError, match=r"what was downloaded is not config\.json"):
-        hub.pull(TINY)
-
-
-@pytest.mark.parametrize(("path", "method"), [("/api/", "GET"), ("/resolve/", "HEAD"), ("/cdn/", "GET")])
+@pytest.mark.parametrize(("path", "method"), [("/resolve/", "HEAD"), ("/cdn/", "GET")])
 def test_failures_that_pass(ggufs: Repository, online: Hub, path: str, method: str) -> None:
     online.faults = [Fault(path, status, method=method) for status in (500, 429)]
     assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
@@ -304,30 +287,45 @@ def test_failures_that_stay(online: Hub) -> None:
         (
             {"about": {"config": {"model_type": "mamba"}}},
             ValueError,
-            "checkpoints of 'mamba' cannot be converted, only",
+            "the architecture 'mamba' cannot be converted, only .*pull owner/name-GGUF",
         ),
         ({"files": {}}, FileNotFoundError, "has no suitable file: neither a whole GGUF file nor config.json with"),
         ({"files": {"config.json": b"{}", "pytorch_model-1.bin": b""}}, FileNotFoundError, "no suitable file"),
+        (
+            {"files": {"config.json": CONFIG, "model.safetensors": b""}},
+            ValueError,
+            "tiny has no tokenizer.json; in its",
+        ),
+        (
+            {"files": {"config.json": CONFIG, "tokenizer.json": b"{}", "pytorch_model.bin": bytes(99)}},
+            ValueError,
+            "tiny/pytorch_model.bin needs torch",
+        ),
         ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
         (
             {"files": {"a.gguf": b"x", "b.gguf": b"y"}},
             FileNotFoundError,
             "has several models; name one: .*tiny:a.gguf, ",
         ),
-        ({"files": {"../../evil.gguf": b"x"}}, ValueError, r"names the file '\.\./\.\./evil\.gguf', which is outside"),
-        ({"files": {"/etc/evil.gguf": b"x"}}, ValueError, "which is outside"),
+        ({"files": {"../../evil.gguf": b"x"}}, ValueError, "Invalid"),
     ],
-    ids=["private", "gated", "mamba", "empty", "pickles", "split", "several", "dots", "absolute"],
 )
 def test_refusals(
-    tiny: Repository, online: Hub, tmp_path: Path, change: dict[str, Any], kind: type[Exception], message: str
+    tiny: Repository,
+    online: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    kind: type[Exception],
+    message: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     for name, value in change.items():
         setattr(tiny, name, value)
     with pytest.raises(kind, match=message):
         hub.pull(TINY)
     assert downloads(online) == []
-    assert cache.models() == []
+    assert cache.files() == {}
     assert leftovers(tmp_path) == []
 
 
@@ -347,7 +345,7 @@ def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_architecture_in_the_config(tiny: Repository, online: Hub) -> None:
     tiny.about, tiny.files["config.json"] = {}, b'{"model_type": "bert"}'
-    with pytest.raises(ValueError, match="checkpoints of 'bert' cannot be converted"):
+    with pytest.raises(ValueError, match="the architecture 'bert' cannot be converted"):
         hub.pull(TINY)
     assert downloads(online) == []
 
@@ -413,14 +411,14 @@ def test_files_of_one_name_in_several_folders(online: Hub, random_gguf: Callable
     assert hub.pull(GGUFS) == paths["Q8_0/model.gguf"]
     assert hub.pull(f"{GGUFS}:q4_0") == paths["Q4_0/model.gguf"]
     online.requests.clear()
-    listed = [model.name for model in cache.models()]
+    listed = [*cache.files()]
     assert listed == [f"{GGUFS}:Q4_0/model.gguf", f"{GGUFS}:Q8_0/model.gguf"]
     assert [names.resolve(name) for name in listed] == [paths[name.partition(":")[2]] for name in listed]
     assert names.resolve(f"{GGUFS}:q4_0") == paths["Q4_0/model.gguf"]
     assert online.requests == []
     for name in listed:
         assert cache.remove(name) == len(files[name.partition(":")[2]])
-    assert list(cache.folder().iterdir()) == []
+    assert not any(Path(constants.HF_HUB_CACHE).glob("models--*"))
 
 
 def test_what_belongs_to_a_model_is_taken_by_its_file_alone(online: Hub, random_gguf: Callable[..., Path]) -> None:
@@ -430,21 +428,18 @@ def test_what_belongs_to_a_model_is_taken_by_its_file_alone(online: Hub, random_
         hub.pull(name)
     found = [names.resolve(f"{GGUFS}{wanted}").name for wanted in ("", ":q8_0", ":mtp-tiny.Q8_0.gguf")]
     assert found == [files[0], files[0], files[2]]
-    assert [model.name for model in cache.models()] == [f"{GGUFS}:{files[2]}", f"{GGUFS}:q8_0"]
+    assert [*cache.files()] == [f"{GGUFS}:{files[2]}", f"{GGUFS}:q8_0"]
     online.repositories[GGUFS] = Repository({"mtp/mtp-tiny.Q4_0.gguf": random_gguf("Q4_0").read_bytes()})
     assert hub.pull(f"{GGUFS}:q4_0").name == "mtp-tiny.Q4_0.gguf"  # there is nothing else
 
 
-def test_offline_in_folders(
-    online: Hub, random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_another_program_downloaded(
+    online: Hub, random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found in Hugging Face's cache, where our own knows nothing of it."""
-    files = nested(online, random_gguf)
-    hf_hub_download(GGUFS, "Q4_0/model.gguf", endpoint=online.url)
+    nested(online, random_gguf)
+    path = Path(hf_hub_download(GGUFS, "Q4_0/model.gguf", endpoint=online.url))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    path = hub.pull(f"{GGUFS}:Q4_0/model.gguf")
-    assert path == tmp_path / "cache" / "pystaged" / "models" / GGUFS / "Q4_0" / "model.gguf"
-    assert path.read_bytes() == files["Q4_0/model.gguf"]
+    assert hub.pull(f"{GGUFS}:Q4_0/model.gguf") == names.resolve("tiny-GGUF") == path
 
 
 @pytest.mark.usefixtures("ggufs")
@@ -480,7 +475,7 @@ def test_addresses_of_the_hub() -> None:
     assert hub.pull(f"https://huggingface.co/{GGUFS}", "q4_0") == place
     assert cache.find(f"https://hf.co/{GGUFS}:q4_0") == place
     cache.remove(f"hf.co/{GGUFS}")
-    assert cache.paths() == []
+    assert cache.files() == {}
 
 
 @pytest.mark.parametrize(
@@ -549,106 +544,94 @@ def test_paths_are_never_looked_up(online: Hub, name: str) -> None:
 def test_models(ggufs: Repository) -> None:
     hub.pull(TINY, "q4_0")
     hub.pull(GGUFS)
-    found = {model.name: model for model in cache.models()}
+    found = cache.files()
     assert list(found) == ["someone/tiny-GGUF:q8_0", "someone/tiny:q4_0"]
-    assert [(model.type, model.shape, model.license) for model in found.values()] == [
-        ("Q8_0", "2 x 64, 2 heads", "apache-2.0"),
+    assert [cache.about(path) for path in found.values()] == [
+        ("Q8_0", "2 x 64, 2 heads", ""),
         ("Q4_0", "2 x 64, 2 heads", "mit"),
     ]
-    assert found["someone/tiny-GGUF:q8_0"].bytes == len(ggufs.files["tiny.Q8_0.gguf"])
+    assert found["someone/tiny-GGUF:q8_0"].read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    found["someone/tiny:q4_0"].write_bytes(b"no model")
+    assert cache.about(found["someone/tiny:q4_0"]) == ("damaged", "", "")
 
 
 @pytest.mark.usefixtures("tiny")
-def test_remove(ggufs: Repository, tmp_path: Path) -> None:
-    converted, linked = hub.pull(TINY), hub.pull(GGUFS)
-    sizes = [path.stat().st_size for path in (converted, linked)]
-    blob = linked.resolve()
+def test_remove(ggufs: Repository) -> None:
+    ggufs.files["README.md"] = b"of another program"
+    converted, downloaded = hub.pull(TINY), hub.pull(GGUFS)
+    hf_hub_download(GGUFS, "README.md", endpoint=hub._endpoint())
+    sizes = [path.stat().st_size for path in (converted, downloaded)]
+    blob = downloaded.resolve()
+    table = table_path(downloaded)
+    assert table.parent == cache.folder(GGUFS)
+    table.parent.mkdir()
+    table.write_bytes(b"n-grams")
     assert [cache.remove("tiny"), cache.remove(GGUFS)] == sizes
     assert not blob.exists()
-    assert cache.models() == []
-    assert list((tmp_path / "cache" / "pystaged" / "models").iterdir()) == []
+    assert cache.files() == {}
+    assert downloaded.with_name("README.md").read_bytes() == b"of another program"
+    assert list(cache.folder().iterdir()) == []
     with pytest.raises(FileNotFoundError, match="there is no model 'tiny' in the cache"):
         cache.remove("tiny")
     assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
-def test_remove_leaves_what_a_users_own_link_leads_to(tmp_path: Path, random_gguf: Callable[..., Path]) -> None:
-    own = tmp_path / "own.gguf"
-    own.write_bytes(random_gguf("Q8_0").read_bytes())
-    for number, target in enumerate((own, Path(os.path.relpath(own, cache.folder() / "me" / "mine")))):
-        link = cache.folder() / "me" / "mine" / f"{number}.gguf"
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target)
-        assert cache.remove(f"me/mine:{number}.gguf") == 0
-        assert not link.is_symlink()
-    assert own.read_bytes() == random_gguf("Q8_0").read_bytes()
+def test_of_several_commits_the_newest_is_used_and_all_are_removed(
+    ggufs: Repository, random_gguf: Callable[..., Path]
+) -> None:
+    first = hub.pull(GGUFS)
+    ggufs.files["tiny.Q8_0.gguf"] = random_gguf("F16").read_bytes()
+    second = hub.pull(GGUFS)
+    assert first != second == names.resolve(GGUFS)
+    assert cache.remove(GGUFS) == sum(map(len, (random_gguf("Q8_0").read_bytes(), random_gguf("F16").read_bytes())))
+    assert cache.files() == {}
 
 
-def test_remove_leaves_what_another_program_downloaded(ggufs: Repository, online: Hub) -> None:
-    before = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
+def test_remove_after_an_interrupted_download(ggufs: Repository) -> None:
+    """huggingface_hub's scan leaves out a repository whose branch names no commit."""
     path = hub.pull(GGUFS)
-    assert cache.remove(GGUFS) == 0
-    assert not path.is_symlink()
-    assert before.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+    (path.parents[2] / "refs" / "main").write_text("")
+    assert cache.remove(GGUFS) == len(ggufs.files["tiny.Q8_0.gguf"])
+    assert cache.files() == {}
+    assert hub.pull(GGUFS).read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
 
 
-def test_what_was_removed_and_downloaded_by_another_is_no_longer_ours(ggufs: Repository, online: Hub) -> None:
-    hub.pull(f"{GGUFS}:q4_0")
-    assert hub.pull(GGUFS) == cache.find(f"{GGUFS}:q8_0")
-    assert cache.remove(f"{GGUFS}:q8_0") > 0
-    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
-    hub.pull(f"{GGUFS}:q8_0")
-    assert cache.remove(f"{GGUFS}:q8_0") == 0
-    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
+@pytest.mark.usefixtures("ggufs")
+def test_remove_leaves_what_is_not_of_the_cache_and_what_another_name_has(tmp_path: Path) -> None:
+    path = hub.pull(GGUFS)
+    (path.parent / "config.json").write_text("{}")
+    outside = tmp_path / "mine.gguf"
+    outside.write_bytes(path.read_bytes())
+    linked, other = path.with_name("linked.Q8_0.gguf"), path.with_name("other.gguf")
+    linked.symlink_to(outside)
+    other.symlink_to(path.resolve())
+    assert cache.remove(f"{GGUFS}:{linked.name}") == 0
+    assert (outside.exists(), linked.is_symlink()) == (True, False)
+    assert cache.remove(f"{GGUFS}:{path.name}") == 0
+    assert other.read_bytes() == outside.read_bytes()
+    assert cache.remove(f"{GGUFS}:{other.name}") == outside.stat().st_size
 
 
-def test_remove_leaves_what_another_snapshot_has(ggufs: Repository, online: Hub) -> None:
-    mine = hub.pull(GGUFS).resolve()
-    ggufs.files["README.md"] = b"a new commit"
-    other = Path(hf_hub_download(GGUFS, "tiny.Q8_0.gguf", endpoint=online.url))
-    assert other.resolve() == mine
-    assert cache.remove(GGUFS) == 0
-    assert other.read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def nested_brackets(path: Path) -> None:
-    path.write_text("[" * 100_000)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_license_that_terminals_cannot_show() -> None:
-    path = hub.pull(TINY)
-    path.with_name("source.json").write_text(r'{"license": "mit\ud800\u001b[31m"}')
-    assert [model.license for model in cache.models()] == ["mit??[31m"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("spoil", [fifo, endless, nested_brackets])
-def test_what_a_source_file_may_be(spoil: Callable[[Path], None]) -> None:
-    path = hub.pull(TINY)
-    source = path.with_name("source.json")
-    kept = source.read_bytes()
-    source.unlink()
-    spoil(source)
-    assert [model.license for model in cache.models()] == [""]
-    hub.pull(TINY)
-    assert not source.is_symlink()
-    assert source.read_bytes() == kept
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_damaged_file_is_listed() -> None:
-    hub.pull(TINY).write_bytes(b"no model")
-    assert [(model.type, model.shape) for model in cache.models()] == [("damaged", "")]
+def test_what_older_versions_kept(ggufs: Repository, random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    """A link into Hugging Face's cache goes, its model stays; a model that was made, and a user's own link, stay."""
+    shared, mine = hub.pull(GGUFS), tmp_path / "mine.gguf"
+    mine.write_bytes(random_gguf("Q4_0").read_bytes())
+    old, made = (cache.folder(name) / "tiny.Q8_0.gguf" for name in (GGUFS, "someone/made"))
+    for link, target in ((old, shared), (cache.folder("me/own") / "0.gguf", mine)):
+        link.parent.mkdir(parents=True)
+        link.with_name("source.json").write_text("{}")
+        link.symlink_to(target)
+    made.parent.mkdir()
+    made.write_bytes(shared.read_bytes())
+    assert cache.files() == {
+        "me/own:0.gguf": cache.folder("me/own") / "0.gguf",
+        "someone/made:q8_0": made,
+        f"{GGUFS}:q8_0": shared,
+    }
+    assert not old.parent.exists()
+    assert [cache.remove("own"), cache.remove("made")] == [0, len(ggufs.files["tiny.Q8_0.gguf"])]
+    assert list(cache.folder().iterdir()) == []
+    assert mine.read_bytes() == random_gguf("Q4_0").read_bytes()
 
 
 # ---- The command line ----
@@ -670,18 +653,22 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     assert b"downloading" not in done.stderr
     listed = done.stdout.decode().splitlines()
     assert listed[0].split() == ["name", "MB", "type", "shape", "license"]
-    names = [line.split()[0] for line in listed]
-    assert [name for name in names if name.startswith("someone/")] == ["someone/tiny-GGUF:q8_0", "someone/tiny:q8_0"]
+    found = [line.split() for line in listed]
+    assert ["someone/tiny:q8_0", "Q8_0"] in [[name, kind] for name, _, kind, *_ in found]
+    assert ["someone/tiny:q8_0", "recycled", "candidates"] in [[name, *kind] for name, _, *kind in found]
     assert run("info", "tiny", **home).returncode == 0
     unfinished = path.with_name(f"{path.name}.{'0' * 16}.part")
     unfinished.write_bytes(bytes(3_000_000))
-    assert b"1 unfinished file of killed processes, 3.0 MB" in run("models", **home).stderr
-    assert run("models", "remove", "--leftovers", **home).stderr == b"removed 1 unfinished file, 3.0 MB freed\n"
+    assert ["3.0", "unfinished", "files"] in [
+        line.split() for line in run("models", **home).stdout.decode().splitlines()
+    ]
+    assert run("models", "remove", "--leftovers", **home).stderr == b"removed unfinished files: 1 file, 3.0 MB freed\n"
+    assert run("models", "remove", "--costs", **home).stderr.startswith(b"removed costs of passes: ")
     assert not unfinished.exists()
-    assert b"removed, 0." in run("models", "remove", "tiny", **home).stderr
+    assert run("models", "remove", "tiny", **home).stderr.startswith(b"removed tiny")
     assert not path.exists()
     done = run("models", "remove", **home)
     said = " ".join(done.stderr.decode().replace("│", " ").split())  # the frame wraps it
-    assert (done.returncode, "name a model, --packed, --recycled, --distilled or --leftovers" in said) == (2, True)
+    assert (done.returncode, "name a model, or one of --packed, --recycled," in said) == (2, True)
     assert_refused(run("models", "remove", "tiny", **home), "there is no model 'tiny' in the cache")
     assert_refused(run("pull", "someone/nothing", **home), "there is no model someone/nothing")

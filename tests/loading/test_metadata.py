@@ -44,11 +44,8 @@ def test_nothing_of_what_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cache.repository_folder("some/one") / "model.gguf"
-    path.parent.mkdir(parents=True)
-    return write(path, CASES["llama"])
+def cached(tmp_path: Path) -> Path:
+    return write(tmp_path / "model.gguf", CASES["llama"])
 
 
 def test_a_vocabulary_that_ends_libllama(cached: Path) -> None:
@@ -57,7 +54,7 @@ def test_a_vocabulary_that_ends_libllama(cached: Path) -> None:
     twice = array(STRING, [text("a")] * 300)
     entries = [Entry(e.key, ARRAY, twice) if e.key == b"tokenizer.ggml.tokens" else e for e in parts.entries]
     cached.write_bytes(assemble(entries, parts.tensors))
-    assert [(model.type, model.shape) for model in cache.models()] == [("?", "2 x 64, 4 heads")]
+    assert cache.about(cached)[:2] == ("?", "2 x 64, 4 heads")
 
 
 def test_what_terminals_would_obey_is_not_shown(cached: Path) -> None:
@@ -65,6 +62,6 @@ def test_what_terminals_would_obey_is_not_shown(cached: Path) -> None:
     wiped = Entry(b"llama.block_count", STRING, text("\x1b[2J"))
     entries = [wiped if e.key == wiped.key else e for e in parts.entries if e.key != b"general.architecture"]
     cached.write_bytes(assemble([*entries, Entry(b"general.architecture", STRING, text("llama"))], parts.tensors))
-    assert [model.shape for model in cache.models()] == ["?[2J x 64, 4 heads"]
+    assert cache.about(cached)[1] == "?[2J x 64, 4 heads"
     cached.write_bytes(assemble(entries, parts.tensors))
-    assert [model.shape for model in cache.models()] == ["? x ?, ? heads"]
+    assert cache.about(cached)[1] == "? x ?, ? heads"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +13,12 @@ import numpy.typing as npt
 import pytest
 from support.commands import assert_refused, here, run_python
 from support.families import CASES
+from support.kernels import EVERY_KERNEL
 from support.random_models import RandomModel, quantize, split, write
 
-import pystaged
 from pystaged import ModelError, _core
 from pystaged.loading import cache
-from pystaged.loading.kept import PACKED, KeptFiles
+from pystaged.loading.kept import PACKED
 from pystaged.loading.packed import load_packed
 
 Floats = npt.NDArray[np.float32]
@@ -122,24 +121,12 @@ def test_a_model_in_several_files(tmp_path: Path, llama: Path) -> None:
     assert "another file or version" in said[0]
 
 
-@pytest.mark.parametrize("kernel", _core.kernels())
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_every_kernel_reads_what_another_wrote(llama: Path, kernel: str) -> None:
     expected = logits(loaded(llama))
     model = load_packed(llama, kernel, 3, pytest.fail)
     assert (model.is_mapped, model.kernel) == (True, kernel)
     assert logits(model).tobytes() == expected.tobytes()
-
-
-@pytest.mark.slow
-def test_an_engine() -> None:
-    policy = pystaged.FixedPolicy(width=2, depth=2, budget=4)
-    expected = pystaged.generate("def f(x):", model="bundled", max_tokens=8, n_ctx=64, policy=policy)
-    for _ in range(2):
-        found = pystaged.generate(
-            "def f(x):", model="bundled", max_tokens=8, n_ctx=64, policy=policy, weight_cache=True
-        )
-        assert found.tokens == expected.tokens
-    assert len(PACKED.all()) == 2  # the draft's too
 
 
 # ---- What is not trusted ----
@@ -161,13 +148,10 @@ def swap(path: Path, first: bytes, second: bytes) -> None:
     ("spoil", "reason"),
     [
         (lambda path: os.truncate(path, path.stat().st_size - 1), "damaged"),
-        (lambda path: os.truncate(path, path.stat().st_size // 2), "damaged"),
         (lambda path: os.truncate(path, 100), "no packed weights"),
-        (lambda path: path.write_bytes(b""), "no packed weights"),
         (lambda path: path.write_bytes(path.read_bytes() + bytes(64)), "damaged"),
         (lambda path: flip(path, -1), "damaged"),
         (lambda path: flip(path, 16 << 10), "damaged"),
-        (lambda path: flip(path, (16 << 10) - 1), "damaged"),
         (lambda path: flip(path, 0), "another file or version"),
         (lambda path: swap(path, b"layout 1\n", b"layout 0\n"), "another file or version"),
         (lambda path: path.chmod(0), "cannot open"),
@@ -257,21 +241,6 @@ def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
 
 
-def test_a_disk_that_is_full_in_the_middle(llama: Path) -> None:
-    said: list[str] = []
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        model = loaded(llama, said)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(said) == 1
-    assert "packed weights cannot be written: File too large" in said[0]
-    assert not model.is_mapped
-    assert list(PACKED.folder().iterdir()) == []
-    assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
-
-
 def test_saving_what_cannot_be_used(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="loaded to be packed"):
         _core.Model(str(llama)).save_packed(tmp_path / "file")
@@ -335,16 +304,15 @@ def test_commands(tmp_path: Path, llama: Path) -> None:
     assert loaded(llama).is_mapped
     loaded(other)
     listed = [line.split() for line in here("models").stdout.decode().splitlines()]
-    listed = listed[listed.index(["packed", "weights", "of", "MB"]) + 1 :]
     size = f"{PACKED.path(llama).stat().st_size / 1e6:.1f}"
-    assert listed == [[str(llama), size], [str(other), size]]
-    done = here("models", "remove", "--packed", other)
-    assert done.stderr.decode() == f"removed packed weights of 1 model, {size} MB freed\n"
-    assert [each.model for each in PACKED.all()] == [str(llama)]
+    listed = [cells for cells in listed if cells[2:] == ["packed", "weights"]]
+    assert listed == [[llama.stem, size, "packed", "weights"], ["other", size, "packed", "weights"]]
+    done = here("models", "remove", "--packed", "other")
+    assert done.stderr.decode() == f"removed packed weights: 1 file, {size} MB freed\n"
+    assert PACKED.all() == [PACKED.path(llama)]
     assert_refused(here("models", "remove", "--packed", other), "no packed weights of")
-    assert here("models", "remove", "--packed", "--leftovers").returncode == 2
-    assert b"1 model," in here("models", "remove", "--packed").stderr
-    assert b"0 models," in here("models", "remove", "--packed").stderr
+    assert b": 1 file," in here("models", "remove", "--packed").stderr
+    assert b": 0 files," in here("models", "remove", "--packed").stderr
     assert llama.exists()
 
 
@@ -359,25 +327,14 @@ def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> N
         path.write_text("somebody's")
     kept[2].symlink_to(llama)
     spoilt = PACKED.folder() / f"\N{ESCAPE}[31m.{'0' * 16}.packed"
-    spoilt.write_bytes(b"pystaged packed weights\nof \x1b[31m\xff\nwhose content is ")
-    assert [(each.path, each.model) for each in PACKED.all()] == [
-        (spoilt, "?[31m?"),
-        (PACKED.path(llama), str(llama)),
-    ]
+    spoilt.write_bytes(b"damaged")
+    assert PACKED.all() == [spoilt, PACKED.path(llama)]
+    assert b"?[31m " in here("models").stdout
     assert here("models", "remove", "--packed").returncode == 0
     assert sorted(PACKED.folder().iterdir()) == sorted(kept)
     assert PACKED.remove(kept[0]) == PACKED.remove(PACKED.folder() / "none") == 0
     assert llama.exists()
     assert tmp_path.exists()
-
-
-def test_a_pipe_that_comes_into_the_place_of_a_file_is_not_waited_for(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    PACKED.folder().mkdir(parents=True)
-    os.mkfifo(PACKED.path(llama))
-    monkeypatch.setattr(KeptFiles, "_is_ours", lambda *_: True)  # just before
-    assert PACKED.all() == []
 
 
 def test_removing_a_model_removes_its_packed_weights() -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -246,6 +247,26 @@ def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path
     session.evaluate([1], [-1])
     with pytest.raises(ValueError, match="pending"):
         write_texts(file, b"head", [session])
+
+
+def test_a_list_may_change_while_its_texts_are_written(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    model, file = _core.Model(path_of("llama")), tmp_path / "file"
+    file.touch()
+    texts = [Session(model)]
+    texts[0].prefill(PROMPT)
+    held = weakref.ref(texts[0])
+
+    class ClearsTheList:
+        def __fspath__(self) -> str:
+            texts.clear()
+            assert held() is not None
+            return str(file)
+
+    write_texts(ClearsTheList(), b"head", texts)
+    assert held() is None
+    again = Session(model)
+    read_texts(file, b"head", [again])
+    assert again.tokens.tolist() == list(PROMPT)
 
 
 def test_a_model_on_a_device_keeps_none(path_of: Callable[[str], Path], folder: Path) -> None:

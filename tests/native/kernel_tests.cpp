@@ -18,11 +18,12 @@
 #include <vector>
 
 #include "check.h"
-#include "digest.h"
+#include "machine/digest.h"
+#include "machine/pool.h"
+#include "machine/self_test.h"
 #include "pass/attention.h"
-#include "product.h"
 #include "state/kv_cache.h"
-#include "thread_pool.h"
+#include "weights/product.h"
 
 using namespace pystaged;
 
@@ -797,6 +798,7 @@ void test_cache() {
         for (const int dim : {1, 7, 16, 33, 64, 80, 130}) {
             const int heads = 3, cells = 37;
             KvCache cache(KvType::f16, heads, dim, cells);
+            cache.commit(0, cells);
             CHECK(cache.num_cells() == 48);
             const auto key_of = [](int head, int cell, int d) {
                 return static_cast<float>(head * 200 + cell * 3 + d % 3);
@@ -843,6 +845,8 @@ void test_eight_bit_cache() {
     const Kernel& kernel = find_kernel("");
     for (const int dim : {16, 32, 40, 64}) {
         KvCache moved(KvType::q8_0, 2, dim, 64), stored(KvType::q8_0, 2, dim, 64);
+        moved.commit(0, 64);
+        stored.commit(0, 64);
         CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache::cell_bytes(KvType::f16, 2, dim));
         const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
@@ -968,6 +972,7 @@ void test_attention(const AttentionCase& c) {
         for (int text = 0; text < texts; ++text) {
             caches.push_back(std::make_unique<KvCache>(c.type, c.kv_heads, c.dim, cells));
             KvCache& cache = *caches.back();
+            cache.commit(0, cells);
             for (int head = 0; head < c.kv_heads; ++head) {
                 for (int cell = 0; cell < c.committed; ++cell) {
                     const size_t at = (size_t(head) * cells + cell) * c.dim;
@@ -1127,6 +1132,7 @@ void test_memory_that_ends() {
     std::vector<float> qkv(3 * kv_heads * dim, 1.0f), out(kv_heads * dim);
     const RowContext context{1, 1, nullptr};
     KvCache cache(KvType::f16, kv_heads, dim, 1);
+    cache.commit(0, 1);
     AttentionLayer how;
     how.num_heads = how.num_kv_heads = kv_heads;
     how.head_dim = dim;
@@ -1159,6 +1165,27 @@ void test_memory_that_ends() {
         CHECK(std::all_of(out.begin(), out.end(), [](float x) { return x == 1; }));
         CHECK(few > 0 || failed);
     }
+}
+
+// What a kernel computes otherwise than all others is told.
+void test_arithmetic() {
+    for (const Kernel* kernel : available_kernels()) {
+        check_arithmetic(*kernel);
+    }
+    Kernel broken = find_kernel("scalar");
+    broken.rms_norm = [](const float* x, const float* weight, float eps, int cols, int padded_cols, float* y) {
+        find_kernel("scalar").rms_norm(x, weight, eps, cols, padded_cols, y);
+        y[3] = std::nextafter(y[3], 1.0f);
+    };
+    broken.matmul[int(Packing::q5_k)] = broken.matmul[int(Packing::q4_k)];  // whose weights are fewer
+    std::string told;
+    try {
+        check_arithmetic(broken);
+    } catch (const std::runtime_error& error) {
+        told = error.what();
+    }
+    CHECK(told.find("(kernel scalar: Q5_K product, norm)") != std::string::npos);
+    CHECK(told.find("-ffast-math") != std::string::npos);
 }
 
 // ---- Threads ----
@@ -1313,6 +1340,7 @@ int main(int argc, char** argv) {
     test_eight_bit_cache();
     test_attentions();
     test_memory_that_ends();
+    test_arithmetic();
 #if !defined(PYSTAGED_EMULATED) && !defined(_WIN32)  // neither the sanitizer nor qemu has threads in fork's children
     test_fork();
 #endif

@@ -19,16 +19,16 @@
 
 #include "check.h"
 #include "error.h"
-#include "gguf_file.h"
+#include "files/gguf_file.h"
 #include "llama.h"
-#include "own_math.h"
+#include "llama/tokenizer.h"
+#include "machine/math.h"
 #include "pass/packed_pass.h"
-#include "sampler.h"
-#include "session.h"
+#include "sampling/sampler.h"
 #include "state/packed_state.h"
-#include "text_file.h"
-#include "tokenizer.h"
-#include "work.h"
+#include "text/session.h"
+#include "text/text_file.h"
+#include "text/work.h"
 
 using namespace pystaged;
 
@@ -118,7 +118,7 @@ void test_shortlist() {
     }
 }
 
-void test_own_math() {
+void test_math() {
     for (int i = 0; i < 1000; ++i) {
         const double x = std::exp(random_float(20)), y = random_float(100);
         CHECK(std::fabs(own_log(x) - std::log(x)) <= 1e-15 * std::max(1.0, std::fabs(std::log(x))));
@@ -470,6 +470,23 @@ void test_works(const std::string& path, const Kernel& kernel) {
     CHECK(executor.expired());
 }
 
+// A backend is not silent about what it lacks.
+void test_bare_backend(const std::string& path) {
+    struct Bare : Backend {
+        explicit Bare(const Model& model) : Backend(model) {}
+        std::unique_ptr<TextState> make_state(int, int) const override { return nullptr; }
+        int max_rows() const override { return 1; }
+        bool mixes_texts() const override { return false; }
+        void compute(const Pass&) override {}
+    };
+    const Model model(path, "", 1);
+    Bare backend(model);
+    const PackedState text(model, 16, 16);
+    CHECK_THROWS(std::logic_error, (backend.read_shortlist(text, nullptr, nullptr), 0));
+    CHECK_THROWS(std::logic_error, (backend.read_logits(text, nullptr, nullptr), 0));
+    CHECK_THROWS(std::logic_error, (backend.add_markov(nullptr, 0, nullptr, nullptr), 0));
+}
+
 // ---- Files ----
 
 void test_log_capture() {
@@ -645,6 +662,8 @@ void test_shapes() {
     std::vector<Piece> pieces;
     state.add_pieces(100, pieces);
     KvCache halves(KvType::f16, 2, 8, 40), eighths(KvType::q8_0, 2, 40, 33);
+    halves.commit(0, 40);
+    eighths.commit(0, 33);
     halves.add_pieces(0, 40, pieces);
     eighths.add_pieces(16, 33, pieces);
     for (const Piece& piece : pieces) {
@@ -664,7 +683,7 @@ int main(int argc, char** argv) {
 #ifndef __SANITIZE_THREAD__  // under which they take very long or may not fork, and have no threads of their own
     test_sampler();
     test_shortlist();
-    test_own_math();
+    test_math();
     test_rope();
 #ifndef _WIN32
     test_forked_child(path);
@@ -677,6 +696,7 @@ int main(int argc, char** argv) {
 #else
     test_works(path, find_kernel(""));
 #endif
+    test_bare_backend(path);
     test_packed_weights(path);
     test_text_files(path);
     test_shapes();

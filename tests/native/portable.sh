@@ -43,8 +43,8 @@ typedef long long Py_ssize_t;
 HEADER
 
 compile() {
-    local options=() include=$work/python define=-DPYSTAGED_X86
-    case $1 in *macos) include=${headers[0]} define=-DPYSTAGED_ARM ;; esac
+    local options=() include=$work/python define=-DPYSTAGED_KERNELS=kAvx2Kernel,kScalarKernel
+    case $1 in *macos) include=${headers[0]} ;; esac
     case $1:$2 in
         *macos:*/windows.cpp | *macos:*/kernels/avx* | *macos:*/kernels/x86*) return ;;
         *windows*:*/posix.cpp | *windows*:*/kernels/neon* | *windows*:*/arm_features.cpp) return ;;

@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "llama.h"
-#include "session.h"
+#include "text/session.h"
 
 using namespace pystaged;
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import anthropic
 import pytest
-from support.scheduling import wait_until
+from support.scheduling import is_idle, wait_until
 from support.server import NAME, Server, live
 
-from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
+from pystaged.sampling.definitions import GrammarError
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "max_tokens": 12, "extra_body": {"temperature": 0}}
@@ -40,20 +40,6 @@ def test_a_whole_answer(client: anthropic.Anthropic, engine: Engine) -> None:
     assert usage.output_tokens == 12
 
 
-def test_a_stream(client: anthropic.Anthropic) -> None:
-    expected = client.messages.create(messages=MESSAGES, **GREEDY)
-    with client.messages.stream(messages=MESSAGES, **GREEDY) as stream:
-        pieces = list(stream.text_stream)
-        found = stream.get_final_message()
-    assert "".join(pieces) == text_of(found) == text_of(expected)
-    assert len(pieces) > 1
-    assert found.stop_reason == "max_tokens"
-    assert found.usage.output_tokens == 12
-    kinds = [event.type for event in client.messages.create(messages=MESSAGES, stream=True, **GREEDY)]
-    begin, end = ["message_start", "content_block_start"], ["content_block_stop", "message_delta", "message_stop"]
-    assert kinds == [*begin, *["content_block_delta"] * (len(kinds) - 5), *end]
-
-
 def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> None:
     turns: Any = [
         {"role": "user", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]},
@@ -80,17 +66,6 @@ def test_claude_codes_billing_header_is_no_part_of_the_prompt(client: anthropic.
     assert client.messages.count_tokens(messages=MESSAGES, system=alone, model=NAME).input_tokens == nothing
     with live(engine, billing_header=True) as server, anthropic.Anthropic(base_url=server.url, api_key="none") as other:
         assert other.messages.count_tokens(messages=MESSAGES, system=blocks, model=NAME).input_tokens > plain
-
-
-def test_reasons(client: anthropic.Anthropic) -> None:
-    def ask(grammar: str, **options: Any) -> anthropic.types.Message:
-        more = {"grammar": f"root ::= {grammar}", "temperature": 0}
-        return client.messages.create(messages=MESSAGES, **GREEDY | {"extra_body": more} | options)
-
-    found = ask('"one two"')
-    assert (text_of(found), found.stop_reason, found.stop_sequence) == ("one two", "end_turn", None)
-    found = ask('"one two three"', stop_sequences=["three", "two"])
-    assert (text_of(found), found.stop_reason, found.stop_sequence) == ("one ", "stop_sequence", "two")
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
@@ -126,4 +101,4 @@ def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytes
         pytest.raises(anthropic.APIError, match="broke"),
     ):
         stream.get_final_message()
-    wait_until(lambda: engine.runtime.scheduler.is_idle)
+    wait_until(lambda: is_idle(engine))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,17 +68,3 @@ def test_cache_vs_nocache_prompt(server: Server, temperature: float) -> None:
     warm = [complete(server, cache_prompt=True, **options) for _ in range(2)]
     assert warm[1]["tokens_cached"] > cold["tokens_cached"] == 0
     assert {each["content"] for each in [cold, *warm]} == {cold["content"]}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_text_however_busy_the_server_is(server: Server, temperature: float) -> None:
-    """llama-server tests this at temperature 0 only, and without its cache."""
-    options: dict[str, Any] = {"seed": 42, "temperature": temperature}
-    alone = complete(server, **options)["content"]
-    chooses = random.Random(1)
-    with ThreadPoolExecutor(11) as threads:
-        for i in range(7):
-            prompt = "x" * chooses.randrange(1, 99)
-            threads.submit(complete, server, prompt=prompt, seed=i, n_predict=40)
-        found = threads.map(lambda _: complete(server, **options)["content"], range(4))
-        assert list(found) == [alone] * 4

@@ -95,12 +95,13 @@ def test_tools_and_thinking(server: Server) -> None:
     written: Any = {"temperature": 0, "num_predict": -1, "grammar": f"root ::= {json.dumps(CALLING)}"}
     asked: Any = {"tools": [{"type": "function", "function": WEATHER}], "options": written, "think": True}
     message = ask(server, "/api/chat", messages=ASKED, **asked)["message"]
-    calls = [{"function": {"name": "weather", "arguments": {"place": place}}} for place in ("Rome", "Oslo")]
-    assert message["tool_calls"] == calls
+    calls = [{"name": "weather", "arguments": {"place": place}} for place in ("Rome", "Oslo")]
+    assert [call["function"] for call in message["tool_calls"]] == calls
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert message["thinking"].strip() == "Hm."
     assert message["content"].strip() == "I look."
     parts = [part["message"] for part in lines(server, "/api/chat", messages=ASKED, **asked)]
-    assert [call for part in parts for call in part.get("tool_calls", [])] == calls
+    assert [call["function"] for part in parts for call in part.get("tool_calls", [])] == calls
     for name in ("thinking", "content"):
         assert "".join(part.get(name, "") for part in parts) == message[name]
 
@@ -109,11 +110,11 @@ def test_a_call_that_is_cut_is_not_called(server: Server, engine: Engine) -> Non
     until = len(engine.encode(CALLING[: CALLING.index("Oslo")]))
     written: Any = {"temperature": 0, "num_predict": until, "grammar": f"root ::= {json.dumps(CALLING)}"}
     asked: Any = {"tools": [{"type": "function", "function": WEATHER}], "options": written, "think": True}
-    rome = [{"function": {"name": "weather", "arguments": {"place": "Rome"}}}]
+    rome = {"name": "weather", "arguments": {"place": "Rome"}}
     answer = ask(server, "/api/chat", messages=ASKED, **asked)
-    assert (answer["message"]["tool_calls"], answer["done_reason"]) == (rome, "length")
+    assert ([call["function"] for call in answer["message"]["tool_calls"]], answer["done_reason"]) == ([rome], "length")
     parts = [part["message"] for part in lines(server, "/api/chat", messages=ASKED, **asked)]
-    assert [call for part in parts for call in part.get("tool_calls", [])] == rome
+    assert [call["function"] for part in parts for call in part.get("tool_calls", [])] == [rome]
 
 
 def test_results_go_back_to_their_calls(server: Server) -> None:

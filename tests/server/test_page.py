@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduling import wait_until
+from support.scheduling import is_idle, wait_until
 from support.server import NAME, Server, live
 
 import pystaged
-from pystaged.config import SamplingConfig
 from pystaged.engine import Engine
+from pystaged.options.config import SamplingConfig
 from pystaged.server.run import bound
 
 pytestmark = pytest.mark.slow
@@ -244,9 +244,9 @@ def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     text = next(text for text in texts if len(text.tokens) > 300)
     step, steps, stopped = engine.runtime.stepper.step, count(), threading.Event()
 
-    def step_until_stopped(sequences: Any) -> None:
+    def step_until_stopped(texts: Any) -> Any:
         assert next(steps) < 40 or stopped.wait(600)
-        step(sequences)
+        return step(texts)
 
     monkeypatch.setattr(engine.runtime.stepper, "step", step_until_stopped)
     page.choose(temperature="1", max_tokens="900", seed=str(text.seed))
@@ -260,7 +260,7 @@ def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     written = page.turns()[1]["content"]
     assert written
     assert text.text.startswith(written)
-    page.wait(lambda: engine.runtime.scheduler.is_idle)
+    page.wait(lambda: is_idle(engine))
     page.browser.refresh()
     assert page.turns()[1]["content"] == written
     page.choose(max_tokens="4")

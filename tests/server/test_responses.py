@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 from support.server import NAME, Server
 
-from pystaged.definitions import GrammarError
 from pystaged.engine import Engine
+from pystaged.sampling.definitions import GrammarError
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "temperature": 0, "max_output_tokens": 12}
-
-
-class Answer(BaseModel, extra="forbid"):
-    """What is asked for."""
-
-    city: Literal["Rome", "Oslo"]
 
 
 def test_a_whole_answer(client: openai.OpenAI, engine: Engine) -> None:
@@ -74,12 +67,6 @@ def test_parts_instructions_and_earlier_answers(client: openai.OpenAI, engine: E
     plain = [("system", "Be brief"), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Go on")]
     expected = engine.chat([{"role": role, "content": content} for role, content in plain], max_tokens=12)
     assert found.output_text == expected.text
-
-
-def test_a_form(client: openai.OpenAI) -> None:
-    found = client.responses.parse(input="Name a city.", text_format=Answer, **GREEDY | {"max_output_tokens": 40})
-    assert found.output_parsed is not None
-    assert found.output_parsed.city in ("Rome", "Oslo")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 from support.server import NAME
 
-from pystaged.aliases import ADDRESSES
 from pystaged.engine import Engine
+from pystaged.options.aliases import ADDRESSES
 from pystaged.server.app import application
 from pystaged.server.request_types import ChatRequest, CompletionRequest, DetokenizeRequest
 from pystaged.server.settings import Settings
@@ -69,7 +69,7 @@ def test_pages_of_other_sites_may_not_ask(usual: TestClient) -> None:
 def test_sites_that_may(engine: Engine) -> None:
     with client(engine, cors_origins=["https://good.example/"], api_keys=["k"]) as shared:
         good = {"Origin": "https://good.example"}
-        asked = good | {"Access-Control-Request-Headers": "authorization"}
+        asked = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
         before = shared.options(TEXT, headers=asked)
         assert before.status_code == 200
         assert before.headers["access-control-allow-headers"] == "authorization"

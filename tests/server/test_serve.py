@@ -18,6 +18,8 @@ from support.commands import assert_refused, here, run
 from support.server import SECONDS, Server
 
 import pystaged
+from pystaged.cli import serve
+from pystaged.loading import names
 from pystaged.server.run import bound
 
 UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
@@ -100,6 +102,9 @@ def test_texts_in_progress_may_end(path: str) -> None:
         )
         response.read(10)
         process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == "requests in progress: 1; waiting 30 s at most, Ctrl-C again ends at once\n"
         data = response.read().decode()
         assert data.endswith("data: [DONE]\n\n")
         assert process.wait(SECONDS) == 0
@@ -130,13 +135,46 @@ def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
         assert (done.returncode, option[2:].encode() in done.stderr) == (2, True)
 
 
-def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pystaged.cli import serve  # noqa: PLC0415
+def test_files_of_several_models(path: str, tmp_path: Path) -> None:
+    for name in ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "note.txt"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    found = names.several([path, "bundled"], tmp_path)
+    assert {"bundled", Path(path).stem, "a-00001-of-00002", "b"} <= found.keys()
+    assert not found.keys() & {"a-00002-of-00002", "note"}
+    assert found[Path(path).stem] == Path(path)
+    (tmp_path / "more").mkdir()
+    other = tmp_path / "more" / "b.gguf"
+    other.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="two models are named b"):
+        names.several([str(tmp_path / "b.gguf"), str(other)], None)
+    with pytest.raises(FileNotFoundError, match="no GGUF file"):
+        names.several([], tmp_path / "none")
 
+
+def test_options_of_one_model_and_of_several(path: str) -> None:
+    for options, words in (
+        ([path, "bundled", "--alias", "x"], "--alias and --draft are for one model"),
+        ([path, "bundled", "--draft", path], "--alias and --draft are for one model"),
+        ([path, "--default", "x"], "--default is for several models"),
+        ([path, "--model", path], "name the models once"),
+    ):
+        done = here("serve", *options)
+        assert (done.returncode, words in done.stderr.decode()) == (2, True)
+
+
+@pytest.mark.slow
+def test_several_are_served_by_their_names(path: str) -> None:
+    with serving(path, "bundled", "--n-ctx", "64", "--default", "bundled") as (_, server, said):
+        assert any("loaded when they are asked for" in line for line in said)
+        assert ask(server, model=Path(path).stem)["model"] == Path(path).stem
+        assert ask(server, model="gpt-4")["model"] == "bundled"
+
+
+def test_memory_is_not_shared_unless_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def stop(name: str, options: Any, **_: bool) -> None:
-        seen.append(options.given["recycle"])
+        seen.append(options["recycle"])
         raise ValueError(json.dumps(name))
 
     monkeypatch.setattr(serve, "open_engine", stop)

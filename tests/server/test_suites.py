@@ -1,11 +1,10 @@
 """Public programs that speak to servers of OpenAI's kind, or load models by our adapters. They have many dependencies:
-PYSTAGED_CLIENTS names a Python that has them (pip install inspect-ai instructor litellm llm llm-comply "lm-eval[api]"
+PYSTAGED_CLIENTS names a Python that has them (pip install instructor litellm llm llm-comply "lm-eval[api]"
 ollama schemathesis); without, they are skipped. llama.cpp's tests of its server are run where PYSTAGED_LLAMA_CPP names
 its sources; they need their requirements.txt."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -223,7 +222,7 @@ def test_lm_eval(
     folder, asked = items
     program, environment = "lm_eval", {}
     if way.startswith("own"):
-        program, environment = "pystaged.lm_eval_model", {"PYTHONPATH": str(Path(pystaged.__file__).parents[1])}
+        program, environment = "pystaged.integrations.lm_eval", {"PYTHONPATH": str(Path(pystaged.__file__).parents[1])}
         arguments = f"model={engine.runtime.bundle.path},recycle=False,draft=none"
         model = ["--model", "pystaged", "--model_args", arguments, "--batch_size", way.rpartition(" ")[2]]
     elif way == "gguf":
@@ -248,60 +247,6 @@ def test_lm_eval(
         right += expected.index(max(expected)) == item["answer"]
     scores = json.loads(results.read_text())["results"]["tiny"]
     assert scores["acc,none"] == pytest.approx(right / 100, abs=1e-6)
-
-
-INSPECT = """
-import json
-import os
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import includes
-from inspect_ai.solver import generate
-
-@task
-def tiny():
-    samples = [Sample(input=text, target="e") for text in json.loads(os.environ["QUESTIONS"])]
-    return Task(dataset=samples, solver=generate(max_tokens=16), scorer=includes(), epochs=2)
-"""
-
-
-def test_inspect_ai(engine: Engine, items: Items, tmp_path: Path) -> None:
-    """By the declared entry point, one text at a time and 16 at once."""
-    questions = [item["question"] for item in items[1][:20]]
-    expected = {
-        (question, epoch): engine.chat(
-            [{"role": "user", "content": question}], max_tokens=16, temperature=0.9, seed=epoch - 1
-        )
-        for question in questions
-        for epoch in (1, 2)
-    }
-    (tmp_path / "tiny.py").write_text(INSPECT)
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (declared,) = re.findall(r"^\[project\.entry-points\.(inspect_ai\]\n.*)$", project, re.MULTILINE)
-    (tmp_path / "pystaged-0.dist-info").mkdir()
-    (tmp_path / "pystaged-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pystaged\nVersion: 0\n")
-    (tmp_path / "pystaged-0.dist-info" / "entry_points.txt").write_text("[" + declared.replace('"', ""))
-    environment = {
-        "PYTHONPATH": f"{Path(pystaged.__file__).parents[1]}{os.pathsep}{tmp_path}",
-        "QUESTIONS": json.dumps(questions),
-    }
-    chains = set()
-    for at_once in (1, 16):
-        chain, logs = tmp_path / f"{at_once}.chain", tmp_path / f"{at_once}"
-        loading = ["-Mdraft=none", "-Mrecycle=false", "-Mn_ctx=512", f"-Mreceipts={chain}"]
-        options = ["--temperature=0.9", f"--max-connections={at_once}", "--log-format=json", f"--log-dir={logs}"]
-        called = ["eval", "tiny.py", f"--model=pystaged/{engine.runtime.bundle.path}", *loading, *options]
-        run("inspect_ai", "-m", "inspect_ai", *called, folder=tmp_path, **environment)
-        (log,) = logs.glob("*.json")
-        samples = json.loads(log.read_text())["samples"]
-        assert {(sample["input"], sample["epoch"]) for sample in samples} == expected.keys()
-        for sample in samples:
-            result = expected[sample["input"], sample["epoch"]]
-            assert sample["output"]["completion"] == result.text
-            receipt = hashlib.sha256(result.receipt.to_json().encode()).hexdigest()
-            assert sample["output"]["metadata"] == {"receipts": [receipt], "seed": sample["epoch"] - 1}
-        chains.add(chain.read_bytes())
-    assert len(chains) == 1
 
 
 LEFT_OUT = {

@@ -82,6 +82,7 @@ def test_what_the_server_is(server: Server, engine: Engine) -> None:
     assert [card["id"] for card in models["data"]] == [NAME]
     _, props = server.ask("/props")
     assert props["total_slots"] == 16
+    assert props["note"] == ""
     assert props["default_generation_settings"]["n_ctx"] == engine.n_ctx
     assert props["build_info"] == f"pystaged {pystaged.__version__}"
     _, info = server.ask("/tokenizer_info")
@@ -134,34 +135,18 @@ def test_the_description_is_one(description: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status"),
+    ("path", "body", "is_valid"),
     [
-        ("/v1/completions", {"prompt": "a", "max_tokens": 3}, 200),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "echo": True, "logprobs": 2, "pystaged": True}, 200),
-        ("/v1/completions", {"prompt": ""}, 400),
-        ("/v1/completions", {"prompt": "a" * 9999}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "n": 2}, 200),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True},
-            200,
-        ),
-        ("/v1/chat/completions", {"messages": []}, 400),
-        ("/tokenize", {"content": "a", "with_pieces": True}, 200),
-        ("/tokenize", {"prompt": "a"}, 200),
-        ("/detokenize", {"tokens": [5, 6]}, 200),
-        ("/v1/models", None, 200),
-        ("/props", None, 200),
-        ("/health", None, 200),
-        ("/tokenizer_info", None, 200),
+        ("/v1/completions", {"prompt": ["a", [1, 2]], "max_tokens": 3}, True),
+        ("/v1/completions", {"prompt": ""}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, True),
+        ("/v1/chat/completions", {"messages": []}, False),
     ],
 )
-def test_answers_are_as_described(server: Server, description: Any, path: str, body: Any, status: int) -> None:
-    found, answer = server.ask(path, body)
-    assert found == status, answer
-    responses = description["paths"][path]["get" if body is None else "post"]["responses"]
-    schema = responses[str(status)]["content"]["application/json"]["schema"]
-    jsonschema.validate(answer, {**schema, "components": description["components"]})
+def test_requests_are_as_described(description: Any, path: str, body: Any, is_valid: bool) -> None:
+    schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator({**schema, "components": description["components"]})
+    assert validator.is_valid(body) == is_valid
 
 
 def test_so_many_pieces_and_no_more(server: Server) -> None:

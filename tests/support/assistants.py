@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,28 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
-from safetensors.numpy import save_file
 
 from support.family_reference import FamilyReference, gelu
 from support.feature_drafts import Array, Contents, Doubles
 from support.random_models import RandomModel, add_key, add_vocabulary, gguf_file
 
 FAMILY = "gemma4-assistant"
-_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_output": "self_attn.o_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "layer_output_scale": "layer_scalar",
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-}
 
 
 @dataclass
@@ -141,53 +124,6 @@ def write_assistant(path: Path, draft: Assistant, changed: Mapping[str, Array | 
             elif values is not None:
                 writer.add_tensor(name, values)
     return path
-
-
-def write_checkpoint(folder: Path, draft: Assistant) -> Path:
-    """Write an assistant as Hugging Face has it; returns the folder."""
-    keys = draft.keys()
-    kv_heads = dict(zip(draft.windowed, keys["attention.head_count_kv"], strict=True))
-    text = {
-        "vocab_size": draft.target.vocab_size,
-        "hidden_size": draft.width,
-        "intermediate_size": draft.ffn_width,
-        "num_hidden_layers": len(draft.windowed),
-        "num_attention_heads": draft.heads,
-        "num_key_value_heads": kv_heads[True],
-        "num_global_key_value_heads": kv_heads[False],
-        "attention_k_eq_v": True,
-        "head_dim": keys["attention.key_length_swa"],
-        "global_head_dim": keys["attention.key_length"],
-        "max_position_embeddings": keys["context_length"],
-        "sliding_window": keys["attention.sliding_window"],
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in draft.windowed],
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": keys["rope.freq_base"],
-                "partial_rotary_factor": float((draft.target.vectors["rope_freqs.weight"] == 1).mean()),
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": keys["rope.freq_base_swa"]},
-        },
-    }
-    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": draft.target.width, "text_config": text}
-    found = {_checkpoints_name(name): values for name, values in draft.tensors().items() if "rope_freqs" not in name}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(found, folder / "model.safetensors")
-    return folder
-
-
-def _checkpoints_name(name: str) -> str:
-    if name.startswith("masked_embd_"):
-        return {"o": "masked_embedding.token_ordering", "c": "masked_embedding.centroids.weight"}[name[12]]
-    *block, part, _ = name.split(".")
-    if block == ["nextn"]:
-        return f"{part}.weight"
-    layer = f"layers.{block[1]}." if block else ""
-    return f"model.{layer}{_NAMES[part]}" + ".weight" * (part != "layer_output_scale")
 
 
 class AssistantTwin:

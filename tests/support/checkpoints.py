@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,8 @@ def weights(
     return arrays
 
 
-def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
-    """vocab.json and merges.txt of a made-up vocabulary."""
-    tokens, merges = synthetic_vocabulary(num_tokens)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    (folder / "vocab.json").write_text(json.dumps(vocab), "utf-8")
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
-
-
 def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
-    """The same as tokenizer.json."""
+    """tokenizer.json of a made-up vocabulary; `changes` are of its outermost keys."""
     tokens, merges = synthetic_vocabulary(num_tokens)
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     found = {
@@ -112,46 +104,6 @@ def write_weights(folder: Path, arrays: Arrays, shards: int = 1) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-6},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 96,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 16,
-    },
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    },
-    "gpt_oss": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 40,
-        "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-        "mtp_num_hidden_layers": 1,
-    },
-}
-
-
 def family_config(model_type: str, **changes: object) -> dict[str, Any]:
     """config.json of a tiny model of another family than GPT-2."""
     usual = {
@@ -167,7 +119,7 @@ def family_config(model_type: str, **changes: object) -> dict[str, Any]:
         "vocab_size": NUM_TOKENS,
         "query_pre_attn_scalar": 16,
     }
-    return usual | OF_FAMILY.get(model_type, {}) | changes
+    return usual | changes
 
 
 def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
@@ -175,11 +127,9 @@ def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int 
     generator, shape = np.random.default_rng(seed), Shape.of(config, Path("config.json"))
     arrays: Arrays = {}
     for wanted in shape.tensors(NUM_TOKENS):
-        sources, size = shape.sources(wanted), wanted.stored or wanted.shape
-        for source in sources:
-            values = generator.standard_normal(size[1:] if len(sources) > 1 else size, dtype=np.float32)
-            name = ("" if source.startswith(("lm_head.", "mtp.")) else prefix) + source
-            arrays[name] = 0.1 * values + np.float32("norm" in source)
+        name = ("" if wanted.source.startswith("lm_head.") else prefix) + wanted.source
+        values = generator.standard_normal(wanted.shape, dtype=np.float32)
+        arrays[name] = 0.1 * values + np.float32("norm" in name)
     return arrays
 
 
@@ -198,26 +148,36 @@ def write_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **changes:
     folder.mkdir(parents=True, exist_ok=True)
     shape = config(**changes)
     (folder / "config.json").write_text(json.dumps(shape))
-    write_tokenizer(folder)
+    write_tokenizer_json(folder)
     write_weights(folder, weights(shape, seed=seed), shards)
     return folder
 
 
-def field(number: int, value: int | bytes | float) -> bytes:
-    """A field of a protobuf message, its number and value below 128."""
-    if isinstance(value, int):
-        return bytes([number << 3, value])
-    if isinstance(value, float):
-        return bytes([number << 3 | 5]) + struct.pack("<f", value)
-    return bytes([number << 3 | 2, len(value)]) + value
-
-
-def sentencepiece_model(*, kind: int = 2, normalizer: bytes = field(4, 0), num_bytes: int = 256) -> bytes:
-    """A tokenizer.model of letters, two words and bytes."""
-    pieces = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
-    pieces += [(f"<0x{byte:02X}>".encode(), 0.0, 6) for byte in range(num_bytes)]
-    words = ["he", "\u2581he", "ll", "llo", "\u2581hello"]
-    letters = ["\u2581", *"helowrd"]
-    pieces += [(word.encode(), -float(i), 1) for i, word in enumerate(words + letters)]
-    data = b"".join(field(1, field(1, text) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
-    return data + field(2, field(3, kind)) + field(3, normalizer)
+def write_sentencepiece(folder: Path, pieces: Sequence[str], **changes: object) -> None:
+    """tokenizer.json as transformers writes it of a SentencePiece model with these pieces, the likeliest first;
+    `changes` are of its outermost keys."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    splits = [(piece[:i], piece[i:]) for piece in pieces for i in range(1, len(piece))]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    found = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": tokens[i], "special": True} | plain for i in range(3)],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": [f"{left} {right}" for left, right in splits if left in vocab and right in vocab],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(found | changes), "utf-8")

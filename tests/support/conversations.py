@@ -1,4 +1,4 @@
-"""Conversations that chat templates are tried with, and what transformers makes of them.
+"""Conversations that chat templates are tried with, and what transformers makes of what they mean to each.
 
 `python tests/support/conversations.py` writes that down, where transformers is installed.
 """
@@ -15,103 +15,75 @@ TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted((CHAT / "temp
 EXPECTED = CHAT / "expected.json"
 BOS, EOS = "<s>", "</s>"
 
-_WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather at a place: <rain> & \u2600, \"now\" or 'later'",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"type": "string"}, "days": {"type": "integer", "default": 1}},
-            "required": ["place"],
-        },
-    },
-}
-_CLOCK = {"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"place": "K\u00f6ln"}}}
-
 
 def says(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-_DATE = {"date_string": "22 Nov 2026"}
-CASES: dict[str, dict[str, Any]] = {
-    "question": {"messages": [says("user", "Hello, who are you?")]},
-    "turns": {
-        "messages": [
-            says("system", "Answer in one word."),
-            says("user", "2 + 2?"),
-            says("assistant", "Four."),
-            says("user", "And 3 + 3?"),
-        ]
-    },
-    "white space": {
-        "messages": [
-            says("user", "  \n a <b>&amp;</b> 'c' \"d\"\t{{ e }} {% f %} \\n \n\n"),
-            says("assistant", "\n\n \u00e9t\u00e9 \u65e5\u672c \U0001f600 \n"),
-            says("user", ""),
-        ]
-    },
-    "history": {
-        "messages": [says("system", "  Be brief.  "), says("user", "a"), says("assistant", "b"), says("user", "c")],
-        "add_generation_prompt": False,
-    },
-    "tools": {
-        "messages": [says("system", "Use tools."), says("user", "How is the weather in K\u00f6ln?")],
-        "tools": [_WEATHER, _CLOCK],
-    },
-    "calls": {
-        "messages": [
-            says("user", "How is the weather in K\u00f6ln?"),
-            says("assistant", "", tool_calls=[_CALL]),
-            says("tool", "15 \u00b0C, <dry>", tool_call_id="abcdefghi", name="weather"),
-            says("assistant", "It is dry."),
-            says("user", "Thanks"),
-        ],
-        "tools": [_WEATHER],
-    },
-    "several calls": {
-        "messages": [
-            says("user", "x"),
-            says("assistant", "Let me look.", tool_calls=[_CALL, _CALL]),
-            says("tool", "1", tool_call_id="abcdefghi"),
-            says("tool", "2", tool_call_id="abcdefghi"),
-        ],
-    },
-    "thoughts": {
-        "messages": [
-            says("user", "a"),
-            says("assistant", "<think>\nlet me see\n</think>\n\nb"),
-            says("user", "c"),
-            says("assistant", "<think>\nonce more\n</think>\n\nd", tool_calls=[_CALL]),
-            says("tool", "<tool_response>e</tool_response>"),
-        ],
-        "template_options": {"enable_thinking": False},
-    },
-    "reasoning": {
-        "messages": [says("user", "a"), says("assistant", "b", reasoning_content="\nhm\n"), says("user", "c")],
-        "template_options": {"enable_thinking": True},
-    },
-    "parts": {
-        "messages": [
-            says("system", [{"type": "text", "text": "Be brief. "}]),
-            says("user", [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]),
-        ]
-    },
-    "joined parts": {"messages": [says("system", "Be brief. "), says("user", " one \ntwo")]},
-    "roles out of turn": {"messages": [says("user", "a"), says("user", "stop\nb\r\nc  d: e\nSTOP")]},
-    "more": {
-        "messages": [
-            says("developer", "x"),
-            says("user", "a\nb", extra={"n": 12, "k": "v"}),
-            says("assistant", ""),
-            says("user", "c"),
-        ],
-    },
-}
-for _case in CASES.values():
-    _case["template_options"] = _DATE | _case.get("template_options", {})
+CASES: dict[str, dict[str, Any]] = json.loads((CHAT / "conversations.json").read_text("utf-8"))
+_CALL = CASES["calls"]["messages"][1]["tool_calls"][0]
+_DESCRIBED = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+_WRITTEN = '<tool_call>\n{"name": "weather", "arguments": {"place": "K\u00f6ln"}}\n</tool_call>'
+
+
+def _without_calls(name: str, case: str) -> list[dict[str, Any]]:
+    """The messages of a conversation with its calls as text."""
+    one, two = f"\n{_WRITTEN}", f"\n{_WRITTEN}\n{_WRITTEN}"
+    if name == "lfm2":
+        call = "weather(place='K\u00f6ln')"
+        one, two = (f"\n<|tool_call_start|>[{calls}]<|tool_call_end|>" for calls in (call, f"{call}, {call}"))
+    told = {
+        "calls": one.lstrip(),
+        "several calls": f"Let me look.{two}",
+        "thoughts": f"{CASES['thoughts']['messages'][3]['content']}{one}",
+    }
+    found = []
+    for message in CASES[case]["messages"]:
+        if "tool_calls" in message:
+            found.append(says("assistant", told[case]))
+        elif message["role"] == "tool" and name in ("gemma3", "phi3"):  # which know no tools at all
+            found.append(says("user", f"<tool_response>\n{message['content']}\n</tool_response>"))
+        else:
+            found.append(message)
+    if name == "gemma3" and case == "several calls":  # whose roles take turns
+        found[2:] = [says("user", f"{found[2]['content']}\n\n{found[3]['content']}")]
+    return found
+
+
+def meant(name: str, case: str) -> dict[str, Any]:
+    """A conversation in the form in which a template can write all of it."""
+    found, template = dict(CASES[case]), TEMPLATES[name]
+    messages = list(found["messages"])
+    if "tool_calls" not in template and case in ("calls", "several calls", "thoughts"):
+        messages = _without_calls(name, case)
+    elif name in ("llama3", "gpt-oss") and case == "several calls":  # one call at a time
+        again = {"role": "assistant", "tool_calls": [_CALL]}
+        messages = [messages[0], messages[1] | again, messages[2], again, messages[3]]
+    elif name in ("gemma3", "mistral") and case == "roles out of turn":
+        messages = [says("user", "\n\n".join(message["content"] for message in messages))]
+    elif name == "mistral" and case == "thoughts":
+        messages[4] = messages[4] | {"tool_call_id": "abcdefghi"}
+    elif case == "more" and name not in ("gemma4", "gpt-oss"):  # which write what a developer says
+        messages[0] = says("system", "x")
+    if "tools" in found and name in ("gemma3", "phi3"):
+        described = _DESCRIBED.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in found.pop("tools")))
+        if messages[0]["role"] == "system":
+            messages[0] = says("system", f"{messages[0]['content']}\n\n{described}")
+        else:
+            messages.insert(0, says("system", described))
+    return found | {"messages": messages}
 
 
 @cache
@@ -142,7 +114,7 @@ def transformers_writes(template: str, case: dict[str, Any]) -> str | None:
 
 if __name__ == "__main__":
     written = {
-        name: {case: transformers_writes(template, CASES[case]) for case in CASES}
+        name: {case: transformers_writes(template, meant(name, case)) for case in CASES}
         for name, template in TEMPLATES.items()
     }
     EXPECTED.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n", "utf-8")

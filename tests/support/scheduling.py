@@ -31,8 +31,9 @@ def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def is_idle(engine: Engine) -> bool:
-    """Whether no text is left."""
-    return engine.runtime.scheduler.is_idle
+    """Whether no text is running or waiting; ended ones may have unread pieces."""
+    scheduler = engine.runtime.scheduler
+    return scheduler._is_waiting and not scheduler._sequences and scheduler._inbox.empty()
 
 
 @contextmanager
@@ -41,10 +42,10 @@ def held(engine: Engine) -> Iterator[None]:
     stepper, go_on, stands = engine.runtime.stepper, threading.Event(), threading.Event()
     step = stepper.step
 
-    def wait(sequences: Any) -> None:
+    def wait(texts: Any) -> Any:
         stands.set()
         assert go_on.wait(600)
-        step(sequences)
+        return step(texts)
 
     stepper.step = wait  # type: ignore[method-assign]
     try:

@@ -12,7 +12,8 @@ from typing import Any
 
 from pystaged.engine import Engine
 from pystaged.server import run
-from pystaged.server.app import application
+from pystaged.server.app import application_of
+from pystaged.server.models import Models
 from pystaged.server.settings import Settings
 from support.scheduling import wait_until
 
@@ -24,7 +25,14 @@ UNFILTERED: Any = {"top_k": 0, "top_p": 1, "min_p": 0}  # what servers recommend
 @contextmanager
 def live(engine: Engine, listener: socket.socket | None = None, **settings: Any) -> Iterator[Server]:
     """A server for as long as the context lasts, which then closes the listener."""
-    app = application(engine, Settings(NAME, **settings))
+    with live_of(Models.of(engine, Settings(NAME, **settings)), listener) as server:
+        yield server
+
+
+@contextmanager
+def live_of(models: Models, listener: socket.socket | None = None) -> Iterator[Server]:
+    """As live, of several models."""
+    app = application_of(models)
     listener = listener or run.bound("127.0.0.1", 0)
     running = run.Server(app, grace=1)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -29,8 +29,8 @@ class Terminal:
         self.output = b""
         self.screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self.screen)
-        self._process, self._descriptor = pty.fork()
-        if self._process == 0:
+        self.process, self._descriptor = pty.fork()
+        if self.process == 0:
             try:
                 # The size is set before the program can ask for it.
                 _set_size(0, columns, lines)
@@ -61,7 +61,7 @@ class Terminal:
         while self._read(0.1):
             assert time.monotonic() < deadline, self.output
         os.close(self._descriptor)
-        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
     @property
     def shown(self) -> list[str]:

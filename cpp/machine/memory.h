@@ -1,0 +1,68 @@
+// Memory for weights, caches and what threads write side by side.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <vector>
+
+#include "machine/system.h"
+
+namespace pystaged {
+
+// What one thread writes and another uses lies this far apart: a cache line has 64 bytes, and many CPUs move them in
+// pairs.
+constexpr size_t kCacheLine = 128;
+
+// A vector that begins with a cache line.
+template <class T>
+struct LineAllocator {
+    using value_type = T;
+    LineAllocator() = default;
+    template <class U>
+    LineAllocator(const LineAllocator<U>&) {}
+    // Within a block of the usual kind: glibc seldom hands out again what an aligned one leaves behind.
+    T* allocate(size_t n) {
+        void* const block = ::operator new(n * sizeof(T) + kCacheLine);
+        const uintptr_t line = (reinterpret_cast<uintptr_t>(block) / kCacheLine + 1) * kCacheLine;
+        reinterpret_cast<void**>(line)[-1] = block;
+        return reinterpret_cast<T*>(line);
+    }
+    void deallocate(T* p, size_t) { ::operator delete(reinterpret_cast<void**>(p)[-1]); }
+    friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
+    friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
+};
+template <class T>
+using Lines = std::vector<T, LineAllocator<T>>;
+
+// Page-aligned zeroed memory that becomes resident only where it is touched.
+class Memory {
+public:
+    Memory() = default;
+    // `huge` asks for huge pages: right for weights, which are read whole, wrong for sparse caches.
+    explicit Memory(size_t bytes, bool huge = false);
+    // Memory that may be touched only where it is committed: for what may stay sparse.
+    static Memory reserve(size_t bytes);
+    // The first `bytes` of a file, which must not be written to. Throws std::system_error where it cannot be mapped.
+    static Memory map(const File& file, size_t bytes);
+    ~Memory();
+    Memory(Memory&& other) noexcept;
+    Memory& operator=(Memory&& other) noexcept;
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+    // Throws std::bad_alloc.
+    void commit(size_t first, size_t last);
+    // Gives whole pages among these bytes back to the system. What they held, or zeros, is there afterwards.
+    void release(size_t first, size_t last);
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+    uint8_t* base_ = nullptr;
+    size_t reserved_ = 0;
+};
+
+}  // namespace pystaged

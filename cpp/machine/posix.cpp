@@ -1,0 +1,256 @@
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <new>
+#include <set>
+#include <system_error>
+
+#include "machine/system.h"
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+#ifdef __APPLE__
+#include <sys/sysctl.h>
+#endif
+
+namespace pystaged {
+
+namespace {
+
+[[noreturn]] void fail() {
+    throw std::system_error(errno, std::generic_category());
+}
+
+// Calls until all bytes are moved, or none is.
+template <class Call>
+size_t move(size_t bytes, const Call& call) {
+    size_t done = 0;
+    while (done < bytes) {
+        const ssize_t count = call(done);
+        if (count < 0 && errno != EINTR) {
+            fail();
+        }
+        if (count == 0) {
+            break;
+        }
+        done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+    }
+    return done;
+}
+
+}  // namespace
+
+File::File(const std::string& path, Use use)
+    : number_(open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW))) {
+    struct stat info = {};
+    if (number_ < 0) {
+        fail();
+    }
+    if (fstat(number_, &info) != 0) {
+        const int error = errno;
+        close(number_);
+        throw std::system_error(error, std::generic_category());
+    }
+    is_regular_ = S_ISREG(info.st_mode);
+    size_ = static_cast<size_t>(info.st_size);
+#ifdef __APPLE__
+    const timespec& changed = info.st_mtimespec;
+#else
+    const timespec& changed = info.st_mtim;
+#endif
+    changed_ = int64_t(changed.tv_sec) * 1000000000 + changed.tv_nsec;
+}
+
+File::~File() {
+    close(number_);
+}
+
+size_t File::read(void* data, size_t bytes, size_t at) const {
+    return move(bytes, [&](size_t done) {
+        return pread(number_, static_cast<uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
+    });
+}
+
+void File::write(const void* data, size_t bytes, size_t at) const {
+    const size_t written = move(bytes, [&](size_t done) {
+        return pwrite(number_, static_cast<const uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
+    });
+    if (written < bytes) {
+        throw std::system_error(ENOSPC, std::generic_category());
+    }
+}
+
+void File::prefetch(size_t at, size_t bytes) const {
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(number_, static_cast<off_t>(at), static_cast<off_t>(bytes), POSIX_FADV_WILLNEED);
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
+uint8_t* File::map(size_t bytes) const {
+    void* const pages = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, number_, 0);
+    if (pages == MAP_FAILED) {
+        fail();
+    }
+    return static_cast<uint8_t*>(pages);
+}
+
+std::unique_ptr<FILE, File::Close> File::stream() const {
+    const int copy = fcntl(number_, F_DUPFD_CLOEXEC, 0);
+    FILE* const stream = copy < 0 ? nullptr : fdopen(copy, "rb");
+    if (!stream) {
+        const int error = errno;
+        if (copy >= 0) {
+            close(copy);
+        }
+        throw std::system_error(error, std::generic_category());
+    }
+    return std::unique_ptr<FILE, Close>(stream);
+}
+
+bool file_exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0;
+}
+
+size_t page_bytes() {
+    static const size_t bytes = sysconf(_SC_PAGESIZE);
+    return bytes;
+}
+
+// With the sanitizer, as strict as Windows, so that its tests find what is touched and not committed.
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kStrict = true;
+#else
+constexpr bool kStrict = false;
+#endif
+
+uint8_t* new_pages(size_t bytes) {
+    void* const pages =
+        mmap(nullptr, bytes, kStrict ? PROT_NONE : PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    return static_cast<uint8_t*>(pages);
+}
+
+void commit_pages(uint8_t* pages, size_t bytes) {
+    if (kStrict && mprotect(pages, bytes, PROT_READ | PROT_WRITE) != 0) {
+        throw std::bad_alloc();
+    }
+}
+
+void free_pages(uint8_t* pages, size_t bytes) {
+    munmap(pages, bytes);
+}
+
+void prefer_huge_pages(uint8_t* pages, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(pages, bytes, MADV_HUGEPAGE);
+#else
+    (void)pages, (void)bytes;
+#endif
+}
+
+void empty_pages(uint8_t* pages, size_t bytes) {
+#ifdef __linux__
+    constexpr int kAdvice = MADV_DONTNEED;
+#else
+    constexpr int kAdvice = MADV_FREE;
+#endif
+    madvise(pages, bytes, kAdvice);
+}
+
+void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
+    constexpr size_t kPages = 64 << 10;  // whole ones, on every system
+#ifdef MAP_NORESERVE
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#else
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+#endif
+    // The lowest ones stay closed, so that a stack that is too small after all is no way into other memory.
+    const size_t size = (bytes + kPages - 1) / kPages * kPages;
+    void* const memory = mmap(nullptr, kPages + size, PROT_NONE, kFlags, -1, 0);
+    if (memory == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    uint8_t* const stack = static_cast<uint8_t*>(memory) + kPages;
+    struct Call {
+        void (*function)(void*);
+        void* data;
+    } call{function, data};
+    const auto run = [](void* given) -> void* {
+        const Call& call = *static_cast<Call*>(given);
+        call.function(call.data);
+        return nullptr;
+    };
+    pthread_attr_t attributes;
+    pthread_t thread;
+    pthread_attr_init(&attributes);
+    const bool started = mprotect(stack, size, PROT_READ | PROT_WRITE) == 0 &&
+                         pthread_attr_setstack(&attributes, stack, size) == 0 &&
+                         pthread_create(&thread, &attributes, run, &call) == 0;
+    pthread_attr_destroy(&attributes);
+    if (started) {
+        pthread_join(thread, nullptr);
+    }
+    munmap(memory, kPages + size);
+    if (!started) {
+        throw std::bad_alloc();
+    }
+}
+
+#ifdef __linux__
+int cores_by_topology() {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
+        return 0;
+    }
+    std::set<std::string> cores;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (!CPU_ISSET(cpu, &allowed)) {
+            continue;
+        }
+        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        std::string siblings;
+        if (!std::getline(file, siblings)) {
+            return CPU_COUNT(&allowed);
+        }
+        cores.insert(siblings);
+    }
+    return static_cast<int>(cores.size());
+}
+#elif defined(__APPLE__)
+int cores_by_topology() {
+    // Slow cores would hold up every join.
+    for (const char* name : {"hw.perflevel0.physicalcpu", "hw.physicalcpu"}) {
+        int value = 0;
+        size_t size = sizeof(value);
+        if (sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value > 0) {
+            return value;
+        }
+    }
+    return 0;
+}
+#else
+int cores_by_topology() {
+    return 0;
+}
+#endif
+
+int process_id() {
+    return getpid();
+}
+
+int in_children(void (*function)()) {
+    return pthread_atfork(nullptr, nullptr, function);
+}
+
+}  // namespace pystaged

@@ -1,0 +1,216 @@
+#include "sampling/logit_rules.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace pystaged {
+
+namespace {
+
+constexpr float kExcluded = -std::numeric_limits<float>::infinity();
+// What no rule but exclusion leads beyond, so that no arithmetic on logits is undefined.
+constexpr float kMost = 1e30f;
+
+size_t window(const Prefix& prefix, int last_n) {
+    return last_n < 0 ? prefix.size() : std::min(prefix.size(), static_cast<size_t>(last_n));
+}
+
+bool penalizes(const LogitRules& r) {
+    return r.repeat_last_n != 0 && (r.repeat_penalty != 1 || r.presence_penalty != 0 || r.frequency_penalty != 0);
+}
+
+}  // namespace
+
+void check(const LogitRules& r) {
+    const auto refuse = [](const char* what) { throw std::invalid_argument(what); };
+    for (const auto& [token, bias] : r.bias) {
+        if (token < 0 || std::isnan(bias) || bias > kMost) {
+            refuse("logit_bias must be finite numbers, or -inf to exclude a token");
+        }
+    }
+    if (std::any_of(r.end_tokens.begin(), r.end_tokens.end(), [](int32_t token) { return token < 0; })) {
+        refuse("end_tokens must be tokens, which are numbers from 0 up");
+    }
+    if (!(r.repeat_penalty > 0) || std::isinf(r.repeat_penalty)) {
+        refuse("repeat_penalty must be above 0; 1 is off");
+    }
+    if (!std::isfinite(r.presence_penalty)) {
+        refuse("presence_penalty must be a number; 0 is off");
+    }
+    if (!std::isfinite(r.frequency_penalty)) {
+        refuse("frequency_penalty must be a number; 0 is off");
+    }
+    if (r.repeat_last_n < -1) {
+        refuse("repeat_last_n must be a number of tokens, or -1 for the whole text");
+    }
+    if (!(r.dry_multiplier >= 0) || std::isinf(r.dry_multiplier)) {
+        refuse("dry_multiplier must be at least 0 (off)");
+    }
+    if (!(r.dry_base >= 1) || std::isinf(r.dry_base)) {
+        refuse("dry_base must be at least 1");
+    }
+    if (r.dry_allowed_length < 0) {
+        refuse("dry_allowed_length must be at least 0");
+    }
+    if (r.dry_last_n < -1) {
+        refuse("dry_penalty_last_n must be a number of tokens, or -1 for the whole text");
+    }
+}
+
+LogitsRow RuledRow::apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {
+    copy(row);
+    for (const auto& [token, bias] : rules.bias) {
+        if (token < size_) {
+            change(token, logits_[token] + bias);
+        }
+    }
+    if (static_cast<int64_t>(prefix.size()) < rules.min_length) {
+        for (const int32_t token : rules.end_tokens) {
+            if (token < size_) {
+                change(token, kExcluded);
+            }
+        }
+    }
+    if (penalizes(rules)) {
+        penalize(rules, prefix);
+    }
+    if (rules.dry_multiplier > 0 && rules.dry_last_n != 0) {
+        penalize_repetitions(rules, prefix);
+    }
+    return changed();
+}
+
+LogitsRow RuledRow::exclude(const LogitsRow& row, const std::vector<int32_t>& tokens) {
+    if (row.logits != logits_.data()) {
+        copy(row);
+    }
+    for (const int32_t token : tokens) {
+        change(token, kExcluded);
+    }
+    return changed();
+}
+
+LogitsRow RuledRow::copy(const LogitsRow& row) {
+    logits_.assign(row.logits, row.logits + row.stride);
+    maxima_.assign(row.maxima, row.maxima + row.stride / kRun);
+    is_changed_.assign(maxima_.size(), false);
+    size_ = row.size;
+    return changed();
+}
+
+void RuledRow::change(int32_t token, float logit) {
+    logits_[token] = logit == kExcluded ? kExcluded : std::clamp(logit, -kMost, kMost);
+    const int run = token / kRun;
+    if (!is_changed_[run]) {
+        is_changed_[run] = true;
+        runs_.push_back(run);
+    }
+}
+
+LogitsRow RuledRow::changed() {
+    for (const int run : runs_) {
+        kernel_.run_max(&logits_[size_t(run) * kRun], kRun, &maxima_[run]);
+        is_changed_[run] = false;
+    }
+    runs_.clear();
+    return {logits_.data(), maxima_.data(), size_, static_cast<int>(logits_.size())};
+}
+
+void RuledRow::penalize(const LogitRules& rules, const Prefix& prefix) {
+    counts_.resize(logits_.size());
+    const size_t length = window(prefix, rules.repeat_last_n);
+    for (size_t i = 0; i < length; ++i) {
+        const int32_t token = prefix.last(i);
+        if (token < size_ && counts_[token]++ == 0) {
+            seen_.push_back(token);
+        }
+    }
+    for (const int32_t token : seen_) {
+        const int count = std::exchange(counts_[token], 0);
+        const float logit = logits_[token];
+        if (logit != kExcluded) {
+            const float scaled = logit <= 0 ? logit * rules.repeat_penalty : logit / rules.repeat_penalty;
+            const float lost = static_cast<float>(count) * rules.frequency_penalty + rules.presence_penalty;
+            change(token, std::clamp(scaled, -kMost, kMost) - std::clamp(lost, -kMost, kMost));
+        }
+    }
+    seen_.clear();
+}
+
+// How many tokens at the end of recent_ come after the last breaker.
+int RuledRow::repetition_limit(const LogitRules& rules, int length) const {
+    for (int i = 0; i < length; ++i) {
+        int longest = -1;
+        const auto [first, last] = rules.dry_breakers.equal_range(recent_[i]);
+        for (auto breaker = first; breaker != last; ++breaker) {
+            const std::vector<int32_t>& rest = breaker->second;
+            const int n = static_cast<int>(rest.size());
+            bool stands = n > longest && n <= i;
+            for (int j = 0; stands && j < n; ++j) {
+                stands = rest[j] == recent_[i - j - 1];
+            }
+            longest = stands ? n : longest;
+        }
+        if (longest >= 0) {
+            return i - longest;
+        }
+    }
+    return length;
+}
+
+void RuledRow::penalize_repetitions(const LogitRules& rules, const Prefix& prefix) {
+    const int n = static_cast<int>(window(prefix, rules.dry_last_n));
+    if (n <= rules.dry_allowed_length) {
+        return;
+    }
+    recent_.resize(n);
+    for (int i = 0; i < n; ++i) {
+        recent_[i] = prefix.last(i);
+    }
+    const int limit = repetition_limit(rules, n);
+    if (limit < rules.dry_allowed_length) {
+        return;
+    }
+    // The Z algorithm: common_[k] is how many of the first tokens equal those from k on.
+    common_.assign(n, 0);
+    counts_.resize(logits_.size());
+    for (int k = 1, left = 0, right = 0; k < n; ++k) {
+        int same = k < right ? std::min(right - k, common_[k - left]) : 0;
+        while (k + same < n && recent_[same] == recent_[k + same]) {
+            ++same;
+        }
+        common_[k] = same;
+        if (k + same > right) {
+            left = k;
+            right = k + same;
+        }
+        // The token that came next would make the repetition longer.
+        const int32_t token = recent_[k - 1];
+        const int length = std::min(same, limit);
+        if (length >= rules.dry_allowed_length && token < size_) {
+            if (counts_[token] == 0) {
+                seen_.push_back(token);
+            }
+            counts_[token] = std::max(counts_[token], length + 1);
+        }
+    }
+    for (const int32_t token : seen_) {
+        const int length = std::exchange(counts_[token], 0) - 1;
+        const auto [first, last] = rules.dry_breakers.equal_range(token);
+        const bool breaks = std::any_of(first, last, [](const auto& breaker) { return breaker.second.empty(); });
+        if (!breaks && logits_[token] != kExcluded) {
+            // Multiplied up, because the C library's pow is not the same everywhere.
+            double lost = rules.dry_multiplier;
+            for (int i = rules.dry_allowed_length; i < length && lost < kMost && rules.dry_base > 1; ++i) {
+                lost *= rules.dry_base;
+            }
+            change(token, logits_[token] - static_cast<float>(std::min<double>(lost, kMost)));
+        }
+    }
+    seen_.clear();
+}
+
+}  // namespace pystaged

@@ -1,0 +1,199 @@
+#include "text/executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "error.h"
+#include "machine/pool.h"
+#include "pass/device_pass.h"
+#include "pass/packed_pass.h"
+
+namespace pystaged {
+
+namespace {
+
+// Greedy candidates in fewer logits are found faster than a second thread is woken; so are the largest of many more,
+// for which most logits need not be read.
+constexpr size_t kLogitsWorthSharing = 128 << 10, kLargestWorthSharing = 16 * kLogitsWorthSharing;
+
+void check_finite(const float* x, size_t n) {
+    if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
+        throw ModelError(
+            "the logits of a pass are not finite; the model's file is damaged, get it again, or its numbers are too "
+            "large "
+            "here");
+    }
+}
+
+// The form that fits where the weights are.
+std::unique_ptr<Backend> make_backend(const Model& model) {
+    if (model.device_memory()) {
+        return std::make_unique<DevicePasses>(model);
+    }
+    return std::make_unique<PackedPass>(model);
+}
+
+// By pass, of the largest one lately. Memory for more than twice of that is given back.
+constexpr double kPeakDecay = 0.99;
+
+}  // namespace
+
+void check_shortlist(const Logits& logits, int vocab_size) {
+    for (const int32_t token : logits.shortlist) {
+        if (token < 0 || token >= vocab_size) {
+            throw DeviceError("the device answers a pass with token " + std::to_string(token) +
+                              ", outside the vocabulary of " + std::to_string(vocab_size) +
+                              "; it is out of order, use another one");
+        }
+    }
+}
+
+Executor::Executor(const Model& model)
+    : model_(model),
+      process_(process_id()),
+      backend_(make_backend(model)),
+      samplers_(model.num_threads(), Sampler(model.kernel())),
+      spare_(std::make_shared<Spare>()) {}
+
+std::mutex& Executor::making() {
+    struct Making {
+        std::mutex mutex;
+    };
+    return OfProcess<Making>::get().mutex;
+}
+
+std::shared_ptr<Executor> Executor::of(const Model& model) {
+    const std::lock_guard<std::mutex> lock(making());
+    std::shared_ptr<Executor> executor = model.executor_.lock();
+    if (!executor || !executor->is_of(process_id())) {
+        // Destroying that of a process we were forked from would wait for threads that are not here.
+        executor.reset(new Executor(model), [](Executor* made) {
+            if (made->is_of(process_id())) {
+                delete made;
+            }
+        });
+        model.executor_ = executor;
+    }
+    return executor;
+}
+
+Executor::Turn::Turn(Executor& executor) : executor_(executor) {
+    std::unique_lock<std::mutex> lock(executor.mutex_);
+    if (executor.caller_ == std::this_thread::get_id()) {
+        throw std::runtime_error(
+            "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
+    }
+    const uint64_t turn = executor.next_++;
+    executor.called_.wait(lock, [&] { return executor.served_ == turn; });
+    executor.caller_ = std::this_thread::get_id();
+}
+
+Executor::Turn::~Turn() {
+    const std::lock_guard<std::mutex> lock(executor_.mutex_);
+    executor_.caller_ = std::thread::id();
+    ++executor_.served_;
+    executor_.called_.notify_all();
+}
+
+std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) {
+    const size_t floats = num_rows * model_.numbers().logits_stride();
+    std::unique_ptr<Logits> logits;
+    {
+        const std::lock_guard<std::mutex> lock(spare_->mutex);
+        auto& all = spare_->logits;
+        std::sort(all.begin(), all.end(),
+                  [](const auto& a, const auto& b) { return a->values.size() < b->values.size(); });
+        spare_->peak = std::max(static_cast<double>(floats), kPeakDecay * spare_->peak);
+        while (!all.empty() && all.back()->values.size() > 2 * spare_->peak) {
+            all.pop_back();
+            --spare_->made;
+        }
+        // The smallest that is large enough, or else the largest.
+        const auto fits =
+            std::find_if(all.begin(), all.end(), [&](const auto& l) { return l->values.size() >= floats; });
+        if (!all.empty()) {
+            const auto found = fits == all.end() ? all.end() - 1 : fits;
+            logits = std::move(*found);
+            all.erase(found);
+        } else {
+            logits = std::make_unique<Logits>();
+            all.reserve(++spare_->made);  // so that giving memory back never allocates
+        }
+    }
+    logits->num_rows = num_rows;
+    if (logits->values.size() < floats) {
+        logits->values.resize(floats);
+        logits->maxima.resize(floats / kRun);
+    }
+    logits->shortlist.resize(num_rows * size_t(shortlist_size));
+    logits->shortlist_values.resize(logits->shortlist.size());
+    // Whoever holds them last may be in a child of fork(), where a mutex can be locked for ever.
+    return {logits.release(), [spare = spare_](Logits* used) {
+                std::unique_ptr<Logits> owned(used);
+                const std::unique_lock<std::mutex> lock(spare->mutex, std::try_to_lock);
+                if (lock) {
+                    spare->logits.push_back(std::move(owned));
+                }
+            }};
+}
+
+void Executor::read_shortlist(const TextState& text, Logits& logits) const {
+    backend_->read_shortlist(text, logits.shortlist.data(), logits.shortlist_values.data());
+    check_shortlist(logits, model_.numbers().vocab_size);
+}
+
+void Executor::read_logits(const TextState& text, Logits& logits) const {
+    backend_->read_logits(text, logits.values.data(), logits.maxima.data());
+}
+
+LogitsRow Executor::row(const Logits& logits, int row) const {
+    const size_t stride = model_.numbers().logits_stride();
+    const float* maxima = logits.maxima.data() + row * stride / kRun;
+    check_finite(maxima, stride / kRun);
+    return {logits.values.data() + row * stride, maxima, model_.numbers().head_size, static_cast<int>(stride)};
+}
+
+LogitsRow Executor::shortlisted_row(const Logits& logits, int row, int shortlist_size) {
+    const int stride = static_cast<int>(model_.numbers().logits_stride());
+    const size_t first = size_t(row) * shortlist_size;
+    check_finite(&logits.shortlist_values[first], shortlist_size);
+    sparse_logits_.resize(stride, -INFINITY);
+    sparse_maxima_.resize(stride / kRun, -INFINITY);
+    for (const int32_t token : sparse_tokens_) {
+        sparse_logits_[token] = sparse_maxima_[token / kRun] = -INFINITY;
+    }
+    sparse_tokens_.assign(&logits.shortlist[first], &logits.shortlist[first] + shortlist_size);
+    for (int i = 0; i < shortlist_size; ++i) {
+        const int32_t token = sparse_tokens_[i];
+        sparse_logits_[token] = logits.shortlist_values[first + i];
+        sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
+    }
+    return {sparse_logits_.data(), sparse_maxima_.data(), model_.numbers().head_size, stride};
+}
+
+void Executor::find_candidates(const std::vector<Judged>& rows) {
+    const auto raw = [](const Judged& row) { return !row.sampling; };
+    const bool greedy = std::all_of(rows.begin(), rows.end(),
+                                    [&](const Judged& row) { return raw(row) || row.sampling->temperature == 0; });
+    const bool all_raw = std::all_of(rows.begin(), rows.end(), raw);
+    const size_t worth = all_raw ? kLargestWorthSharing : kLogitsWorthSharing;
+    const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < worth;
+    // One row is shared out by its logits, several are by rows.
+    const int threads = quick ? 1 : model_.num_threads(), in_row = rows.size() == 1 ? threads : 1;
+    ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
+        const Judged& row = rows[i];
+        Sampler& sampler = samplers_[worker];
+        const auto& found = row.sampling ? sampler.candidates(*row.sampling, sampler.masked(row.logits, row.mask),
+                                                              row.position, row.k, in_row, row.prefix)
+                                         : sampler.largest(row.logits, row.k);
+        for (int j = 0; j < row.k; ++j) {
+            const bool have = static_cast<size_t>(j) < found.size();
+            row.tokens[j] = have ? found[j].token : -1;
+            row.scores[j] = have ? found[j].score : -INFINITY;
+        }
+    });
+}
+
+}  // namespace pystaged

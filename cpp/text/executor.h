@@ -1,0 +1,104 @@
+// What the sessions of a model share: the backend and samplers, with the memory they compute in, used by one call at a
+// time, and the logits that passes leave.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "machine/memory.h"
+#include "pass/backend.h"
+#include "sampling/sampler.h"
+
+namespace pystaged {
+
+// The logits of the rows that a pass judges, of whichever texts.
+struct Logits {
+    int num_rows = 0;
+    Lines<float> values;  // [rows][logits stride]
+    Lines<float> maxima;  // [rows][logits stride / kRun]
+    // [rows][shortlist size]: all that devices bring back at first.
+    std::vector<int32_t> shortlist;
+    std::vector<float> shortlist_values;
+};
+
+// Throws DeviceError where a shortlist, which may come from another machine, names tokens that are not in the
+// vocabulary.
+void check_shortlist(const Logits& logits, int vocab_size);
+
+// A judged row, and where its candidates go: the k likeliest next tokens, best first, short rows filled up with token
+// -1 and score -inf.
+struct Judged {
+    LogitsRow logits;
+    Mask mask;
+    int64_t position;          // of the next token
+    const Sampling* sampling;  // none for the largest logits as they are
+    int k;
+    int32_t* tokens;  // [k]
+    float* scores;    // [k]
+    Prefix prefix;    // where the sampling has rules
+};
+
+class Executor {
+public:
+    // The model's own, made when the first session asks for it and gone with the last; of this process, not of the one
+    // that it was forked from.
+    static std::shared_ptr<Executor> of(const Model& model);
+    // Held while a model's executor is looked for and made. A child of fork() has another one.
+    static std::mutex& making();
+
+    // While it lives, its thread alone computes. Threads are served in the order they came, so that a long prompt does
+    // not starve others. Throws std::runtime_error where this thread is in a pass already.
+    class Turn {
+    public:
+        explicit Turn(Executor& executor);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+    private:
+        Executor& executor_;
+    };
+
+    bool is_of(int process) const { return process == process_; }
+    Backend& backend() { return *backend_; }
+    // One for each thread of the pool.
+    Sampler& sampler(int worker) { return samplers_[worker]; }
+    // Memory for so many rows, reused when nobody holds it any more.
+    std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
+    // Of a text's last pass. Throws DeviceError for what is no token.
+    void read_shortlist(const TextState& text, Logits& logits) const;
+    void read_logits(const TextState& text, Logits& logits) const;
+    // Throw ModelError where the row is not finite: only of rows that are used, as others may be of rejected guesses.
+    LogitsRow row(const Logits& logits, int row) const;
+    // A row that is -inf but for its shortlist; until the next such call.
+    LogitsRow shortlisted_row(const Logits& logits, int row, int shortlist_size);
+    void find_candidates(const std::vector<Judged>& rows);
+
+private:
+    explicit Executor(const Model& model);
+
+    struct Spare {
+        std::mutex mutex;
+        size_t made = 0;
+        double peak = 0;  // floats of the largest pass lately
+        std::vector<std::unique_ptr<Logits>> logits;
+    };
+
+    const Model& model_;
+    int process_;
+    std::unique_ptr<Backend> backend_;
+    std::vector<Sampler> samplers_;
+    std::shared_ptr<Spare> spare_;
+    std::vector<float> sparse_logits_, sparse_maxima_;
+    std::vector<int32_t> sparse_tokens_;
+
+    std::mutex mutex_;
+    std::condition_variable called_;
+    uint64_t next_ = 0, served_ = 0;  // turns
+    std::thread::id caller_;          // whose turn it is
+};
+
+}  // namespace pystaged

@@ -1,0 +1,606 @@
+#include "text/session.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "error.h"
+#include "text/work.h"
+
+namespace pystaged {
+
+namespace {
+
+// Rows beyond the context, so that a tree at its very end still has room for branches.
+constexpr int kSpareRows = 512;
+
+// Where threads wait for sessions that others are in.
+struct Waiting {
+    std::mutex mutex;
+    std::condition_variable left;
+};
+
+int checked_context(const Model& model, int context) {
+    const int most = model.numbers().max_context;
+    if (context < 0 || context > most) {
+        throw std::invalid_argument("n_ctx must be between 1 and the model's " + std::to_string(most) + ", not " +
+                                    std::to_string(context));
+    }
+    return context == 0 ? std::min(most, Session::kDefaultContext) : context;
+}
+
+void check_parent(int row, int parent) {
+    if (parent < -1 || parent >= row) {
+        throw std::invalid_argument("row " + std::to_string(row) + " has parent " + std::to_string(parent) +
+                                    "; a parent is -1 or an earlier row");
+    }
+}
+
+// The session whose keys and values a draft attends to, or none where it has its own.
+std::shared_ptr<Session> checked_target(const Model& model, std::shared_ptr<Session> target) {
+    if (!model.borrows_cells()) {
+        return nullptr;
+    }
+    if (!target) {
+        throw std::invalid_argument("a draft without keys and values of its own needs its target's session");
+    }
+    if (&target->model() != &model.target()) {
+        throw std::invalid_argument("the session is of another model than the draft's target");
+    }
+    return target;
+}
+
+}  // namespace
+
+// In the order of their addresses, so that two calls never wait for each other.
+Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
+    const size_t num_texts = sessions.size();
+    for (size_t i = 0; i < num_texts; ++i) {
+        texts_.push_back(&sessions[i]->text_);
+        const std::shared_ptr<Session> target = std::atomic_load(&sessions[i]->target_);
+        if (target && std::find(sessions.begin(), sessions.end(), target.get()) == sessions.end()) {
+            sessions.push_back(target.get());
+            targets_.push_back(target);
+        }
+    }
+    std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
+    entered_.reserve(sessions.size());
+    for (Session* session : sessions) {
+        session->enter();
+        entered_.push_back(session);
+    }
+}
+
+Session::Turn::~Turn() {
+    for (Session* session : entered_) {
+        session->leave();
+    }
+}
+
+void Session::enter() {
+    if (caller_ == std::this_thread::get_id()) {
+        throw std::runtime_error(
+            "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
+    }
+    const int process = process_id();
+    const auto take = [&] {
+        int holder = 0;
+        if (!process_.compare_exchange_strong(holder, process) && holder != process) {
+            throw std::runtime_error("the process forked while the session was in a call; open another session");
+        }
+        return holder == 0;
+    };
+    if (!take()) {
+        Waiting& waiting = OfProcess<Waiting>::get();
+        std::unique_lock<std::mutex> lock(waiting.mutex);
+        waiting.left.wait(lock, take);
+    }
+    caller_ = std::this_thread::get_id();
+    if (text_.executor && !text_.executor->is_of(process)) {
+        // It may have been in a pass when the process forked.
+        try {
+            text_.executor = Executor::of(*text_.model);
+        } catch (...) {
+            leave();
+            throw;
+        }
+    }
+}
+
+void Session::leave() {
+    caller_ = std::thread::id();
+    process_ = 0;
+    Waiting& waiting = OfProcess<Waiting>::get();
+    {
+        const std::lock_guard<std::mutex> lock(waiting.mutex);
+    }  // whoever found it taken waits by now
+    waiting.left.notify_all();
+}
+
+Session::Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target)
+    : target_(checked_target(*model, std::move(target))), text_(std::move(model), context) {
+    text_.target = target_ ? &target_->text_ : nullptr;
+}
+
+Text::Text(std::shared_ptr<const Model> of, int num_positions)
+    : model(std::move(of)),
+      context(checked_context(*model, num_positions)),
+      executor(Executor::of(*model)),
+      state(executor->backend().make_state(context + kSpareRows, context)) {}
+
+void Text::check_open() const {
+    if (!state) {
+        throw std::invalid_argument("the session is closed");
+    }
+}
+
+void Text::check_tokens(const std::vector<int32_t>& tokens) const {
+    const int size = model->numbers().vocab_size;
+    for (const int32_t token : tokens) {
+        if (token < 0 || token >= size) {
+            throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                        std::to_string(size));
+        }
+    }
+}
+
+void Text::check_nothing_pending(const char* call) const {
+    if (!pending.empty()) {
+        throw std::invalid_argument(std::string(call) +
+                                    " needs a session without pending rows; commit or discard them first");
+    }
+}
+
+int Text::checked_reachable(int length) const {
+    if (length < 0 || static_cast<size_t>(length) > committed.size()) {
+        throw std::invalid_argument("cannot rewind " + std::to_string(committed.size()) + " tokens to " +
+                                    std::to_string(length));
+    }
+    return state->reachable(length);
+}
+
+const Text::Row& Text::checked_row(int row) const {
+    if (row < 0 || static_cast<size_t>(row) >= pending.size()) {
+        throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
+                                    std::to_string(pending.size()) + " pending rows");
+    }
+    return pending[row];
+}
+
+void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
+    const Work work = Work::read(*this, tokens);
+    run({&work}, interrupted);
+}
+
+void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
+    if (num_logits < -1 || num_logits > static_cast<int>(tokens.size())) {
+        throw std::invalid_argument("num_logits must be between 0 and the number of tokens");
+    }
+    const int judged = num_logits == -1 ? static_cast<int>(tokens.size()) : num_logits;
+    const Work work = Work::propose(*this, tokens, parents, judged, 0, {});
+    run({&work});
+}
+
+Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
+                        const Sampling& sampling, int num_candidates, const Masks& masks) {
+    const Work work = Work::verify(*this, tokens, parents, sampling, num_candidates, masks);
+    return std::move(run({&work})[0]);
+}
+
+void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read) {
+    const int start = static_cast<int>(committed.size());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const int index = static_cast<int>(pending.size()), parent = parents[i];
+        check_parent(index, parent);
+        Row row{tokens[i], parent, start, start, {}, nullptr, 0, nullptr, nullptr};
+        if (parent >= 0) {
+            const Row& before = pending[parent];
+            row.position = before.position + 1;
+            row.direct = before.direct;
+            row.tail = before.tail;
+        }
+        if (index >= model->most_pending() && !are_read) {
+            throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model->most_pending()) +
+                                        " pending rows at most; commit or discard some before more are evaluated");
+        }
+        if (i > 0 && parent != index - 1 && model->is_chained()) {
+            throw std::invalid_argument("on devices, a model with recurrent layers evaluates chains: row " +
+                                        std::to_string(index) + " has parent " + std::to_string(parent) +
+                                        ", not the row before it");
+        }
+        const int cell = start + index;
+        if (row.position >= context) {
+            throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+        }
+        if (cell >= state->room()) {
+            throw ContextFullError("the tree has more rows than the context has room for; at most " +
+                                   std::to_string(state->room() - start) + " fit now");
+        }
+        if (row.tail.empty() && cell == row.position) {
+            row.direct = row.position + 1;
+        } else {
+            row.tail.push_back(cell);
+        }
+        pending.push_back(std::move(row));
+    }
+}
+
+// Rows at the position behind the target's text that see its cells, and not each other.
+void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+    if (!target->state) {
+        throw std::invalid_argument("the session of the draft's target is closed");
+    }
+    const int length = static_cast<int>(target->committed.size());
+    if (length == 0) {
+        throw std::invalid_argument("the session of the draft's target has no tokens to attend to");
+    }
+    if (length >= context) {
+        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+    }
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const int index = static_cast<int>(pending.size());
+        check_parent(index, parents[i]);
+        if (index >= state->room()) {
+            throw ContextFullError("a tree has at most " + std::to_string(state->room()) + " rows here");
+        }
+        pending.push_back({tokens[i], parents[i], length, length, {}, nullptr, 0, nullptr, nullptr});
+    }
+}
+
+// Rows at the next positions that see the context and each other, those before them or all.
+void Text::append_block(const std::vector<int32_t>& tokens) {
+    const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
+    if (n > executor->backend().max_rows()) {
+        throw std::invalid_argument("a block has at most " + std::to_string(executor->backend().max_rows()) +
+                                    " rows, not " + std::to_string(n));
+    }
+    if (start + n > std::min(context, state->room())) {
+        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+    }
+    for (int i = 0; i < n; ++i) {
+        const int seen = start + (model->numbers().is_causal ? i + 1 : n);
+        pending.push_back({tokens[i], i - 1, start + i, seen, {}, nullptr, 0, nullptr, nullptr});
+    }
+}
+
+// Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
+void Text::read_logits() {
+    if (const std::shared_ptr<Logits> logits = unread.lock()) {
+        executor->read_logits(*state, *logits);
+    }
+    unread.reset();
+}
+
+void Text::drop_from(size_t first) {
+    pending.resize(std::min(first, pending.size()));
+}
+
+const Text::Row& Text::judged_row(int row) const {
+    const Row& found = checked_row(row);
+    if (!found.logits) {
+        throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
+    }
+    return found;
+}
+
+LogitsRow Text::logits_row(int row) {
+    const Row& judged = judged_row(row);
+    if (judged.logits == unread.lock()) {
+        read_logits();
+    }
+    return executor->row(*judged.logits, judged.slot);
+}
+
+Judged Text::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
+    const LogitsRow logits = logits_row(row);
+    return {logits,
+            mask,
+            pending[row].position + 1,
+            sampling,
+            k,
+            tokens,
+            scores,
+            sampling ? prefix(*sampling, row) : Prefix{}};
+}
+
+// The tokens up to and including a row's, for rules.
+Prefix Text::prefix(const Sampling& sampling, int row) const {
+    Prefix result;
+    if (sampling.rules) {
+        result.text = committed.data();
+        result.length = committed.size();
+        for (int i = row; i >= 0; i = pending[i].parent) {
+            result.path.push_back(pending[i].token);
+        }
+    }
+    return result;
+}
+
+// The largest logits of a row, best first, where its shortlist holds so many.
+bool Text::largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const {
+    const int size = shortlist_size();
+    if (k > size) {
+        return false;
+    }
+    const Row& judged = judged_row(row);
+    const LogitsRow shortlist = executor->shortlisted_row(*judged.logits, judged.slot, size);
+    for (const Candidate& found : executor->sampler(0).largest(shortlist, k)) {
+        *tokens++ = found.token;
+        *logits++ = found.score;
+    }
+    return true;
+}
+
+// Where the shortlist holds all that the sampling can choose, it alone is needed.
+LogitsRow Text::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
+    const int size = shortlist_size();
+    const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
+    const bool needs_more = masked || sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
+    if (size == 0 || !enough || needs_more) {
+        return logits_row(row);
+    }
+    const Row& judged = judged_row(row);
+    return executor->shortlisted_row(*judged.logits, judged.slot, size);
+}
+
+void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
+                         int32_t* tokens, float* scores, const Masks& masks) {
+    const Turn turn(*this);
+    text_.check_open();
+    if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
+        throw std::invalid_argument("candidates needs one sampling, or one for each row");
+    }
+    check(masks, rows.size(), text_.model->numbers().vocab_size);
+    const Executor::Turn computing(*text_.executor);
+    std::vector<Judged> judged_rows;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        judged_rows.push_back(text_.judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k,
+                                           tokens + i * k, scores + i * k));
+    }
+    text_.executor->find_candidates(judged_rows);
+}
+
+void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
+                        float* logprobs) {
+    const Turn turn(*this);
+    text_.check_open();
+    const bool has_markov = text_.model->numbers().markov_rank > 0;
+    if (before.size() != (has_markov ? rows.size() : 0)) {
+        throw std::invalid_argument(has_markov
+                                        ? "the token before each row is needed, because the draft has Markov weights"
+                                        : "the draft has no Markov weights to read tokens before rows");
+    }
+    text_.check_tokens(before);
+    const int n = static_cast<int>(rows.size());
+    const Executor::Turn computing(*text_.executor);
+    const size_t stride = text_.model->numbers().logits_stride();
+    const std::shared_ptr<Logits> logits = text_.executor->make_logits(n, 0);
+    for (int i = 0; i < n; ++i) {
+        const LogitsRow row = text_.logits_row(rows[i]);
+        std::copy_n(row.logits, stride, logits->values.data() + i * stride);
+        std::copy_n(row.maxima, stride / kRun, logits->maxima.data() + i * stride / kRun);
+    }
+    if (has_markov) {
+        text_.executor->backend().add_markov(before.data(), n, logits->values.data(), logits->maxima.data());
+    }
+    for (int i = 0; i < n; ++i) {
+        // The first one found is the token that was asked for, 0.
+        const auto& found = text_.executor->sampler(0).log_probabilities(text_.executor->row(*logits, i), 0, k, 1);
+        for (int j = 0; j < k; ++j) {
+            tokens[size_t(i) * k + j] = found[j + 1].token;
+            logprobs[size_t(i) * k + j] = found[j + 1].score;
+        }
+    }
+}
+
+Followed Session::follow(const Sampling& sampling, int root) {
+    const Turn turn(*this);
+    text_.check_open();
+    const Executor::Turn computing(*text_.executor);
+    return text_.follow(sampling, {}, root, 0, text_.model->num_threads());
+}
+
+Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
+    checked_row(root);
+    Sampler& sampler = executor->sampler(worker);
+    Followed result;
+    for (int row = root; row >= 0;) {
+        const Mask mask = masks.row(row);
+        LogitsRow logits;
+        try {
+            logits = row_to_choose_from(sampling, mask.words != nullptr, row);
+        } catch (const ModelError&) {
+            if (row == root) {
+                throw;
+            }
+            break;  // see below
+        }
+        const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending[row].position + 1,
+                                             num_threads, prefix(sampling, row));
+        if (token < 0) {
+            if (row == root) {
+                throw std::invalid_argument(
+                    "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there "
+                    "are; allow one at least");
+            }
+            break;  // the text may end before this row is judged, so that it is the root's turn to throw
+        }
+        result.path.push_back(row);
+        result.tokens.push_back(token);
+        if (sampling.logprobs >= 0) {
+            result.logprobs.push_back(sampler.log_probabilities(logits, token, sampling.logprobs, num_threads));
+        }
+        const int parent = row;
+        row = -1;
+        for (size_t child = parent + 1; child < pending.size(); ++child) {
+            if (pending[child].parent == parent && pending[child].token == token) {
+                row = static_cast<int>(child);
+                break;
+            }
+        }
+    }
+    return result;
+}
+
+void Session::commit(const std::vector<int32_t>& path) {
+    const Turn turn(*this);
+    text_.check_open();
+    if ((text_.target || text_.model->family().reads == Reads::as_context) && !path.empty()) {
+        throw std::invalid_argument("rows of a draft of this kind are no context; discard them");
+    }
+    for (size_t i = 0; i < path.size(); ++i) {
+        if (text_.checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
+            throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
+        }
+    }
+    text_.committed.reserve(text_.committed.size() + path.size());
+    HiddenRows hidden = text_.model->taps_all_rows() ? text_.hidden_of(path) : HiddenRows();
+    text_.keep(path, false, std::move(hidden));
+}
+
+// Commits a path, for which there is room in `committed`: nothing fails.
+void Text::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept) {
+    state->keep(static_cast<int>(committed.size()), path, was_read);
+    for (const int32_t row : path) {
+        committed.push_back(pending[row].token);
+    }
+    hidden = std::move(kept);
+    drop_from(0);
+}
+
+HiddenRows Text::hidden_of(const std::vector<int32_t>& rows) const {
+    HiddenRows found{model->state_size(), {}, model->family().reads != Reads::nothing};
+    for (const int32_t row : rows) {
+        if (const auto& hidden = checked_row(row).hidden) {
+            found.rows.push_back(hidden);
+        } else {
+            throw std::invalid_argument("nothing was kept of the hidden states of row " + std::to_string(row));
+        }
+    }
+    return found;
+}
+
+void Session::discard() {
+    const Turn turn(*this);
+    text_.check_open();
+    text_.drop_from(0);
+}
+
+void Session::keep_states(std::vector<int> lengths, int most, int anchor) {
+    const Turn turn(*this);
+    text_.check_open();
+    if (most < 0) {
+        throw std::invalid_argument("most must be at least 0, not " + std::to_string(most));
+    }
+    std::sort(lengths.begin(), lengths.end());
+    lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+    text_.state->keep_states(lengths, most, anchor);
+}
+
+int Session::reachable(int length) {
+    const Turn turn(*this);
+    text_.check_open();
+    return text_.checked_reachable(length);
+}
+
+int Session::rewind(int length) {
+    const Turn turn(*this);
+    text_.check_open();
+    const int reached = text_.state->cut(text_.checked_reachable(length));
+    text_.drop_from(0);
+    text_.hidden = {};
+    text_.committed.resize(reached);
+    return reached;
+}
+
+std::unique_ptr<Session> Session::fork(int length) {
+    const Turn turn(*this);
+    text_.check_open();
+    if (length < 0 || static_cast<size_t>(length) > text_.committed.size()) {
+        throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
+                                    std::to_string(text_.committed.size()));
+    }
+    auto session = std::make_unique<Session>(text_.model, text_.context, target_);
+    const int reached = session->text_.state->copy(*text_.state, length);
+    session->text_.committed.assign(text_.committed.begin(), text_.committed.begin() + reached);
+    return session;
+}
+
+void Session::stretch(int length) {
+    const Turn turn(*this);
+    text_.check_open();
+    text_.check_nothing_pending("stretch");
+    const int committed = static_cast<int>(text_.committed.size());
+    if (committed == 0 || length < committed || length > text_.context) {
+        throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
+                                    std::to_string(length) + " of " + std::to_string(text_.context));
+    }
+    text_.committed.reserve(length);
+    text_.state->stretch(committed, length);
+    text_.hidden = {};
+    text_.committed.resize(length, text_.committed.back());
+}
+
+void Session::close() {
+    const Turn turn(*this);
+    text_.pending = {};
+    text_.committed = {};
+    text_.hidden = {};
+    text_.state.reset();
+    text_.executor.reset();
+    text_.target = nullptr;
+    std::atomic_store(&target_, std::shared_ptr<Session>());
+}
+
+void Session::logits(int row, float* out) {
+    const Turn turn(*this);
+    text_.check_open();
+    const Executor::Turn computing(*text_.executor);
+    const LogitsRow logits = text_.logits_row(row);
+    std::copy_n(logits.logits, logits.size, out);
+}
+
+HiddenRows Session::hidden() {
+    const Turn turn(*this);
+    HiddenRows found = text_.hidden;
+    found.width = text_.model->state_size();
+    return found;
+}
+
+UsedExperts Session::experts() {
+    const Turn turn(*this);
+    return text_.experts;
+}
+
+HiddenRows Session::hidden(const std::vector<int32_t>& rows) {
+    const Turn turn(*this);
+    text_.check_open();
+    return text_.hidden_of(rows);
+}
+
+std::vector<int32_t> Session::tokens() {
+    const Turn turn(*this);
+    return text_.committed;
+}
+
+size_t Session::num_bytes() {
+    const Turn turn(*this);
+    text_.check_open();
+    return text_.state->num_bytes(static_cast<int>(text_.committed.size()));
+}
+
+int Session::num_pending() {
+    const Turn turn(*this);
+    return static_cast<int>(text_.pending.size());
+}
+
+bool Session::closed() {
+    const Turn turn(*this);
+    return !text_.state;
+}
+
+}  // namespace pystaged

@@ -1,0 +1,207 @@
+// The context of one text: evaluates trees of tokens, chooses the accepted path and commits it.
+//
+// It holds the committed tokens, and after them the pending rows of the current tree, numbered from 0 in the order of
+// their evaluation. A call that fails changes neither.
+//
+// Calls of one session from several threads wait for each other, and passes of a model's sessions take turns; see
+// work.h for passes that several share. A call from inside another one of the same thread (a signal handler during a
+// prefill), and one in a child of fork() that the parent made in the middle of one, throw std::runtime_error.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "machine/pool.h"
+#include "text/executor.h"
+#include "text/hidden_rows.h"
+
+namespace pystaged {
+
+// The path that the model's own tokens take through a tree.
+struct Followed {
+    std::vector<int32_t> path;    // pending rows, the root first
+    std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
+    // Where the sampling asks for log-probabilities, for each row of the path that of its token, then the likeliest.
+    std::vector<std::vector<Candidate>> logprobs;
+};
+
+// The result of a Work; see work.h.
+struct Outcome {
+    Followed followed;  // of a tree that was verified
+    // [rows][k], best first: the candidates after each judged row of a proposal, or the tokens of the largest logits of
+    // each row of a verified tree.
+    std::vector<int32_t> tokens;
+    std::vector<float> scores;  // of the candidates, or these logits
+    HiddenRows embeddings;      // of a reading that embeds
+};
+
+// The experts that rows use, [rows][ExpertNumbers::num_bytes()]: bit l * count + e of a row is set where it uses expert
+// e of the l-th layer that has any. `distinct`: how many the whole pass used, over all layers and texts; of a call of
+// several passes, the last.
+struct UsedExperts {
+    std::vector<uint8_t> bits;
+    int distinct = 0;
+};
+
+// A text: its committed tokens and the pending rows after them. Only Session::Turn gives access to it.
+struct Text {
+    struct Row {
+        int32_t token, parent, position;
+        int direct;  // see RowContext
+        std::vector<int32_t> tail;
+        std::shared_ptr<Logits> logits;      // or none
+        int slot = 0;                        // in them
+        std::shared_ptr<float> hidden;       // or none
+        std::shared_ptr<const float> input;  // another model's hidden states, or none
+        bool of_target = false;              // see Pass
+        std::shared_ptr<float> embedding{};  // or none
+    };
+
+    Text(std::shared_ptr<const Model> of, int num_positions);
+
+    void check_open() const;
+    void check_tokens(const std::vector<int32_t>& tokens) const;
+    void check_nothing_pending(const char* call) const;
+    int checked_reachable(int length) const;
+    const Row& checked_row(int row) const;
+    void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read);
+    void append_block(const std::vector<int32_t>& tokens);
+    void append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
+    void drop_from(size_t first);
+    Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
+    void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
+    HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
+    int shortlist_size() const { return executor->backend().shortlist_size(*state); }
+    void read_logits();
+    const Row& judged_row(int row) const;
+    LogitsRow logits_row(int row);
+    Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
+    Prefix prefix(const Sampling& sampling, int row) const;
+    bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
+    LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
+
+    std::shared_ptr<const Model> model;
+    const Text* target = nullptr;  // whose keys and values its rows attend to, of a draft without its own
+    int context;
+    std::shared_ptr<Executor> executor;
+    std::unique_ptr<TextState> state;  // null once closed
+    std::vector<int32_t> committed;
+    std::vector<Row> pending;
+    HiddenRows hidden;             // see Session::hidden()
+    UsedExperts experts;           // see Session::experts()
+    std::weak_ptr<Logits> unread;  // those of the last pass that are still on the device
+};
+
+class Session {
+public:
+    static constexpr int kDefaultContext = 8192;
+
+    // One call on some sessions: their locks and those of their targets, and the floating-point environment it computes
+    // in.
+    class Turn {
+    public:
+        explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}
+        explicit Turn(std::vector<Session*> sessions);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+        // Of each session, in the order they were named.
+        const std::vector<Text*>& texts() const { return texts_; }
+
+    private:
+        Turn() = default;
+
+        std::vector<std::shared_ptr<Session>> targets_;  // of drafts, which another thread may be about to close
+        std::vector<Session*> entered_;
+        std::vector<Text*> texts_;
+        FloatEnvironment floats_;
+    };
+
+    // `context` positions, 0 for as many as the model was trained for, but no more than kDefaultContext; more than it
+    // was trained for are refused with std::invalid_argument. A draft without keys and values of its own needs the
+    // session of its target, whose committed text all its rows see, at the position behind it; it commits nothing.
+    Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target = nullptr);
+
+    // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
+    // after any error, nothing is committed.
+    void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
+
+    // Appends one pending row per token. parents[i] is the pending row before it, or -1 for the last committed token.
+    // Only the last `num_logits` rows can be judged afterwards; -1 means all.
+    void evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
+
+    // The k likeliest next tokens after each of these rows, best first: [rows][k], short rows filled up with token -1.
+    // One sampling for all rows, or one for each.
+    void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
+                    float* scores, const Masks& masks = {});
+    // Of a draft that reads its target's hidden states: the k likeliest next tokens after each of these rows, best
+    // first, as the draft's head numbers them, and their log-probabilities, both [rows][k]. `before` has the token
+    // before each, or nothing where the draft has no Markov weights.
+    void likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
+                   float* logprobs);
+    // Walks from row `root` for as long as the model's own token is among a row's children, and has one after it.
+    // Throws std::invalid_argument where rules and masks leave none after the root.
+    Followed follow(const Sampling& sampling, int root);
+
+    // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a
+    // session without pending rows, and leaves none behind, whatever happens.
+    // Of each row of the tree it also brings the largest logits, as many as asked for.
+    Outcome verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling,
+                   int num_candidates = 0, const Masks& masks = {});
+
+    // Keeps these pending rows, a path from the committed end on, and drops the rest.
+    void commit(const std::vector<int32_t>& path);
+    // Drops the pending rows.
+    void discard();
+    // Recurrent layers are to keep their states after so many tokens when the text reaches them, for rewind() and
+    // fork(); see TextState.
+    void keep_states(std::vector<int> lengths, int most, int anchor);
+    // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
+    // not keep everything behind it, see KeptCells, and recurrent ones only some states.
+    int reachable(int length);
+    // Goes back to the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives
+    // memory back where that is much. Returns how many are left; the caller reads the others again.
+    int rewind(int length);
+    // Another session that begins with the first `length` committed tokens, or as many of them as are reachable;
+    // nothing is computed.
+    std::unique_ptr<Session> fork(int length);
+    // Goes on as if the context held `length` tokens, all like the last one, without computing them: for timing alone.
+    // What is evaluated behind them takes the time that it would take and means nothing; rewind(0) ends the pretence.
+    void stretch(int length);
+    // Frees the context; every later call throws std::invalid_argument.
+    void close();
+
+    // Copies one row's logits, out[vocab_size].
+    void logits(int row, float* out);
+    // What the model taps, [taps][width], of the rows that the last call committed, if that was verify() or the model
+    // taps all rows; of the last row of a reading, if it taps that; else of none.
+    HiddenRows hidden();
+    // Of these pending rows, which were judged, or the model taps all.
+    HiddenRows hidden(const std::vector<int32_t>& rows);
+    // Those of the rows of the last call that evaluated any; none unless the model is a mixture of experts. The last
+    // layer of a row that was only read uses none.
+    UsedExperts experts();
+    std::vector<int32_t> tokens();
+    // Bytes that the keys and values of the committed tokens take.
+    size_t num_bytes();
+    int num_pending();
+    bool closed();
+    int context() const { return text_.context; }
+    const Model& model() const { return *text_.model; }
+
+private:
+    void enter();
+    void leave();
+
+    // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.
+    std::atomic<int> process_{0};
+    std::atomic<std::thread::id> caller_{};  // whose turn it is
+    std::shared_ptr<Session> target_;  // of a draft without keys and values, until it is closed, else none; atomic
+    Text text_;
+};
+
+}  // namespace pystaged

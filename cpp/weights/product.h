@@ -1,0 +1,37 @@
+// Products of packed matrices with the rows of a pass, shared out over the thread pool.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "weights/packed_matrix.h"
+
+namespace pystaged {
+
+// out = W x, then the epilogue, for x.n rows of activations.
+struct Product {
+    const PackedMatrix* weights = nullptr;
+    Activations x;
+    Epilogue epilogue;
+    const QuantizedRows* quantized = nullptr;  // the outputs too, by the thread that has them at hand; or none
+    const Product* before = nullptr;           // whose outputs of the same places are made first: the gates of this one
+    float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
+    // If not 0, so many outputs belong together; rows() is a multiple. `finish` is called with the first output of each
+    // such part, by the thread that makes its last one.
+    int part = 0;
+    std::function<void(int first)> finish = nullptr;
+};
+
+// All of them in one join.
+void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
+
+// Outputs of one matrix for n rows of x, [n][padded inputs], which it quantizes: [n][padded outputs].
+// Ignores the epilogue's output pointer and stride.
+std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
+                            Epilogue epilogue, int num_threads);
+
+// The maxima of the runs of x[size], one of them NaN where not all of x is finite. What is behind them becomes -inf, up
+// to x[n], n a multiple of kRun.
+void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima);
+
+}  // namespace pystaged

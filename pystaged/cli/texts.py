@@ -1,0 +1,283 @@
+"""The texts of `pystaged generate`: one as it comes, several in order."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import pystaged
+from pystaged.chat.format import begin
+from pystaged.cli.console import counter, errors, open_engine, read_prompt, read_question, reading_bar, report
+from pystaged.cli.options import Color, Given, usage
+from pystaged.cli.painting import show, stats_table, summary
+from pystaged.cli.prompts import Asked, read_prompts
+from pystaged.decoding.batch import pieces
+from pystaged.decoding.scheduler import Scheduler
+from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.streams import Stream
+from pystaged.loading.names import default_model
+from pystaged.options.config import GenerationConfig
+from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
+from pystaged.options.table import SAMPLING, TEXT
+from pystaged.platform.ctrl_c import uninterrupted
+from pystaged.platform.files import destination
+from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.sampling.text import Prompt
+
+
+def write(
+    given: Given,
+    model: str | None,
+    prompt: str | None,
+    prompts: Path | None,
+    n: int | None,
+    system: str,
+    think: bool | None,
+    suffix: str,
+    receipt: Path | None,
+    color: Color,
+    show_tree: bool,
+    verbose: bool,
+    as_json: bool,
+    chat: bool,
+) -> None:
+    """Run the command; see `generate`."""
+    # Before a model is loaded, which may take a while.
+    with usage():
+        usual = {"max_tokens": ANSWER_TOKENS, "stop_loops": True} if chat else {}
+        config = GenerationConfig(**usual | given.only([*TEXT, *SAMPLING]))
+    if receipt:
+        destination(receipt)
+    read = read_question if chat else read_prompt
+    asked = [Asked("", read(prompt or ""))] if prompts is None else read_prompts(prompts)
+    for each in asked:
+        if each.messages and not chat:
+            raise each.about(ValueError("messages are answered with --chat"))
+    if chat:
+        begin()
+    name = default_model(report) if model is None else model
+    with open_engine(name, given) as engine:
+        if chat:
+            answered = given.sampling(engine)
+            config = replace(config, sampling=answered, stop=(*config.stop, *engine.chat_format.stop))
+            seed = "" if answered.is_greedy else f", seed {answered.seed}"
+            report(f"{name}: {described(answered)}{seed}")
+        if n and n > 1 and config.sampling.is_greedy:
+            report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
+
+        def text_of(each: Asked) -> Prompt:
+            if suffix:
+                return engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens)
+            return _question(engine, each, system, think) if chat else each.prompt
+
+        if prompts is not None or n is not None:
+            sequences = _sequences(engine, asked, text_of, config)
+            done = _write_several(engine, asked, sequences, n or 1, chat=chat, as_json=as_json, verbose=verbose)
+            _check_json(given, done)
+            return
+        with reading_bar() as progress:
+            (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
+            stream = Stream(engine.runtime.scheduler, sequence)
+            if as_json:
+                _write_json(stream, asked[0], chat=chat)
+            else:
+                show(stream, engine.tokenizer, color, show_tree=show_tree, wrap=chat)
+        result = stream.result
+        if receipt:
+            result.receipt.save(receipt)
+        if _fills_context(engine, result):
+            _tell_full(engine)
+    if as_json:
+        _check_json(given, [result])
+        return
+    errors.print(summary(result.stats, color))
+    if result.finish_reason == "loop":
+        report(LOOP_WORDS.format("--no-stop-loops"))
+    elif chat and "max_tokens" not in given and result.finish_reason == "length":
+        report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
+    if verbose:
+        errors.print(stats_table(result.stats))
+        num_read = result.stats.prompt_tokens - result.stats.reused_tokens
+        report(
+            f"read {num_read} tokens of the prompt in {result.stats.prefill_seconds:.2f} seconds; seed {result.seed}"
+        )
+    _check_json(given, [result])
+
+
+def _check_json(given: Given, results: list[GenerationResult]) -> None:
+    """Raise ValueError if a text with a schema is cut, after all are written."""
+    for result in results if given.get("json_schema") is not None else ():
+        result.json()
+
+
+def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | None) -> Prompt:
+    """A question as a prompt, by the model's chat template."""
+    messages = asked.messages or [{"role": "user", "content": asked.prompt}]
+    if system:
+        if messages[0].get("role") == "system":
+            raise ValueError("the messages have a system message, too; leave --system out")
+        messages = [{"role": "system", "content": system}, *messages]
+    options = {} if think is None else {"enable_thinking": think}
+    return engine.chat_format.encode(messages, template_options=options)
+
+
+def _sequences(
+    engine: pystaged.Engine,
+    asked: Sequence[Asked],
+    text_of: Callable[[Asked], Prompt],
+    config: GenerationConfig,
+) -> list[Text]:
+    """Prepare a sequence for each prompt. Raises ValueError that names an invalid prompt."""
+    found: list[Text] = []
+    for each in asked:
+        try:
+            found.append(engine.runtime.sequence(text_of(each), config))
+        except (ValueError, TypeError) as error:
+            raise each.about(error) from None
+    return found
+
+
+def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
+    """Write the result as JSON; after Ctrl-C, the part that there is."""
+    try:
+        stream.finish()
+    except KeyboardInterrupt:
+        stream.close()
+        if not stream.result.tokens:
+            raise
+        typer.echo(_as_json(asked, stream.result, chat=chat))
+        raise
+    typer.echo(_as_json(asked, stream.result, chat=chat))
+
+
+def _write_several(
+    engine: pystaged.Engine,
+    asked: Sequence[Asked],
+    sequences: Sequence[Text],
+    n: int,
+    *,
+    chat: bool,
+    as_json: bool,
+    verbose: bool,
+) -> list[GenerationResult]:
+    """Write n texts for each prompt in order, each as soon as it is done."""
+
+    num_cut, done = 0, list[GenerationResult]()
+
+    def shown(number: int, result: GenerationResult) -> str:
+        nonlocal num_cut
+        num_cut += _fills_context(engine, result)
+        done.append(result)
+        of = asked[number // n]
+        if as_json:
+            return _as_json(of, result, chat=chat)
+        return f"==> {number + 1}: {of.named()}, seed {result.seed} <==\n{result.text}\n"
+
+    begin = time.monotonic()
+    total = n * len(sequences)
+    tokens = write_in_order(engine.runtime.scheduler, engine.runtime.repeated(sequences, n), total, shown)
+    if num_cut:
+        _tell_full(engine, f" in {num_cut} of {total} texts")
+    if as_json:
+        return done
+    seconds = time.monotonic() - begin
+    texts = f"{total} text{'s' if total > 1 else ''}"
+    report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
+    if verbose:
+        passes = engine.passes
+        report(
+            f"{passes.passes} passes of the target in {passes.seconds:.2f} seconds; on average "
+            f"{passes.texts_per_pass:.1f} texts and {passes.rows_per_pass:.1f} rows each; "
+            f"{passes.guess_share:.0%} of the rows were guesses"
+        )
+    return done
+
+
+def _fills_context(engine: pystaged.Engine, result: GenerationResult) -> bool:
+    return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
+
+
+def _tell_full(engine: pystaged.Engine, where: str = "") -> None:
+    """Report that the context is full, and how to get more."""
+    most = engine.model.max_context
+    more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
+    report(f"the context of {engine.n_ctx} tokens is full{where}{more}")
+
+
+def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
+    """A prompt and its result as a line of JSON."""
+    fields = {
+        **asked.fields(),
+        "text": result.text,
+        "tokens": result.tokens,
+        "stages": [stage.name.lower() for stage in result.stages],
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "stats": result.stats.to_dict(),
+    }
+    if result.logprobs is not None:
+        fields["logprobs"] = [_logprob(each) | {"top": [*map(_logprob, each.top)]} for each in result.logprobs]
+    return json.dumps(fields | {"message": result.message} if chat else fields)
+
+
+def _logprob(found: TokenLogprob) -> dict[str, Any]:
+    return {"token": found.token, "text": found.text, "logprob": found.logprob}
+
+
+def write_in_order(
+    scheduler: Scheduler, sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]
+) -> int:
+    """Generate sequences together, and write each to standard output as soon as it and those before it are done. After
+    an error or Ctrl-C the finished ones are written.
+
+    Args:
+        total: number of sequences.
+        shown: called with a sequence's number, from 0, and its result; returns the text to write.
+
+    Returns:
+        Number of tokens of all sequences.
+
+    Raises:
+        Exception: the error that ended a sequence.
+    """
+    numbers, done = dict[Text, int](), dict[int, GenerationResult]()  # of sequences not yet written
+    num_written = tokens = 0
+
+    def begun() -> Iterator[Text]:
+        for number, sequence in enumerate(sequences):
+            numbers[sequence] = number
+            yield sequence
+
+    def write(number: int) -> None:
+        nonlocal num_written
+        with uninterrupted():  # completely, and once
+            hide()
+            typer.echo(shown(number, done.pop(number)))
+            sys.stdout.flush()
+            num_written += 1
+
+    with counter() as (count, hide):
+        try:
+            with closing(pieces(scheduler, begun())) as said:
+                for sequence, piece in said:
+                    if piece is None:
+                        done[numbers.pop(sequence)] = sequence.result()
+                    else:
+                        tokens += len(piece.tokens)
+                    while num_written in done:
+                        write(num_written)
+                    count(num_written + len(done), total, tokens)
+        except BaseException:
+            for number in sorted(done):
+                write(number)
+            report(f"{num_written} of {total} texts are done")
+            raise
+    return tokens

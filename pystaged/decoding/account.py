@@ -1,0 +1,182 @@
+"""The account of a text: it decides whether a step may draft, and how much.
+
+A text has a credit: OPENING tokens of plain decoding at first, at least LEAST in each later text of a context, and
+SHARE of every decoded token. A step pays with it the time of drafting and of the rows beyond plain decoding's, and
+earns its tokens after the first; it drafts while the credit covers the cheapest guess, and verifies what the credit
+covers. So drafting slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which
+two steps exceed their estimates: one whose draft stalls is charged only a part, and one overdraws the credit.
+
+In a batch, a plain step is a pass over one row of each sequence, and all sequences wait while one of them drafts. All
+times are processor time, which excludes other programs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.policy import BatchLoad
+from pystaged.decoding.requests import AnyRequest, Verify
+from pystaged.decoding.tree import TokenTree
+
+OPENING = 4.0  # tokens of credit for the first sequence of a context
+LEAST = 1.0  # least tokens of credit for each later sequence
+LEAST_SECONDS = 0.003  # least credit of any sequence: a token of a tiny target takes less than one scheduling delay
+SHARE = 0.005  # tokens of credit added for each decoded token
+MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
+PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
+STALL = 2.0  # times its estimate that one stalled draft of a text is charged: the first one waits for memory
+_READ = 32  # rows of the pass whose cost estimates the time of prefill
+_BLEND = 0.05  # weight of a new observation of Python's time
+
+
+class Meter:
+    """Processor seconds of a sequence's own Python and of its share of draft passes; stops during passes.
+
+    Processor time excludes other programs, which are no cost of drafting.
+
+    Args:
+        clock: processor seconds of the calling thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._since, self._before = clock(), 0.0
+
+    def __call__(self) -> float:
+        """Seconds so far. Only the difference of two calls within one step has a meaning."""
+        return self._before + self._clock() - self._since
+
+    def stop(self) -> None:
+        """Stop for a pass, and for what other sequences do meanwhile."""
+        self._before = self()
+
+    def go_on(self, draft: AnyRequest | None = None) -> None:
+        """Go on after a pass; that of a draft counts by the sequence's share of it."""
+        self._since = self._clock()  # another thread may go on, whose clock differs
+        if draft:
+            self._before += draft.share * draft.processor_seconds
+
+
+class Account:
+    """Keeps the credit of a context's sequences.
+
+    Args:
+        cost: processor seconds of a target pass, refined here. With None every step drafts.
+        batch: the batch that shares the passes. meter: measures the time of drafting.
+    """
+
+    def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter) -> None:
+        self.credit = OPENING  # tokens
+        self._cost, self._batch, self._meter = cost, batch, meter
+        self._left = {True: OPENING, False: OPENING}  # credit for the next sequence, by whether decoding is greedy
+        self._greedy = self._may_stall = True  # of the sequence; whether none of its drafts has stalled yet
+        self._allowance: float | None = None  # seconds of reading the prompt that are free
+        self._past = 0  # past length of the step's rows
+        self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its sequences
+        self._python = 0.0  # seconds of a step outside the pass and drafting
+        self._begin = self._drafting = self._stalled = 0.0  # when the step began; seconds of drafting, and uncharged
+
+    def inherit(self, other: Account) -> None:
+        """Copy the learnt state of another account for the same target and drafter."""
+        self._left = {greedy: min(left, OPENING) for greedy, left in other._left.items()}
+        self._python = other._python
+
+    def open(self, drafter: Drafter | None, prompt_tokens: int, read: int, greedy: bool) -> None:
+        """Begin a sequence: the drafter begins to read the prompt, as far as that is covered, until `opened`.
+
+        Args:
+            drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
+            greedy: whether decoding is greedy, which has a credit of its own.
+        """
+        self._greedy = greedy
+        self.credit, self._may_stall, self._allowance = max(LEAST, self._left[greedy]), True, None
+        if self._cost is None or drafter is None:
+            return
+        self._price_token(prompt_tokens - 1)
+        self.credit = max(self.credit, LEAST_SECONDS / self._token)
+        self._left[greedy] = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
+        self._allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
+        self._begin = self._meter()
+        drafter.catch_up(self._allowance + self.credit / 2 * self._token)
+
+    def opened(self) -> None:
+        """The drafter has read what it reads of the prompt."""
+        if self._allowance is not None:
+            self.credit -= max(0.0, self._meter() - self._begin - self._allowance) / self._token
+            self._left[self._greedy] = self.credit
+
+    def begin(self, drafter: Drafter | None, past: int) -> bool:
+        """Begin a step; whether it drafts. past: tokens of the sequence before the root."""
+        self._begin, self._drafting, self._stalled = self._meter(), 0.0, 0.0
+        if drafter is None or self._cost is None:
+            return drafter is not None
+        self._price_token(past)
+        if self._extra(2) + (drafter.lag() + drafter.price()) / self._token > self.credit:
+            return False
+        self._left[self._greedy] = 0.0  # until the step ends: the time of a failed one is not subtracted
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the step may draft: the credit less the price of verifying one node."""
+        if self._cost is None:
+            return math.inf
+        return (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
+
+    def trim(self, tree: TokenTree, estimate: float) -> TokenTree:
+        """The first nodes of a drafted tree, as many as the credit covers, but at least the forced ones and the first
+        guess. estimate: seconds that drafting it should have taken."""
+        if self._cost is None:
+            return tree
+        self._drafting = self._meter() - self._begin
+        if self._may_stall and 0 < STALL * estimate < self._drafting:
+            self._stalled, self._may_stall = self._drafting - STALL * estimate, False
+        left = self.credit - (self._drafting - self._stalled) / self._token
+        rows, certain = len(tree), tree.num_certain
+        while rows > certain + 1 and self._extra(rows, certain) > left:
+            rows -= 1
+        return tree.head(rows)
+
+    def record(self, verified: Verify, telling: float, certain: int, experts: int | None = None) -> float:
+        """End the step; returns the estimated speedup over plain decoding of its tokens in the batch, 0 without costs.
+
+        Args:
+            verified: its request, with the result. telling: seconds of giving its tokens to a drafter that drafted.
+            certain: number of its tokens that a grammar forced.
+            experts: of a mixture, the distinct ones that the pass used, over all layers.
+        """
+        if self._cost is None:
+            return 0.0
+        tree, tokens = verified.tree, verified.result[1]
+        self._price_token(self._past)  # in the batch that shared the pass
+        drafting, sure = self._drafting + telling, tree.num_certain
+        alone = verified.pass_rows == len(tree) and not self._batch.rows  # else the others' experts are among them
+        extra = self._extra(len(tree), sure, experts if alone else None) if len(tree) > sure else 0.0
+        price = drafting / self._token + extra
+        guessed, before = max(1, len(tokens) - certain), self.credit
+        self.credit = min(before + guessed - 1 - price + self._stalled / self._token + SHARE * guessed, MOST)
+        # The sequence may end before the tokens that this step gained.
+        self._left[self._greedy] = min(before, self.credit)
+        python = max(0.0, self._meter() - self._begin - drafting)
+        self._python += _BLEND * (python - self._python)
+        self._cost.observe(verified.pass_rows, verified.pass_past, verified.processor_seconds, verified.share, experts)
+        return len(tokens) / (1 + price * self._token / (self._token + self._python))
+
+    def _price_token(self, past: int) -> None:
+        """Set the past length of a step, and from it the seconds of a token."""
+        assert self._cost is not None
+        self._past = past
+        self._token = self._cost(self._batch.sequences, past) / self._batch.sequences
+
+    def _extra(self, num_rows: int, certain: int = 1, experts: int | None = None) -> float:
+        """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows.
+        experts: those that it used; None for as many as usual."""
+        assert self._cost is not None
+        others, past = self._batch.rows, self._past
+        more = self._cost(others + num_rows, past, experts) - self._cost(others + certain, past)
+        # After refinement, a pass over few rows may seem to cost more than one over many.
+        return max(0.0, more) / self._token

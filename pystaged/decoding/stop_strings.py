@@ -1,0 +1,148 @@
+"""Decodes the bytes of tokens to text, and ends it at a stop string."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from array import array
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pystaged.chat.turn import Block, TurnReader
+
+
+class TextBuffer:
+    """Decodes bytes to text, and holds back the end where a character or a stop string may be incomplete.
+
+    Args:
+        stop: strings that end the text and are not part of it.
+        reader: of an answer; only what it tells as text is searched for `stop` then, not reasoning or calls.
+        ends: strings that end the text wherever they stand.
+    """
+
+    def __init__(
+        self, stop: tuple[str, ...] = (), reader: TurnReader | None = None, ends: tuple[str, ...] = ()
+    ) -> None:
+        self._anywhere = _Finder(ends if reader else (*stop, *ends))
+        self._shown, self._reader = _Finder(stop if reader else ()), reader
+        # A model may emit invalid UTF-8, which becomes replacement characters.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held, self._begin = "", 0  # text held back, and the number of characters before it
+        self._read, self._block = 0, -1  # characters that the reader has told of, and its last block
+        self.met: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.met is not None
+
+    def push(self, data: bytes) -> str:
+        """Add the bytes of a token; returns the text that is certain now."""
+        return self._take(self._decoder.decode(data))
+
+    def finish(self, *, cut: bool = False) -> str:
+        """The rest of the text, after the last token.
+
+        Args:
+            cut: whether the text was cut off, so that an incomplete character is dropped, not replaced.
+        """
+        text = self._take("" if cut else self._decoder.decode(b"", final=True), ended=True)
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _take(self, text: str, *, ended: bool = False) -> str:
+        if self.stopped:
+            return ""
+        found = [self._anywhere.find(text, self._begin + len(self._held))]
+        self._held += text
+        certain = self._anywhere.certain
+        if self._reader:
+            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended)]
+            certain = min(certain, self._shown.certain, self._read)
+        if places := [place for place in found if place]:
+            begin, end = min(places)
+            self.met = self._held[begin - self._begin : end - self._begin]
+            return self._held[: begin - self._begin]
+        text, self._held = self._held[: certain - self._begin], self._held[certain - self._begin :]
+        self._begin = certain
+        return text
+
+    def _find_shown(self, block: Block, text: str, read: int) -> tuple[int, int] | None:
+        """Search new text of a block, after which the reader has read so many characters."""
+        if block.index != self._block:
+            self._shown.restart()
+            self._block = block.index
+        if block.kind != "text":
+            self._read = read
+            return None
+        # The reader may have read white space or a mark behind it.
+        begin = self._begin + self._held.rfind(text, self._read - self._begin, read - self._begin)
+        self._read = begin + len(text)
+        return self._shown.find(text, begin)
+
+
+class _Finder:
+    """Finds strings in a text that comes in parts.
+
+    certain: the number of characters of the text before the place where one of the strings may have begun.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._stops = _stops(strings)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has begun."""
+        self._state, self.certain = 0, sys.maxsize
+
+    def find(self, text: str, begin: int) -> tuple[int, int] | None:
+        """Where the leftmost string begins and ends, at the same place the shortest, if one ends in a part.
+
+        begin: the number of characters before the part.
+        """
+        found: tuple[int, int] | None = None
+        for end, character in enumerate(text, begin + 1):
+            self._state = self._stops.after(self._state, character)
+            length = self._stops.longest[self._state]
+            if length and (found is None or end - length < found[0]):
+                found = end - length, end
+        self.certain = begin + len(text) - self._stops.depth[self._state]
+        return found
+
+
+class _Stops:
+    """Finds strings in a stream of characters by the automaton of Aho and Corasick. Its state is the longest suffix of
+    the text that is a prefix of a string.
+
+    depth: by state, the length of that suffix; longest: by state, that of the longest string that it ends with, or 0.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._next: dict[int, int] = {}  # by state and character
+        self._shorter = array("i", [0])  # by state, the state of its longest proper suffix (failure link)
+        self.depth, self.longest = array("i", [0]), array("i", [0])
+        states = dict.fromkeys(strings, 0)
+        for depth in range(1, max(map(len, strings), default=0) + 1):
+            states = {string: state for string, state in states.items() if len(string) >= depth}
+            for string, before in states.items():
+                key = before << 21 | ord(string[depth - 1])
+                if key not in self._next:
+                    shorter = self.after(self._shorter[before], string[depth - 1]) if before else 0
+                    self._next[key] = len(self.depth)
+                    self._shorter.append(shorter)
+                    self.depth.append(depth)
+                    self.longest.append(self.longest[shorter])
+                states[string] = state = self._next[key]
+                if len(string) == depth:
+                    self.longest[state] = depth
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while (found := self._next.get(state << 21 | ord(character))) is None and state:
+            state = self._shorter[state]
+        return found or 0
+
+
+_stops = lru_cache(8)(_Stops)  # shared by the sequences of one request

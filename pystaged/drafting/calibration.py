@@ -1,0 +1,161 @@
+"""How often candidates are right: the rates by which the tree's scores are reckoned.
+
+A source is a number for a proposer and, for a lookup, the number of matching tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from pystaged._core import gumbel
+from pystaged.decoding.tree import Cell
+from pystaged.drafting.proposer import Candidates, Proposal
+from pystaged.options.config import SamplingConfig
+
+# Sources. A mixture of lookups has the highest of their sources.
+NOBODY = 0
+DRAFT = 1
+TABLE = 2
+RECYCLED = (NOBODY, 3, 4)  # by number of matching tokens
+CONTEXT = {0: NOBODY, 1: 5, 2: 6, 3: 7, 4: 8, 8: 9, 16: 10}  # by number of matching tokens
+LATER = (11, 12, 13, 14, 15, 16, 17)  # tokens of a parallel draft's pass after the first one, which is DRAFT's
+FEATURES = 18  # drafts that read hidden states
+
+# The share of a lookup in a mixture, by the source of the mixture before it; 1 if that is empty. The longer an n-gram
+# of the sequence, the larger its share.
+_SHARES: dict[int, dict[int, float]] = {
+    TABLE: {RECYCLED[1]: 0.5, RECYCLED[2]: 0.2},
+    CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
+    CONTEXT[2]: {TABLE: 0.5, RECYCLED[1]: 0.8, RECYCLED[2]: 0.8},
+    CONTEXT[3]: {TABLE: 0.75, RECYCLED[1]: 0.9, RECYCLED[2]: 0.9},
+    **{CONTEXT[n]: {TABLE: 0.9, RECYCLED[1]: 0.95, RECYCLED[2]: 0.95} for n in (4, 8, 16)},
+}
+
+
+def mix(proposals: Sequence[Proposal]) -> Proposal:
+    """Mix the lookups' proposals for one node, which must be in the order of the sources above."""
+    said = [proposal for proposal in proposals if proposal.chances]
+    if not said:
+        return Proposal({}, NOBODY)
+    mixed, source = said[0].chances, said[0].source
+    for proposal in said[1:]:
+        share = _SHARES[proposal.source][source]
+        rest = 1 - share
+        mixed = {token: rest * chance for token, chance in mixed.items()}
+        for token, chance in proposal.chances.items():
+            mixed[token] = mixed.get(token, 0.0) + share * chance
+        source = max(source, proposal.source)
+    return Proposal(mixed, source)
+
+
+def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
+    """The scores of the k best tokens at a position of a sequence, as in Candidates; ties go to the lowest token."""
+    if sampling.is_greedy or not chances:
+        likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
+        return {token: math.log(-chance) for chance, token in likeliest}
+    noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()
+    cold = -1 / sampling.temperature
+    ranked = sorted(
+        [(cold * math.log(chance) - g, token) for (token, chance), g in zip(chances.items(), noise, strict=True)]
+    )[:k]
+    return {token: -score for score, token in ranked}
+
+
+_EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
+_CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+_TEMPERATURE = 1.25  # of the softmax; separates hits from misses best for the bundled pair
+_RANKS = 6
+_ABSENT = _RANKS  # rank of a lookup's token that the proposer above it does not name
+_SUPPORT = (0.1, 0.3, 0.6, 0.85)  # edges of the rates by which lookups support a candidate
+_MEMORY = 500.0  # observations after which the older ones fade
+_WEIGHT = 12.0  # weight of the prior, in observations
+_TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
+
+
+Child = tuple[float, int, tuple[Cell, ...]]
+"""A candidate: the rate of its parent's tokens that it gets, the token, and the cells that learn from the outcome."""
+
+
+class Calibration:
+    """Estimates the probability that a candidate is the target's token, given that its parent is.
+
+    A candidate of one source has a cell for the source, its rank and a bin of its share: the softmax over the scores of
+    a node's candidates. With shared noise the share predicts a hit far better than the rank alone: where the draft's
+    perturbed scores are far apart, the target would have to differ much from the draft to choose another token. A
+    candidate of a node that lookups and another proposer judged has a cell of both: the proposer's, and a bin of the
+    rate that the lookups give it.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[Cell, float] = {}
+        self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
+
+    def copy(self) -> Calibration:
+        """A copy of the learnt state."""
+        other = Calibration()
+        other._rates, other._counts = self._rates.copy(), self._counts.copy()
+        return other
+
+    def rate(self, cell: Cell) -> float:
+        """The estimated rate of a cell of one source."""
+        found = self._rates.get(cell)
+        if found is None:
+            found = self._rates[cell] = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
+        return found
+
+    def cells(self, source: int, scores: Sequence[float]) -> list[Cell]:
+        """The cell of each of a node's candidates, given the scores of all of them, best first."""
+        powers = [math.exp((score - scores[0]) / _TEMPERATURE) for score in scores]
+        total = sum(powers)
+        return [
+            (source, min(rank, _RANKS - 1), bisect_right(_EDGES, power / total), 0) for rank, power in enumerate(powers)
+        ]
+
+    def judged(self, found: Candidates, guesses: dict[int, Cell]) -> list[Child]:
+        """The children of a node, best first, from the cells of the tokens that lookups guessed and from what another
+        proposer found; where one of them is silent, the other one's."""
+        cells = dict(zip(found.scores, self.cells(found.source, list(found.scores.values())), strict=True))
+        if not cells or not guesses:
+            return [(self.rate(cell), token, (cell,)) for token, cell in (cells or guesses).items()]
+        best = next(iter(cells.values()))
+        said = list[Child]()
+        for token, cell in cells.items():
+            guess = guesses.get(token)
+            prior = self.rate(cell)
+            if guess is None:
+                both: Cell = (*cell[:3], -1)
+                said.append((self._joint(both, prior), token, (both, cell)))
+            else:
+                support = self.rate(guess)
+                both = (*cell[:3], 1 + bisect_right(_SUPPORT, support))
+                said.append((self._joint(both, max(prior, support)), token, (both, cell, guess)))
+        for token, guess in guesses.items():
+            if token not in cells:
+                support = self.rate(guess)
+                both = (found.source, _ABSENT, best[2], 1 + bisect_right(_SUPPORT, support))
+                said.append((self._joint(both, support * (1 - self.rate(best))), token, (both, guess)))
+        return sorted(said, key=lambda child: -child[0])  # of equal rates, the better rank comes first
+
+    def _joint(self, cell: Cell, prior: float) -> float:
+        counts = self._counts.get(cell)
+        if counts is None:
+            return prior
+        tried, hits = counts
+        return min(max((hits + _WEIGHT * prior) / (tried + _WEIGHT), 0.002), 0.998)
+
+    def update(self, cell: Cell, hit: bool) -> None:
+        """Learn whether a candidate whose parent was accepted is the target's token."""
+        if cell[3]:  # of two sources, whose prior changes with theirs
+            tried, hits = self._counts.get(cell) or (0.0, 0.0)
+            fade = min(1.0, _MEMORY / (tried + 1))
+            self._counts[cell] = fade * tried + 1, fade * hits + hit
+            return
+        tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rate(cell))
+        fade = min(1.0, _MEMORY / tried)
+        tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
+        # Never 0 or 1, so that a tree can always grow a sibling or end.
+        self._rates[cell] = min(max(hits / tried, 0.002), 0.998)

@@ -1,0 +1,1 @@
+"""pystaged inside other programs: llm, lm-evaluation-harness, pytest, notebooks."""

@@ -1,0 +1,1 @@
+"""What can be chosen: options, their checks, other programs' names for them, what the makers of a model recommend."""

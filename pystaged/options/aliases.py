@@ -1,0 +1,247 @@
+"""Names of commands, options and addresses in other programs, and pystaged's equivalents: a tuple or a name, or a
+sentence that says why there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from urllib.parse import unquote
+
+# Commands of Ollama and llama.cpp.
+COMMANDS: dict[str, tuple[str, ...] | str] = {
+    "convert": ("quantize",),
+    "completion": "pystaged --install-completion installs the completion of your shell",
+    "create": "there are no Modelfiles; chat takes --system and options of sampling",
+    "list": ("models",),
+    "ls": ("models",),
+    "ps": "nothing stays loaded between commands; GET /api/ps lists what a server has loaded",
+    "rm": ("models", "remove"),
+    "run": ("chat",),
+    "show": ("info",),
+    "stop": "nothing stays loaded between commands; Ctrl-C ends a server",
+    "models list": ("models",),
+    "models ls": ("models",),
+    "models pull": ("pull",),
+    "models rm": ("models", "remove"),
+    "models show": ("info",),
+}
+
+_ALIKE = 0.7  # least similarity of a name that is proposed for another
+
+PROMPT = "PROMPT"  # the option's value is the argument PROMPT
+PROMPT_FILE = "PROMPT_FILE"  # the option's value is a file with it
+_CACHE = "is --kv here, f16 or q8_0 for keys and values together"
+_DEPTH = "is chosen automatically at each step; --draft names a model"
+_ESCAPES = "has no equivalent: the shell writes them, as in $'two\\nlines'"
+_OVERFLOW = "is --context-overflow here, drop or stop, in chat"
+
+# Options of llama.cpp and Ollama whose effect is always so or not needed, by the reason. They are taken, with a line
+# that says so. The first table's may be followed by on, off or auto, the second's have a value.
+_SWITCHES = {
+    "is always on": "-cb -fa --cont-batching --flash-attn --jinja",
+    "is always on: the new text alone is printed": "--no-display-prompt",
+    "is always on: the server has /v1/embeddings": "--embedding --embeddings",
+    "is always on: the server has /metrics": "--metrics",
+    "is not needed: lines break between words in terminals alone": "--nowordwrap",
+    "is not needed: messages go to standard error": "--log-disable",
+    "is not needed: nothing is warmed up": "--no-warmup",
+    "is not needed: pipes get plain text": "--simple-io",
+    "is not needed: weights are read into memory, not mapped": "--mlock --no-mmap",
+}
+_VALUES = {
+    "is not needed: a command keeps its model as long as it runs": "--keepalive",
+    "is not needed: all layers run on the device that --device names": "-ngl --gpu-layers --n-gpu-layers",
+    "is not needed: the tokens of a pass are chosen automatically": "-b -ub --batch-size --ubatch-size",
+}
+NEEDLESS = {word: why for why, words in (_SWITCHES | _VALUES).items() for word in words.split()}
+WITH_VALUE = " ".join(_VALUES.values()).split()
+
+# Command-line options of llama.cpp, Ollama and vLLM.
+OPTIONS = {
+    "-a": "--alias",
+    "-cnv": "is the command chat here",
+    "-ctk": _CACHE,
+    "-ctv": _CACHE,
+    "-e": _ESCAPES,
+    "-f": PROMPT_FILE,
+    "-hf": "--model",
+    "-hfd": "--draft",
+    "-i": "is the command chat here",
+    "-j": "--json-schema",
+    "-jf": "--json-schema",
+    "-md": "--draft",
+    "-n": "--max-tokens",
+    "-no-cnv": "is the command generate here",
+    "-np": "--parallel",
+    "-p": PROMPT,
+    "-r": "--stop",
+    "-s": "--seed",
+    "-sys": "--system",
+    "-sysf": "is --system @FILE here",
+    "-t": "--threads",
+    "-to": "--timeout",
+    "--cache-type-k": _CACHE,
+    "--cache-type-v": _CACHE,
+    "--chat-template": "has no equivalent: the model's own template is used",
+    "--context-length": "--n-ctx",
+    "--context-shift": _OVERFLOW,
+    "--conversation": "is the command chat here",
+    "--ctx-size": "--n-ctx",
+    "--device-draft": "--draft-device",
+    "--draft-max": _DEPTH,
+    "--draft-min": _DEPTH,
+    "--escape": _ESCAPES,
+    "--file": PROMPT_FILE,
+    "--format": "--json-schema",
+    "--grammar-file": "--grammar",
+    "--hf-repo": "--model",
+    "--hidethinking": "has no equivalent: --no-think switches thinking off",
+    "--interactive": "is the command chat here",
+    "--json-schema-file": "--json-schema",
+    "--keep": _OVERFLOW,
+    "--logits-all": "is --logprobs here, with --json",
+    "--lora": "has no equivalent: merge adapters into the model first",
+    "--max-model-len": "--n-ctx",
+    "--max-new-tokens": "--max-tokens",
+    "--mirostat": "has no equivalent: there are --top-p, --min-p and other filters",
+    "--mmproj": "has no equivalent: models read text only",
+    "--model-draft": "--draft",
+    "--n-predict": "--max-tokens",
+    "--no-context-shift": _OVERFLOW,
+    "--no-conversation": "is the command generate here",
+    "--no-webui": "has no equivalent: --api-key keeps strangers out",
+    "--num-ctx": "--n-ctx",
+    "--num-predict": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--prompt": PROMPT,
+    "--reasoning-budget": "is --think or --no-think here; serve has --reasoning-budget",
+    "--repetition-penalty": "--repeat-penalty",
+    "--reverse-prompt": "--stop",
+    "--samplers": "has no equivalent: filters have a fixed order; --temperature-last moves temperature to its end",
+    "--served-model-name": "--alias",
+    "--slots": "has no equivalent: /metrics says what the server does",
+    "--system-prompt": "--system",
+    "--system-prompt-file": "is --system @FILE here",
+    "--temp": "--temperature",
+    "--tensor-parallel-size": "has no equivalent: --device rpc:HOST:PORT,... splits the layers over machines",
+    "--typical": "--typical-p",
+}
+
+# Python options of transformers, llama-cpp-python and vLLM.
+KEYWORDS = {
+    "context_length": "n_ctx",
+    "ctx_size": "n_ctx",
+    "do_sample": "a temperature above 0 samples",
+    "draft_model": "draft",
+    "flash_attn": "that is always on",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_model_len": "n_ctx",
+    "max_new_tokens": "max_tokens",
+    "model_path": "the model is the first argument",
+    "n_gpu_layers": "device",
+    "n_predict": "max_tokens",
+    "n_threads": "num_threads",
+    "num_ctx": "n_ctx",
+    "num_gpu": "device",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "num_thread": "num_threads",
+    "repetition_penalty": "repeat_penalty",
+    "response_format": "json_schema",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stream": "stream and stream_chat yield the text in pieces",
+    "temp": "temperature",
+    "threads": "num_threads",
+    "use_mmap": "weights are always read into memory",
+}
+
+# Words after /set in Ollama's chat.
+SETTINGS = {
+    "format": "start with --json-schema, which takes a schema",
+    "history": "typed lines are kept for later chats; /save FILE saves a conversation",
+    "nohistory": "start with PYSTAGED_NOHISTORY=1 in the environment; then typed lines are not kept",
+    "nowordwrap": "lines always break between words",
+    "quiet": "write /stats off",
+    "verbose": "write /stats on",
+    "wordwrap": "lines always break between words",
+}
+
+# Names of models in Ollama's library, and files on the hub.
+MODELS = {
+    "deepseek-r1": "unsloth/DeepSeek-R1-0528-Qwen3-8B-GGUF:Q4_K_M",
+    "gemma2": "bartowski/gemma-2-9b-it-GGUF:Q4_K_M",
+    "gemma3": "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M",
+    "gemma4": "ggml-org/gemma-4-E4B-it-GGUF:Q4_K_M",
+    "gpt-oss": "ggml-org/gpt-oss-20b-GGUF",
+    "granite4": "ibm-granite/granite-4.0-micro-GGUF:Q4_K_M",
+    "lfm2": "LiquidAI/LFM2-1.2B-GGUF:Q4_K_M",
+    "llama3.1": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M",
+    "llama3.2": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M",
+    "llama3.2:1b": "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
+    "mistral": "bartowski/Mistral-7B-Instruct-v0.3-GGUF:Q4_K_M",
+    "phi4": "bartowski/phi-4-GGUF:Q4_K_M",
+    "phi4-mini": "unsloth/Phi-4-mini-instruct-GGUF:Q4_K_M",
+    "qwen2.5": "bartowski/Qwen2.5-7B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder": "bartowski/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",
+    "qwen3": "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+    "qwen3:1.7b": "unsloth/Qwen3-1.7B-GGUF:Q4_K_M",
+    "qwen3:4b": "Qwen/Qwen3-4B-GGUF:Q4_K_M",
+    "qwen3-coder": "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF:Q4_K_M",
+    "qwen3.5:4b": "unsloth/Qwen3.5-4B-GGUF:Q4_K_M",
+    "smollm3": "ggml-org/SmolLM3-3B-GGUF:Q4_K_M",
+}
+
+# HTTP paths of Ollama, LM Studio and llama-server.
+ADDRESSES = {
+    "/api/embeddings": "use /api/embed",
+    "/api/v0/chat/completions": "use /v1/chat/completions",
+    "/api/v0/completions": "use /v1/completions",
+    "/api/v0/models": "use /v1/models",
+    "/api/v1/chat": "use /v1/chat/completions",
+    "/api/v1/models": "use /v1/models",
+    "/chat": "use /",
+    "/docs": "use /openapi.json",
+    "/embedding": "use /v1/embeddings",
+    "/slots": "use /metrics",
+}
+
+
+# A web address on the hub, also without https:// as Ollama writes it; and what follows its host where that is a model.
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:hf|huggingface)\.co(?::\d+)?(?:/([^?#]*))?(?:[?#].*)?", re.IGNORECASE
+)
+_HUB_MODEL = re.compile(
+    r"(?!(?:api|blog|collections|datasets|docs|papers|spaces)/)([\w.-]+/[\w.-]+)"
+    r"(?::(.+)|/tree/main|/(?:tree|blob|resolve|raw)/main/(.+))?"
+)
+
+
+def hub_id(name: str) -> str:
+    """Convert an address on the hub, or a name in MODELS, to a hub id, owner/name or owner/name:FILE; return what is
+    neither unchanged.
+
+    Raises ValueError for an address of anything else than a model, or of another branch than main.
+    """
+    address = _HUB_ADDRESS.fullmatch(name)
+    if not address:
+        usual, _, size = name.lower().partition(":")
+        known = MODELS.get(usual, "")
+        return known if known and (size in ("", "latest") or f"-{size}-" in known.lower()) else MODELS.get(name, name)
+    found = _HUB_MODEL.fullmatch(unquote(address[1] or "").rstrip("/"))
+    if not found:
+        raise ValueError(
+            f"{name} is not the address of a model; give hf.co/OWNER/NAME, hf.co/OWNER/NAME:TYPE, "
+            "or hf.co/OWNER/NAME/blob/main/FILE.gguf"
+        )
+    return ":".join(filter(None, found.groups()))
+
+
+def meant(word: str, ours: Iterable[str]) -> str | None:
+    """The name among `ours` that a mistyped one is likely to mean, or None."""
+    bare = {each.lstrip("-"): each for each in ours}  # dashes would make all options alike
+    word = word.lstrip("-")
+    beginning = [each for each in bare if len(word) > 3 and each.startswith(word)]
+    return bare.get(next(iter(beginning or get_close_matches(word, bare, 1, _ALIKE)), ""))

@@ -1,0 +1,1 @@
+"""What the operating system gives: files, processes, memory."""

@@ -1,0 +1,141 @@
+"""Generates a receipt's text again and compares them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pystaged.decoding.origin import ARITHMETIC
+from pystaged.decoding.streams import Stream
+from pystaged.engine import Engine
+from pystaged.loading import names
+from pystaged.platform.seen import SeenModel
+from pystaged.receipts.receipt import Receipt, current_versions, text_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference between a text generated here and a receipt's.
+
+    index: of the first token that differs, or the number of tokens if all are the same. receipt, here: the two tokens;
+    None where a text has ended. gap: log-probability of the token here less that of the receipt's, natural, unfiltered,
+    at temperature 1; nan if one of them is None or cannot be evaluated. what: "tokens"; if all tokens are the same,
+    "end" (another finish_reason) or "text" (another hash).
+    """
+
+    index: int
+    receipt: int | None
+    here: int | None
+    gap: float = math.nan
+    what: str = "tokens"
+
+
+def find_model(receipt: Receipt) -> Path | None:
+    """Find a receipt's model in the package or the cache by its hash, ignoring its name; None if it is not there.
+    Nothing is downloaded."""
+    for path in names.here():
+        try:
+            file = SeenModel.now(path)
+            if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:
+                return path
+        except OSError:  # removed, or another user's
+            continue
+    return None
+
+
+def check_model(receipt: Receipt, file: SeenModel) -> None:
+    """Check that a file is the receipt's model. Raises ValueError if not; OSError as SeenModel.sha256."""
+    expected = receipt.model
+    if file.size != expected.size or file.sha256() != expected.sha256:
+        raise ValueError(
+            f"the receipt is of {expected.file} ({expected.name}), {expected.size} bytes with SHA-256 "
+            f"{expected.sha256}; {file.path} is another: {file.size} bytes with SHA-256 {file.sha256()}"
+        )
+
+
+def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Difference | None:
+    """Generate a receipt's text again, up to the first difference.
+
+    Args:
+        speculate: False decodes plainly.
+
+    Returns:
+        The first difference, None if the text is the same.
+
+    Raises:
+        ValueError: the model, kv or n_ctx differs from the receipt's, or the model lacks its tokens or options.
+        ContextFullError, DeviceLostError: as in Engine.stream.
+        OSError: the model's file cannot be read, or was changed since it was loaded.
+    """
+    runtime = engine.runtime
+    check_model(receipt, runtime.bundle.file)
+    for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
+        if expected != found:
+            raise ValueError(
+                f"the receipt's {name} is {expected}, and here it is {found}; load the model with {name}={expected!r}"
+            )
+    if receipt.vocabulary != runtime.bundle.vocabulary:
+        raise ValueError(
+            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {runtime.bundle.vocabulary}: "
+            "the receipt was changed, or another version of llama-cpp-python reads the file differently"
+        )
+    config = replace(receipt.config, speculate=speculate)
+    at, count, other = 0, len(receipt.tokens), None
+    with Stream(runtime.scheduler, runtime.sequence(receipt.prompt, config)) as stream:
+        for token in (token for piece in stream for token in piece.tokens):
+            if at == count or token != receipt.tokens[at]:
+                other = token
+                break
+            at += 1
+    result = stream.result
+    if other is not None:
+        there = receipt.tokens[at] if at < count else None
+        return Difference(at, there, other, _gap(engine, receipt, at, there, other))
+    if at < count:
+        return Difference(at, receipt.tokens[at], None)
+    if result.finish_reason != receipt.finish_reason:
+        return Difference(at, None, None, what="end")
+    return None if text_hash(result.text) == receipt.text_sha256 else Difference(at, None, None, what="text")
+
+
+def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int) -> float:
+    """Log-probability of the token here less that of the receipt's, natural; nan if one cannot be evaluated."""
+    if there is None:
+        return math.nan
+    before = [*receipt.prompt, *receipt.tokens[:at]]
+    try:
+        ours, theirs = (engine.score([*before, token]).logprobs[-1] for token in (here, there))
+    except ValueError:  # the context is full, or the model has no such token
+        return math.nan
+    return float(ours - theirs)
+
+
+def promise(receipt: Receipt, device: str) -> str:
+    """A sentence on whether the versions here promise the same text as the receipt's; "" if nothing differs.
+
+    Args:
+        device: the device of the repetition, as for `load`.
+    """
+    here = current_versions(receipt.config.grammar)
+    others = [
+        f"{name} {version}, here {here[name]}" for name, version in receipt.versions.items() if version != here[name]
+    ]
+    said = f"The receipt has {' and '.join(others)}. " if others else ""
+    if receipt.device != "cpu":
+        return f"{said}It was generated on device {receipt.device!r}; the same text is promised for the CPU only."
+    if device != "cpu":
+        return f"{said}It is repeated on device {device!r}; the same text is promised for the CPU only."
+    if receipt.arithmetic != ARITHMETIC:
+        return (
+            f"{said}The receipt has arithmetic {receipt.arithmetic} and this version {ARITHMETIC}; the same text is "
+            "promised only for the same arithmetic."
+        )
+    if not others:
+        return ""
+    same = here.get("llguidance") == receipt.versions.get("llguidance")
+    return said + (
+        f"Both versions of pystaged have arithmetic {ARITHMETIC} and promise the same text."
+        if same
+        else "What a grammar allows depends on llguidance, so the same text is not promised."
+    )

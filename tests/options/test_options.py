@@ -1,0 +1,72 @@
+"""Every interface offers what pystaged.options has, and the docs say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pystaged import cli
+from pystaged.engine import LoadOptions
+from pystaged.options import table as options
+from pystaged.options.config import GenerationConfig, SamplingConfig, TextOptions
+from pystaged.server.request_types import TextRequest
+
+USAGE = Path(__file__).parents[2] / "docs" / "usage.md"
+
+
+def test_the_docs_have_the_tables() -> None:
+    assert options.documented() in USAGE.read_text("utf-8")
+
+
+def test_types_and_tables_name_the_same() -> None:
+    assert TextOptions.__annotations__.keys() == options.SAMPLING.keys() | options.TEXT.keys() | {"sampling"}
+    assert LoadOptions.__annotations__.keys() == options.LOADING.keys() | {"policy"}
+    config = SamplingConfig()
+    for name, option in options.SAMPLING.items():
+        assert getattr(config, name) == (option.default if name != "logit_bias" else {})
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_commands_have_the_options_of_the_tables(command: str) -> None:
+    found = {flag for param in cli._command(command).params for flag in (*param.opts, *param.secondary_opts)}
+    offered = {name: option for name, option in options.ALL.items() if name not in options.TEXT}
+    offered |= {"max_tokens": options.TEXT["max_tokens"], "stop_loops": options.TEXT["stop_loops"]}
+    if command == "generate":
+        offered |= options.TEXT
+    for name, option in offered.items():
+        for flag in options.flags(name, option):
+            assert found.issuperset(flag.split("/")), name
+
+
+def test_requests_have_the_sampling_options() -> None:
+    described = TextRequest.model_json_schema()["properties"]
+    assert options.SAMPLING.keys() <= described.keys()
+    assert described["top_p"]["anyOf"][0] | {"exclusiveMinimum": 0, "maximum": 1} == described["top_p"]["anyOf"][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"temperature": -0.5}, ValueError, "temperature must be at least 0, not -0.5"),
+        ({"min_p": 1.0}, ValueError, "min_p must be at least 0 and below 1, not 1.0"),
+        ({"seed": -1}, ValueError, r"seed must be between 0 and 2\*\*64 - 1, not -1"),
+        ({"top_k": 2**31}, ValueError, r"top_k must be at most 2\*\*31 - 1, not 2147483648"),
+        ({"logprobs": 101}, ValueError, "logprobs must be between 0 and 100, not 101"),
+        ({"min_tokens": True}, TypeError, "min_tokens must be an integer, not bool"),
+        ({"reuse": 1}, TypeError, "reuse must be True or False, not 1"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_out_of_range_is_named(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GenerationConfig(**given)
+
+
+def test_the_first_options_may_come_without_names() -> None:
+    assert SamplingConfig(0.5, 3, seed=2) == SamplingConfig(temperature=0.5, top_k=3, seed=2)
+    with pytest.raises(TypeError, match="temperature is given twice"):
+        SamplingConfig(0.5, temperature=1.0)
+    with pytest.raises(TypeError, match="may be positional arguments"):
+        SamplingConfig(0.5, 0, 1.0, 0.0, 1, 0.5)

@@ -1,0 +1,230 @@
+"""Several models in one server: the bundled one under several names, so that texts are known."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scheduling import wait_until
+from support.server import Server, live_of
+
+import pystaged
+from pystaged.decoding.policy import FixedPolicy
+from pystaged.engine import Engine
+from pystaged.loading.names import resolve
+from pystaged.server.models import Models
+from pystaged.server.settings import Settings
+
+NAMES = ("one", "two", "three")
+PATH = "/v1/completions"
+ASK: Any = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
+
+
+class Loads:
+    """Loads engines of one file, and remembers them."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+
+    def __call__(self, path: Path) -> Engine:
+        if path.name == "none.gguf":
+            raise pystaged.ModelError("secret")
+        policy = FixedPolicy(2, 3, 6)  # nothing to measure
+        engine = pystaged.load(path, draft=None, recycle=False, policy=policy, n_ctx=512, report=lambda _: None)
+        self.engines.append(engine)
+        return engine
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return resolve("bundled")
+
+
+@pytest.fixture
+def several(path: Path) -> Iterator[Callable[..., tuple[Models, Loads]]]:
+    """Makes models of which so many fit into memory."""
+    made: list[Models] = []
+
+    def make(fit: int = 3, files: dict[str, Path] | None = None, **settings: Any) -> tuple[Models, Loads]:
+        loads, size = Loads(), path.stat().st_size
+        files = files or dict.fromkeys(NAMES, path)
+        made.append(Models(Settings("", **settings), files, loads, memory=fit * (size + 1000), kv_memory=1000))
+        return made[-1], loads
+
+    yield make
+    for models in made:
+        models.close()
+
+
+def loaded(server: Server) -> list[str]:
+    return [each["name"] for each in server.ask("/api/ps")[1]["models"]]
+
+
+def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any, path: Path) -> None:
+    models, loads = several(fit=2)
+    with pystaged.load(path, draft=None, policy=FixedPolicy(1, 0, 0)) as plain:
+        expected = plain.generate(ASK["prompt"], max_tokens=4).text
+    with live_of(models) as server:
+        assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == [*NAMES]
+        assert [each["name"] for each in server.ask("/api/tags")[1]["models"]] == [*NAMES]
+        assert (loaded(server), loads.engines) == ([], [])
+        for name, left in (
+            ("one", {"one"}),
+            ("two", {"one", "two"}),
+            ("one", {"one", "two"}),
+            ("three", {"one", "three"}),
+        ):
+            status, answer = server.ask(PATH, ASK | {"model": name})
+            assert (status, answer["model"], answer["choices"][0]["text"]) == (200, name, expected)
+            assert set(loaded(server)) == left
+        assert len(loads.engines) == 3  # "one" stayed
+        metrics = server.ask("/metrics")[1]
+        assert "pystaged:tokens_predicted_total 16\n" in metrics
+        assert server.ask("/props?model=three")[1]["model_alias"] == "three"
+        assert server.ask("/props")[1]["model_alias"] == "three"  # the one used last
+
+
+def test_a_name_is_compared_with_theirs_alone(several: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, _ = several()
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a request was resolved")
+
+    with live_of(models) as server, monkeypatch.context() as watched:
+        watched.setattr("pystaged.loading.names.resolve", never)
+        for name in (str(path), "bundled", "openai-community/gpt2", "../one", "", "ONE"):
+            status, answer = server.ask(PATH, ASK | {"model": name})
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            assert answer["error"]["message"].endswith("this server has 'one', 'two', 'three'")
+        status, answer = server.ask(PATH, ASK)
+        assert (status, answer["error"]["param"]) == (400, "model")
+        assert server.ask("/v1/models/two")[0] == 200
+        assert server.ask("/v1/models/four")[0] == 404
+        watched.undo()
+        assert server.ask(PATH, ASK | {"model": "two:latest"})[1]["model"] == "two"  # as Ollama's clients write
+
+
+def test_one_can_answer_to_all_other_names(several: Any) -> None:
+    with live_of(several(default="two")[0]) as server:
+        for body in (ASK, ASK | {"model": "gpt-4"}):
+            assert server.ask(PATH, body)[1]["model"] == "two"
+        assert server.ask(PATH, ASK | {"model": "one"})[1]["model"] == "one"
+    with pytest.raises(ValueError, match="--default names 'four'"):
+        several(default="four")
+
+
+def test_a_text_in_progress_ends_before_its_model_is_unloaded(several: Any) -> None:
+    models, loads = several(fit=1)
+    with live_of(models) as server:
+        long = ASK | {"model": "one", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        first = server.send("POST", PATH, long)
+        first.read(10)  # it has begun
+        answers: list[Any] = []
+        waiting = [
+            threading.Thread(target=lambda name=name: answers.append(server.ask(PATH, ASK | {"model": name})))
+            for name in ("two", "one", "three")
+        ]
+        for each in waiting:
+            each.start()
+        assert first.read().endswith(b"data: [DONE]\n\n")
+        for each in waiting:
+            each.join()
+        assert [status for status, _ in answers] == [200] * 3
+        assert {answer["model"] for _, answer in answers} == {*NAMES}
+        assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
+        assert len(loaded(server)) == 1
+        assert len(loads.engines) >= 3
+
+
+def test_so_many_wait_for_a_model_and_no_more(several: Any) -> None:
+    models, _ = several(fit=1, queue=0)
+    with live_of(models) as server:
+        first = server.send("POST", PATH, ASK | {"model": "one", "max_tokens": 300, "ignore_eos": True, "stream": True})
+        first.read(10)
+        body = ASK | {"model": "two"}
+        waiting = [threading.Thread(target=server.ask, args=(PATH, body)) for _ in range(2)]
+        for each in waiting:
+            each.start()
+        wait_until(lambda: models._turn.statistics().tasks_waiting == 1)  # besides the one whose turn it is
+        status, answer = server.ask(PATH, body)
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        first.close()
+        for each in waiting:
+            each.join()
+
+
+def test_who_waits_for_a_model_and_leaves_keeps_nobody_waiting(several: Any) -> None:
+    models, _ = several(fit=1)
+    with live_of(models) as server:
+        first = server.send("POST", PATH, ASK | {"model": "one", "max_tokens": 300, "ignore_eos": True, "stream": True})
+        first.read(10)
+        gone = server.raw()
+        body = b'{"prompt": "a", "model": "two"}'
+        gone.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (PATH.encode(), len(body)) + body
+        )
+        wait_until(lambda: models.all["one"].is_leaving)
+        gone.close()
+        wait_until(lambda: not models.all["one"].is_leaving)
+        assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
+        assert first.read().endswith(b"data: [DONE]\n\n")
+        assert loaded(server) == ["one"]
+
+
+def test_one_that_rests_is_unloaded(several: Any) -> None:
+    models, loads = several(keep_alive=0.05)
+    with live_of(models) as server:
+        assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
+        wait_until(lambda: not models.loaded())
+        assert server.ask("/v1/models/one")[1]["meta"].keys() == {"size"}
+        assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
+        assert len(loads.engines) == 2
+
+
+def test_one_that_cannot_be_loaded(several: Any, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.gguf").write_bytes(b"")
+    models, _ = several(files={"good": path, "bad": tmp_path / "none.gguf"})
+    with live_of(models) as server:
+        status, answer = server.ask(PATH, ASK | {"model": "bad"})
+        assert (status, answer["error"]["type"]) == (503, "unavailable_error")
+        assert "secret" not in answer["error"]["message"]
+        assert server.ask(PATH, ASK | {"model": "good"})[0] == 200
+
+
+def test_a_model_alone_is_always_loaded(several: Any) -> None:
+    with live_of(several(fit=0)[0]) as server:
+        for name in ("one", "two"):
+            assert server.ask(PATH, ASK | {"model": name})[0] == 200
+            assert loaded(server) == [name]
+
+
+@pytest.mark.slow
+def test_the_page_lets_people_choose(several: Any) -> None:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not program or not driver:
+        pytest.skip("Debian's chromium and chromium-driver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for each in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(each)
+    models, _ = several(fit=1)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    with live_of(models) as server, contextlib.ExitStack() as stack:
+        stack.callback(browser.quit)
+        browser.get(server.url)
+        choice = browser.find_element("id", "which")
+        wait_until(lambda: choice.get_property("value") == "one")
+        assert [each.text for each in choice.find_elements("css selector", "option")] == [*NAMES]
+        script = "arguments[0].value = 'three'; arguments[0].dispatchEvent(new Event('change'))"
+        browser.execute_script(script, choice)
+        wait_until(lambda: loaded(server) == ["three"])
+        browser.find_element("id", "ask").send_keys("Hello")
+        browser.find_element("id", "send").click()
+        wait_until(lambda: "pystaged:tokens_predicted_total 0\n" not in server.ask("/metrics")[1])
+        assert loaded(server) == ["three"]
