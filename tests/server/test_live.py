@@ -18,7 +18,7 @@ import psutil
 import pytest
 from support.memory import used
 from support.scheduling import held, is_idle, wait_until
-from support.server import UNFILTERED, Server, events, live
+from support.server import PATH, UNFILTERED, Server, asked, events, head, live
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pystaged.engine import Engine
@@ -26,7 +26,6 @@ from pystaged.options.config import Grammar
 from pystaged.sampling.definitions import GrammarError
 from pystaged.server import run
 
-PATH = "/v1/completions"
 _MOST_GROWTH = 4 << 20  # bytes, by which 400 requests may change what a process has
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, "zwölf"]
 
@@ -39,27 +38,13 @@ def body(i: int, **options: Any) -> dict[str, Any]:
 
 
 def written(engine: Engine, i: int) -> str:
-    asked = body(i)
-    prompt = asked.pop("prompt")
-    return engine.generate(prompt, **asked).text
-
-
-def head(length: int, path: str = PATH) -> bytes:
-    """The head of a request with a body of so many bytes."""
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    options = body(i)
+    return engine.generate(options.pop("prompt"), **options).text
 
 
 def endless(**options: Any) -> dict[str, Any]:
     """A request for a text that takes a while."""
     return {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 1} | UNFILTERED | options
-
-
-def asked(server: Server, request: dict[str, Any], connection: socket.socket | None = None) -> socket.socket:
-    """A connection on which a request was sent."""
-    connection = connection or server.raw()
-    data = json.dumps(request).encode()
-    connection.sendall(head(len(data)) + data)
-    return connection
 
 
 def early(sent: bytes) -> tuple[socket.socket, socket.socket]:
@@ -294,11 +279,9 @@ def test_who_never_reads_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(run, "_Connection", Told)
     with live(engine) as server:
-        connection = server.raw(window=1 << 12)
         # Answers that are larger than what sockets hold.
         request = endless(stream=True, n=16, logprobs=20) if path == PATH else {"tokens": [97] * 1_000_000}
-        data = json.dumps(request).encode()
-        connection.sendall(head(len(data), path) + data)
+        connection = asked(server, request, server.raw(window=1 << 12), path)
         assert full.wait(600)
         assert lost.wait(600)
         wait_until(lambda: is_idle(engine))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduling import wait_until
-from support.server import Server, live_of
+from support.scheduling import held, wait_until
+from support.server import PATH, Server, asked, live_of
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
@@ -21,7 +21,6 @@ from pystaged.server.models import Models
 from pystaged.server.settings import Settings
 
 NAMES = ("one", "two", "three")
-PATH = "/v1/completions"
 ASK: Any = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
 
 
@@ -141,39 +140,43 @@ def test_a_text_in_progress_ends_before_its_model_is_unloaded(several: Any) -> N
         assert len(loads.engines) >= 3
 
 
+@contextlib.contextmanager
+def busy(server: Server, models: Models, loads: Loads) -> Iterator[None]:
+    """ "one" has a text that does not end while the context lasts."""
+    assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
+    wait_until(lambda: not models.all["one"].users)
+    with held(loads.engines[0]):
+        text = asked(server, ASK | {"model": "one"})
+        wait_until(lambda: models.all["one"].users)
+        yield
+    text.close()
+
+
 def test_so_many_wait_for_a_model_and_no_more(several: Any) -> None:
-    models, _ = several(fit=1, queue=0)
+    models, loads = several(fit=1, queue=0)
     with live_of(models) as server:
-        first = server.send("POST", PATH, ASK | {"model": "one", "max_tokens": 300, "ignore_eos": True, "stream": True})
-        first.read(10)
         body = ASK | {"model": "two"}
-        waiting = [threading.Thread(target=server.ask, args=(PATH, body)) for _ in range(2)]
+        with busy(server, models, loads):
+            waiting = [asked(server, body) for _ in range(2)]
+            wait_until(lambda: models._turn.statistics().tasks_waiting == 1)  # besides the one whose turn it is
+            status, answer = server.ask(PATH, body)
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
         for each in waiting:
-            each.start()
-        wait_until(lambda: models._turn.statistics().tasks_waiting == 1)  # besides the one whose turn it is
-        status, answer = server.ask(PATH, body)
-        assert (status, answer["error"]["code"]) == (429, "queue_full")
-        first.close()
-        for each in waiting:
-            each.join()
+            assert each.recv(12) == b"HTTP/1.1 200"
+            each.close()
 
 
 def test_who_waits_for_a_model_and_leaves_keeps_nobody_waiting(several: Any) -> None:
-    models, _ = several(fit=1)
+    models, loads = several(fit=1)
     with live_of(models) as server:
-        first = server.send("POST", PATH, ASK | {"model": "one", "max_tokens": 300, "ignore_eos": True, "stream": True})
-        first.read(10)
-        gone = server.raw()
-        body = b'{"prompt": "a", "model": "two"}'
-        gone.sendall(
-            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (PATH.encode(), len(body)) + body
-        )
-        wait_until(lambda: models.all["one"].is_leaving)
-        gone.close()
-        wait_until(lambda: not models.all["one"].is_leaving)
+        with busy(server, models, loads):
+            gone = asked(server, ASK | {"model": "two"})
+            wait_until(lambda: models.all["one"].is_leaving)
+            gone.close()
+            wait_until(lambda: not models.all["one"].is_leaving)
         assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
-        assert first.read().endswith(b"data: [DONE]\n\n")
         assert loaded(server) == ["one"]
+        assert len(loads.engines) == 1
 
 
 def test_one_that_rests_is_unloaded(several: Any) -> None:

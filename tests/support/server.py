@@ -18,6 +18,7 @@ from pystaged.server.settings import Settings
 from support.scheduling import wait_until
 
 NAME = "tiny"
+PATH = "/v1/completions"  # where a request goes that names no other
 SECONDS = 600
 UNFILTERED: Any = {"top_k": 0, "top_p": 1, "min_p": 0}  # what servers recommend besides a temperature, off
 
@@ -83,6 +84,19 @@ class Server:
         connection.settimeout(SECONDS)
         connection.connect(("127.0.0.1", self.port))
         return connection
+
+
+def head(length: int, path: str = PATH) -> bytes:
+    """The head of a request with a body of so many bytes."""
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def asked(server: Server, body: Any, connection: socket.socket | None = None, path: str = PATH) -> socket.socket:
+    """A connection on which a request was sent."""
+    connection = connection or server.raw()
+    data = json.dumps(body).encode()
+    connection.sendall(head(len(data), path) + data)
+    return connection
 
 
 def events(data: bytes) -> list[Any]:
