@@ -113,19 +113,9 @@ class Models:
         try:
             with anyio.fail_after(self.settings.queue_timeout):
                 while served.state is None or served.is_leaving:
-                    if self._waiting > self.settings.queue:
-                        words = f"requests that wait for a model to be loaded: {self._waiting}; try again"
-                        raise ApiError(429, words, code="queue_full", headers={"Retry-After": "1"})
-                    self._waiting += 1
-                    try:
-                        await self._turn.acquire()
-                    finally:
-                        self._waiting -= 1
-                    try:
+                    async with self._in_turn():
                         if served.state is None:
                             await self._bring(served)
-                    finally:
-                        self._turn.release()
         except TimeoutError:
             raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
         served.users, served.used = served.users + 1, time.monotonic()
@@ -135,6 +125,23 @@ class Models:
             served.users, served.used = served.users - 1, time.monotonic()
             self._left.set()
             self._rest(served)
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """The block has the turn. Raises ApiError if too many wait for it."""
+        waits = self._turn.locked()
+        if waits and self._waiting > self.settings.queue:
+            words = f"requests that wait for a model to be loaded: {self._waiting}; try again"
+            raise ApiError(429, words, code="queue_full", headers={"Retry-After": "1"})
+        self._waiting += waits
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= waits
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _bring(self, served: Served) -> None:
         """Load a model; the caller has the turn. Those used longest ago make room for it, after their texts."""
