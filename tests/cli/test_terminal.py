@@ -386,6 +386,8 @@ def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said:
         "bundled",
         "--max-tokens",
         "8",
+        "--temperature",
+        "0",
         "--stats",
         lines=60,
         PYTHONPATH=folders,
