@@ -264,12 +264,9 @@ class ResponseAnswer(Answer):
             done.append(self._of(block, "content_part.done", part=_part(block)))
         return [*done, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
 
-    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        empty, response = Block("text", 0), self._response(result)
-        return [
-            *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
-            {"type": f"response.{response['status']}", "response": response},
-        ]
+    def ending(self, _i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        response = self._response(result)
+        return [{"type": f"response.{response['status']}", "response": response}]
 
     def error_event(self, error: ApiError) -> bytes:
         members = {name: error.body["error"][name] for name in ("code", "message", "param")}
@@ -308,7 +305,7 @@ class ResponseAnswer(Answer):
         status = "in_progress" if result is None else "incomplete" if is_cut else "completed"
         request, sampling = self.request, self.sequences[0].config.sampling
         form = request.text.format if request.text else None
-        blocks = [] if result is None else self.readers[0].blocks or [Block("text", 0)]
+        blocks = [] if result is None else self.blocks(0)
         output = [self._item(block, status if block is blocks[-1] else "completed") for block in blocks]
         choice, given = request.tool_choice or "auto", request.model_extra or {}
         return {
