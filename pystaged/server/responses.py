@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -256,10 +257,8 @@ class ResponseAnswer(Answer):
 
     def closed(self, _i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
         item = self._item(block, "incomplete" if result and result.finish_reason != "stop" else "completed")
-        kind = self._kind(block)
-        name, member, more, _ = _EVENTS[kind]
-        written = _input_of(block) if kind == "custom" else block.text
-        done = [self._of(block, f"{name}.done", **{member: written}, **more)]
+        name, member, more, _ = _EVENTS[self._kind(block)]
+        done = [self._of(block, f"{name}.done", **{member: item.get(member, block.text)}, **more)]
         if block.kind != "call":
             done.append(self._of(block, "content_part.done", part=_part(block)))
         return [*done, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
@@ -279,8 +278,12 @@ class ResponseAnswer(Answer):
 
     def _kind(self, block: Block) -> str:
         """The kind of a block; a call of a tool that takes text is one of its own."""
-        customs = [tool.name for tool in self.request.tools or [] if tool.type == "custom"]
-        return "custom" if block.kind == "call" and block.name in customs else block.kind
+        return "custom" if block.kind == "call" and block.name in self._customs else block.kind
+
+    @cached_property
+    def _customs(self) -> set[str]:
+        """The names of the tools that take text."""
+        return {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
 
     def _id(self, block: Block) -> str:
         return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"
