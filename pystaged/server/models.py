@@ -16,6 +16,7 @@ from anyio.to_thread import run_sync
 
 from pystaged.engine import Engine
 from pystaged.server.errors import ApiError, explained
+from pystaged.server.gate import within
 from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
@@ -110,14 +111,11 @@ class Models:
     async def lent(self, name: str | None) -> AsyncIterator[State]:
         """The state of a model, which stays loaded while the block runs. Raises ApiError."""
         served = self.named(name)
-        try:
-            with anyio.fail_after(self.settings.queue_timeout):
-                while served.state is None or served.is_leaving:
-                    async with self._in_turn():
-                        if served.state is None:
-                            await self._bring(served)
-        except TimeoutError:
-            raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
+        with within(self.settings.queue_timeout):
+            while served.state is None or served.is_leaving:
+                async with self._in_turn():
+                    if served.state is None:
+                        await self._bring(served)
         served.users, served.used = served.users + 1, time.monotonic()
         try:
             yield served.state
