@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import chromium
 from support.scheduling import held, wait_until
 from support.server import PATH, Server, asked, live_of
 
@@ -208,18 +208,8 @@ def test_a_model_alone_is_always_loaded(several: Any) -> None:
 
 @pytest.mark.slow
 def test_the_page_lets_people_choose(several: Any) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not program or not driver:
-        pytest.skip("Debian's chromium and chromium-driver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for each in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(each)
     models, _ = several(fit=1)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    with live_of(models) as server, contextlib.ExitStack() as stack:
-        stack.callback(browser.quit)
+    with chromium() as browser, live_of(models) as server:
         browser.get(server.url)
         choice = browser.find_element("id", "which")
         wait_until(lambda: choice.get_property("value") == "one")
