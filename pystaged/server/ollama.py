@@ -304,7 +304,7 @@ def _named(served: Served) -> dict[str, Any]:
     return {
         "name": served.name,
         "model": served.name,
-        "size": state.engine.model.file_bytes if state else served.size,
+        "size": served.size,
         "digest": state.fingerprint if state else "",
         "details": _details(state.engine.tokenizer.metadata if state else read_metadata(served.path)),
     }
