@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import anyio
 from anyio.to_thread import run_sync
 
 from pystaged.engine import Engine
+from pystaged.loading.metadata import read_metadata
 from pystaged.server.errors import ApiError, explained
 from pystaged.server.gate import within
 from pystaged.server.metrics import Metrics
@@ -42,6 +44,11 @@ class Served:
     used: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """What its file says, read without loading it."""
+        return read_metadata(self.path)
 
 
 class Models:

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from pystaged.chat.turn import Block, Dialect, TurnReader
 from pystaged.loading.file_types import file_type_name
-from pystaged.loading.metadata import read_metadata
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
@@ -306,7 +305,7 @@ def _named(served: Served) -> dict[str, Any]:
         "model": served.name,
         "size": served.size,
         "digest": state.fingerprint if state else "",
-        "details": _details(state.engine.tokenizer.metadata if state else read_metadata(served.path)),
+        "details": _details(state.engine.tokenizer.metadata if state else served.metadata),
     }
 
 
