@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -17,6 +16,7 @@ from anyio.to_thread import run_sync
 
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
+from pystaged.platform.seen import parts_of
 from pystaged.server.errors import ApiError, explained
 from pystaged.server.gate import within
 from pystaged.server.metrics import Metrics
@@ -212,5 +212,4 @@ class Models:
 
 def _size(path: Path) -> int:
     """Bytes of a model's file, or of all its parts."""
-    pattern = glob.escape(path.name).replace("-00001-of-", "-?????-of-")
-    return sum(each.stat().st_size for each in path.parent.glob(pattern))
+    return sum(each.stat().st_size for each in parts_of(path) if each.exists())
