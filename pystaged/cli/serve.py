@@ -93,7 +93,7 @@ def serve(
     Example: PYSTAGED_API_KEY=secret pystaged serve smollm2 --host 0.0.0.0 --port 8000
     """
     try:
-        from pystaged.server.app import application, application_of  # noqa: PLC0415
+        from pystaged.server.app import application  # noqa: PLC0415
         from pystaged.server.models import Models  # noqa: PLC0415
         from pystaged.server.run import address, answering_that_it_loads, bound, serve  # noqa: PLC0415
         from pystaged.server.security import read_keys  # noqa: PLC0415
@@ -136,7 +136,7 @@ def serve(
             with answering_that_it_loads(listener, settings):
                 if is_one:
                     engine = stack.enter_context(open_engine(name, given, long_context=True))
-                    app, greet = application(engine, settings), partial(_greet, engine, settings)
+                    app, greet = application(Models.of(engine, settings)), partial(_greet, engine, settings)
                 else:
                     free = available_memory()
                     given.setdefault("kv_memory", free // _KV_SHARE)
@@ -145,7 +145,7 @@ def serve(
                     served = Models(settings, files, load, memory=free, kv_memory=given["kv_memory"])
                     stack.callback(served.close)
                     words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
-                    app, greet = application_of(served), partial(report, words + ", ".join(files))
+                    app, greet = application(served), partial(report, words + ", ".join(files))
             serve(
                 app,
                 listener,

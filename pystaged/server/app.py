@@ -22,7 +22,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import pystaged
-from pystaged.engine import Engine
 from pystaged.options.aliases import ADDRESSES
 from pystaged.options.validation import plainly
 from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
@@ -35,7 +34,6 @@ from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, as_json, encoded
 from pystaged.server.request_types import TextRequest
 from pystaged.server.security import guarded
-from pystaged.server.settings import Settings
 from pystaged.server.state import State
 
 R = TypeVar("R", bound=BaseModel)
@@ -70,26 +68,14 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
 }
-_FORMS = (
-    "grammar",
-    "json_schema",
-    "response_format",
-    "text",
-    "output_config",
-    "tools",
-    "format",
-)  # members that constrain the output
+# Members that constrain the output.
+_FORMS = ("grammar", "json_schema", "response_format", "text", "output_config", "tools", "format")
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
-def application(engine: Engine, settings: Settings) -> Starlette:
-    """Build the ASGI application of an engine, which its owner closes after the server."""
-    return application_of(Models.of(engine, settings))
-
-
-def application_of(models: Models) -> Starlette:
-    """Build the ASGI application of models."""
+def application(models: Models) -> Starlette:
+    """Build the ASGI application."""
     server = _Endpoints(models)
     routes = [
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
