@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -28,7 +28,7 @@ from pystaged.server import about, chats, completions, embeddings, messages, nat
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.models import Models
-from pystaged.server.openapi import describe
+from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, as_json, encoded
@@ -81,11 +81,11 @@ def application(models: Models) -> Starlette:
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(server.computed, answer, _request_of(answer)), methods=["POST"])
+            Route(path, partial(server.computed, answer, request_of(answer)), methods=["POST"])
             for path, answer in _COMPUTED.items()
         ),
         *(
-            Route(path, partial(server.written, begin, _request_of(begin)), methods=["POST"])
+            Route(path, partial(server.written, begin, request_of(begin)), methods=["POST"])
             for path, begin in _WRITTEN.items()
         ),
         Route("/", server.page),
@@ -237,11 +237,6 @@ def _refusing() -> Iterator[None]:
         yield
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         raise refusal(error) from None
-
-
-def _request_of(answer: Callable[[State, Any], Any]) -> Any:
-    """The request type of a function."""
-    return get_type_hints(answer)["request"]
 
 
 def _no_number(name: str) -> NoReturn:
