@@ -162,8 +162,14 @@ class Chat:
         if text.strip():
             self._turn(text)
 
-    def _stream(self, begun: _Messages, options: TextOptions) -> Stream:
-        """Start the model's turn."""
+    def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
+        """Start the model's turn. progress: called with that of prefill."""
+        options = TextOptions(
+            max_tokens=self._most or self._engine.n_ctx,
+            sampling=self._given.sampling(self._engine),
+            progress=progress,
+            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
+        )
         drops = self._given.get("context_overflow", "drop") == "drop"
         messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
         return self._engine.stream_chat(messages, template_options=self._template_options, **options)
@@ -231,7 +237,7 @@ class Chat:
     def answer_once(self, said: str) -> None:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
-            stream = self._stream([*self._so_far, _asks(said)], self._options(progress))
+            stream = self._stream([*self._so_far, _asks(said)], progress)
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self._given.get("json_schema") is not None:
@@ -244,7 +250,7 @@ class Chat:
         begun, made_with = [*before.messages, _asks(said)], self._fixed_by()
         pieces: list[Piece] = []
         try:
-            result, about = self._write(lambda progress: self._stream(begun, self._options(progress)), pieces.append)
+            result, about = self._write(begun, pieces)
         except pystaged.ContextFullError:
             raise ValueError(
                 f"the question, with what is read before it, does not fit into the context of {self._engine.n_ctx} "
@@ -264,35 +270,21 @@ class Chat:
         most = self._engine.model.max_context
         return f"{words} --n-ctx, up to {most}" if most > self._engine.n_ctx else ""
 
-    def _options(self, progress: Callable[[int, int], None]) -> TextOptions:
-        return TextOptions(
-            max_tokens=self._most or self._engine.n_ctx,
-            sampling=self._config(self._given),
-            progress=progress,
-            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
-        )
-
-    def _write(
-        self, open_stream: Callable[[Callable[[int, int], None]], Stream], keep: Callable[[Piece], object]
-    ) -> tuple[GenerationResult | None, Text]:
-        """Write a turn while it is generated.
-
-        Args:
-            open_stream: starts the turn; called with a callback for the progress of prefill.
-            keep: called with each piece that was written.
+    def _write(self, begun: _Messages, pieces: list[Piece]) -> tuple[GenerationResult | None, Text]:
+        """Write the model's turn while it is generated, and add what was written to `pieces`.
 
         Returns:
             The result, cut if Ctrl-C or a lost device ended it, None if it had not begun; and a line about that end.
         """
 
         def take(piece: Piece) -> None:
-            keep(piece)
+            pieces.append(piece)
             self._interrupts.check()
 
         stream, about = None, Text("stopped", "dim")
         try:
             with self._interrupts.allowed(), reading_bar() as progress:
-                stream = open_stream(progress)
+                stream = self._stream(begun, progress)
                 show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
