@@ -23,7 +23,7 @@ from pystaged.cli.painting import show, stats_table, summary, write_wrapped
 from pystaged.decoding.streams import Stream
 from pystaged.loading.names import SMOLLM2
 from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
-from pystaged.options.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
+from pystaged.options.config import NO_LIMIT, GenerationConfig, TextOptions
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described, toy_words
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, flags
 from pystaged.platform.ctrl_c import Interrupts
@@ -127,7 +127,7 @@ class Chat:
             "/set": self._set,
             "/show": lambda words: self._set_system("") if words == "system" else self._show(),
             "/save": self._save,
-            "/load": self._load,
+            "/load": lambda words: self.resume(_file("/load", words)),
             "/stats": self._stats,
             "/color": self._paint,
             "/system": self._set_system,
@@ -211,9 +211,6 @@ class Chat:
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
-    def _load(self, words: str) -> None:
-        self.resume(_file("/load", words))
-
     def resume(self, path: Path) -> None:
         """Continue what /save saved. Errors as in take."""
         self._system, messages = read_conversation(path, self._engine.tokenizer)
@@ -231,7 +228,7 @@ class Chat:
         limit = f"{self._most} tokens at most" if self._most else f"context of {self._engine.n_ctx} tokens"
         return (
             f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
-            f"{described(self._config(self._given))}; {limit}; /help for help"
+            f"{described(self._given.sampling(self._engine))}; {limit}; /help for help"
         )
 
     def answer_once(self, said: str) -> None:
@@ -304,10 +301,6 @@ class Chat:
         """Most tokens of a turn; 0 until the context is full."""
         return int(self._given["max_tokens"])
 
-    def _config(self, given: Given) -> SamplingConfig:
-        """The sampling in force. Raises ValueError for what is out of range."""
-        return given.sampling(self._engine)
-
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
         return self._system, self._template_options, self._given | {"seed": 0}
@@ -350,7 +343,7 @@ class Chat:
         before, said = kept[-1].turn
         is_answered = kept[-1].messages is not before.messages
         is_done = is_answered and self._last is not None and self._last.finish_reason == "stop"
-        if self._config(self._given).is_greedy and is_done and self._made_with == self._fixed_by():
+        if self._given.sampling(self._engine).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
@@ -388,7 +381,7 @@ class Chat:
 
     def _show(self) -> None:
         loops = "on" if self._given["stop_loops"] else "off"
-        report(described(self._config(self._given)))
+        report(described(self._given.sampling(self._engine)))
         report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
         if self._system:
             report(f"system message: {self._system}")
@@ -441,7 +434,7 @@ class Chat:
             self._given[name] = max(int(number), 0)
         else:
             given = Given(self._given | {name: None if name == "seed" and number == -1 else number})
-            sampling = self._config(given)
+            sampling = given.sampling(self._engine)
             self._given = given
             if name != "seed":
                 report(described(sampling))
