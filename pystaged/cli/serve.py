@@ -16,6 +16,7 @@ from pystaged.cli.options import (
     MODEL_HELP,
     OF_LOADING,
     Given,
+    Host,
     ModelToo,
     Think,
     check,
@@ -62,9 +63,7 @@ def serve(
         Path | None,
         typer.Option("--models", metavar="FOLDER", help="Serve the GGUF files in a folder, too.", show_default=False),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
     grace: Annotated[
