@@ -135,7 +135,7 @@ def serve(
             with answering_that_it_loads(listener, settings):
                 if is_one:
                     engine = stack.enter_context(open_engine(name, given, long_context=True))
-                    app, greet = application(Models.of(engine, settings)), partial(_greet, engine, settings)
+                    app, greet = application(Models.of(engine, settings)), partial(_greet, engine, settings.name, given)
                 else:
                     free = available_memory()
                     given.setdefault("kv_memory", free // _KV_SHARE)
@@ -156,15 +156,14 @@ def serve(
             )
 
 
-def _greet(engine: Engine, settings: Settings) -> None:
-    name, model = settings.name, engine.model
+def _greet(engine: Engine, name: str, given: Given) -> None:
+    model = engine.model
     draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
     report(f"{name}: {model.architecture}, {size_words(model.file_bytes)} on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{size_words(engine.kv_memory)} for keys and values"
     report(f"contexts of {engine.n_ctx} tokens; {memory}, enough for {room} of them")
-    sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
-    report(f"default sampling: {described(sampling)}")
+    report(f"default sampling: {described(given.sampling(engine))}")
 
 
 def _listening(greet: Callable[[], object], where: str) -> None:
