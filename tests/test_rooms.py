@@ -24,13 +24,13 @@ ROOMS = {
     "decoding": 3650,
     "drafting": 2450,
     "backends": 400,
-    "loading": 4250,
+    "loading": 4200,
     "receipts": 700,
-    "server": 4750,
+    "server": 4250,
     "integrations": 900,
     "bench": 2660,
     "distill": 1700,
-    "cli": 4100,
+    "cli": 4050,
 }
 ROOT = 11  # files in no room
 

@@ -77,14 +77,12 @@ class Server:
     Args:
         command: the program and its options.
         output: destination of its output, as in Popen.
-        name: its name in errors.
 
     Raises:
         RuntimeError: it does not become ready.
     """
 
-    def __init__(self, command: list[str], output: int | None = None, name: str = "llama-server") -> None:
-        self._name = name
+    def __init__(self, command: list[str], output: int | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -121,15 +119,15 @@ class Server:
             with self._opener.open(asked, timeout=timeout) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{self._name} refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
+            raise RuntimeError(f"llama-server refused: {error.read().decode('utf-8', 'replace')[:200]}") from error
         except TimeoutError:
-            raise RuntimeError(f"{self._name} was silent for {timeout:g} seconds") from None
+            raise RuntimeError(f"llama-server was silent for {timeout:g} seconds") from None
         except (urllib.error.URLError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            raise RuntimeError(f"{self._name} ended with {self.process.poll()}: {error}") from error
+            raise RuntimeError(f"llama-server ended with {self.process.poll()}: {error}") from error
         except (ValueError, http.client.HTTPException) as error:
-            raise RuntimeError(f"{self._name} answers oddly: {error!r}") from error
+            raise RuntimeError(f"llama-server answers oddly: {error!r}") from error
 
     def close(self) -> None:
         """End it."""
@@ -140,9 +138,9 @@ class Server:
         deadline = time.monotonic() + _SECONDS_TO_LOAD
         while not self._ready():
             if self.process.poll() is not None:
-                raise RuntimeError(f"{self._name} ended with {self.process.returncode} while loading")
+                raise RuntimeError(f"llama-server ended with {self.process.returncode} while loading")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self._name} does not become ready")
+                raise RuntimeError("llama-server does not become ready")
             time.sleep(0.1)
 
     def _ready(self) -> bool:

@@ -117,34 +117,29 @@ def drafters(
     tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
     wide = FixedPolicy(width=8, depth=2, budget=31, children=8)
 
-    def model(policy: TreePolicy) -> TreeDrafter:
-        assert draft is not None
-        return TreeDrafter([ModelProposer(Session(draft), substitutes=substitutes)], policy, vocab_size)
-
-    def parallel(policy: TreePolicy) -> TreeDrafter:
-        assert draft is not None
-        proposer = ParallelModelProposer(Session(draft), draft.vocab_size - 1, substitutes=substitutes)
-        return TreeDrafter([proposer], policy, vocab_size)
-
-    def staged(policy: TreePolicy) -> TreeDrafter:
-        assert draft is not None
-        proposer = ModelProposer(Session(draft), reckoned(10)[1], substitutes)
-        return TreeDrafter([*lookups(table), proposer], policy, vocab_size)
+    def drafter(policy: TreePolicy, *proposers: Proposer) -> TreeDrafter:
+        return TreeDrafter(proposers, policy, vocab_size)
 
     ways: dict[str, Drafter] = {
-        "n-grams alone": TreeDrafter(lookups(table), tree, vocab_size),
-        "n-grams of the context alone": TreeDrafter(lookups(), tree, vocab_size),
+        "n-grams alone": drafter(tree, *lookups(table)),
+        "n-grams of the context alone": drafter(tree, *lookups()),
         "lying": LyingDrafter(vocab_size),
     }
     if draft:
+        target_cost, cost = reckoned(10)
+
+        def model(cost: PassCost | None = None) -> ModelProposer:
+            return ModelProposer(Session(draft), cost, substitutes)
+
+        parallel = ParallelModelProposer(Session(draft), draft.vocab_size - 1, substitutes=substitutes)
         ways |= {
-            "tree": model(tree),
-            "chain": model(chain),
-            "wide tree": model(wide),
-            "parallel tree": parallel(tree),
-            "chain with n-grams": staged(chain),
-            "tree with n-grams": staged(tree),
-            "one tree": staged(GainPolicy(reckoned(10)[0])),
+            "tree": drafter(tree, model()),
+            "chain": drafter(chain, model()),
+            "wide tree": drafter(wide, model()),
+            "parallel tree": drafter(tree, parallel),
+            "chain with n-grams": drafter(chain, *lookups(table), model(cost)),
+            "tree with n-grams": drafter(tree, *lookups(table), model(cost)),
+            "one tree": drafter(GainPolicy(target_cost), *lookups(table), model(cost)),
         }
     return ways
 

@@ -203,6 +203,9 @@ ModelArgument = Annotated[
 ModelToo = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.", autocompletion=models_like)
 ]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
+]
 Threads = Annotated[int, spelled("num_threads")]
 KeysAndValues = Annotated[str, spelled("kv")]
 ContextLength = Annotated[int, spelled("n_ctx")]

@@ -29,6 +29,7 @@ from pystaged.stats import GenerationStats
 STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
 _TEXT_LINES = 4  # of an unfinished text, below its trees
 _TAB = 8
+_MOST_NODES = 64  # of a tree; the rest is only counted
 _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether the node is accepted
 
 
@@ -257,17 +258,12 @@ def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tu
     return spans.split(piece.text, map(tokenizer.token_bytes, piece.tokens), piece.stages)
 
 
-def draw_tree(tree: TokenTree, path: tuple[int, ...], tokenizer: Tokenizer, most_nodes: int = 64) -> Tree:
-    """Draw a verified tree, with accepted nodes bright.
-
-    Args:
-        path: accepted nodes, root first.
-        most_nodes: nodes to draw; the rest is only counted.
-    """
+def draw_tree(tree: TokenTree, path: tuple[int, ...], tokenizer: Tokenizer) -> Tree:
+    """Draw a verified tree, with accepted nodes bright. path: these, root first."""
     accepted = set(path)
     drawn: dict[int, Tree] = {}
     # A tree's likeliest nodes come first, but all accepted ones must be shown.
-    shown = [*path, *(node for node in range(len(tree)) if node not in accepted)][:most_nodes]
+    shown = [*path, *(node for node in range(len(tree)) if node not in accepted)][:_MOST_NODES]
     for node in sorted(shown):
         parent = int(tree.parents[node])
         text = tokenizer.token_bytes(int(tree.tokens[node])).decode("utf-8", "replace")

@@ -9,13 +9,11 @@ import typer
 
 from pystaged import _core
 from pystaged.cli.console import errors
-from pystaged.cli.options import Threads, check, check_device, is_loopback
+from pystaged.cli.options import Host, Threads, check_device, is_loopback
 
 
 def rpc_server(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 50052,
     device: Annotated[
         str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device)

@@ -16,6 +16,7 @@ from pystaged.cli.options import (
     MODEL_HELP,
     OF_LOADING,
     Given,
+    Host,
     ModelToo,
     Think,
     check,
@@ -62,9 +63,7 @@ def serve(
         Path | None,
         typer.Option("--models", metavar="FOLDER", help="Serve the GGUF files in a folder, too.", show_default=False),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
     grace: Annotated[
@@ -93,7 +92,7 @@ def serve(
     Example: PYSTAGED_API_KEY=secret pystaged serve smollm2 --host 0.0.0.0 --port 8000
     """
     try:
-        from pystaged.server.app import application, application_of  # noqa: PLC0415
+        from pystaged.server.app import application  # noqa: PLC0415
         from pystaged.server.models import Models  # noqa: PLC0415
         from pystaged.server.run import address, answering_that_it_loads, bound, serve  # noqa: PLC0415
         from pystaged.server.security import read_keys  # noqa: PLC0415
@@ -136,7 +135,7 @@ def serve(
             with answering_that_it_loads(listener, settings):
                 if is_one:
                     engine = stack.enter_context(open_engine(name, given, long_context=True))
-                    app, greet = application(engine, settings), partial(_greet, engine, settings)
+                    app, greet = application(Models.of(engine, settings)), partial(_greet, engine, settings.name, given)
                 else:
                     free = available_memory()
                     given.setdefault("kv_memory", free // _KV_SHARE)
@@ -145,7 +144,7 @@ def serve(
                     served = Models(settings, files, load, memory=free, kv_memory=given["kv_memory"])
                     stack.callback(served.close)
                     words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
-                    app, greet = application_of(served), partial(report, words + ", ".join(files))
+                    app, greet = application(served), partial(report, words + ", ".join(files))
             serve(
                 app,
                 listener,
@@ -157,15 +156,14 @@ def serve(
             )
 
 
-def _greet(engine: Engine, settings: Settings) -> None:
-    name, model = settings.name, engine.model
+def _greet(engine: Engine, name: str, given: Given) -> None:
+    model = engine.model
     draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
     report(f"{name}: {model.architecture}, {size_words(model.file_bytes)} on {model.devices or 'cpu'}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{size_words(engine.kv_memory)} for keys and values"
     report(f"contexts of {engine.n_ctx} tokens; {memory}, enough for {room} of them")
-    sampling = SamplingConfig(**engine.recommended_sampling | settings.sampling)
-    report(f"default sampling: {described(sampling)}")
+    report(f"default sampling: {described(given.sampling(engine))}")
 
 
 def _listening(greet: Callable[[], object], where: str) -> None:

@@ -23,7 +23,7 @@ from pystaged.cli.painting import show, stats_table, summary, write_wrapped
 from pystaged.decoding.streams import Stream
 from pystaged.loading.names import SMOLLM2
 from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
-from pystaged.options.config import NO_LIMIT, GenerationConfig, SamplingConfig, TextOptions
+from pystaged.options.config import NO_LIMIT, GenerationConfig, TextOptions
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described, toy_words
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, flags
 from pystaged.platform.ctrl_c import Interrupts
@@ -127,7 +127,7 @@ class Chat:
             "/set": self._set,
             "/show": lambda words: self._set_system("") if words == "system" else self._show(),
             "/save": self._save,
-            "/load": self._load,
+            "/load": lambda words: self.resume(_file("/load", words)),
             "/stats": self._stats,
             "/color": self._paint,
             "/system": self._set_system,
@@ -162,8 +162,14 @@ class Chat:
         if text.strip():
             self._turn(text)
 
-    def _stream(self, begun: _Messages, options: TextOptions) -> Stream:
-        """Start the model's turn."""
+    def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
+        """Start the model's turn. progress: called with that of prefill."""
+        options = TextOptions(
+            max_tokens=self._most or self._engine.n_ctx,
+            sampling=self._given.sampling(self._engine),
+            progress=progress,
+            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
+        )
         drops = self._given.get("context_overflow", "drop") == "drop"
         messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
         return self._engine.stream_chat(messages, template_options=self._template_options, **options)
@@ -205,9 +211,6 @@ class Chat:
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
-    def _load(self, words: str) -> None:
-        self.resume(_file("/load", words))
-
     def resume(self, path: Path) -> None:
         """Continue what /save saved. Errors as in take."""
         self._system, messages = read_conversation(path, self._engine.tokenizer)
@@ -225,13 +228,13 @@ class Chat:
         limit = f"{self._most} tokens at most" if self._most else f"context of {self._engine.n_ctx} tokens"
         return (
             f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
-            f"{described(self._config(self._given))}; {limit}; /help for help"
+            f"{described(self._given.sampling(self._engine))}; {limit}; /help for help"
         )
 
     def answer_once(self, said: str) -> None:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
-            stream = self._stream([*self._so_far, _asks(said)], self._options(progress))
+            stream = self._stream([*self._so_far, _asks(said)], progress)
             result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self._given.get("json_schema") is not None:
@@ -244,7 +247,7 @@ class Chat:
         begun, made_with = [*before.messages, _asks(said)], self._fixed_by()
         pieces: list[Piece] = []
         try:
-            result, about = self._write(lambda progress: self._stream(begun, self._options(progress)), pieces.append)
+            result, about = self._write(begun, pieces)
         except pystaged.ContextFullError:
             raise ValueError(
                 f"the question, with what is read before it, does not fit into the context of {self._engine.n_ctx} "
@@ -264,35 +267,21 @@ class Chat:
         most = self._engine.model.max_context
         return f"{words} --n-ctx, up to {most}" if most > self._engine.n_ctx else ""
 
-    def _options(self, progress: Callable[[int, int], None]) -> TextOptions:
-        return TextOptions(
-            max_tokens=self._most or self._engine.n_ctx,
-            sampling=self._config(self._given),
-            progress=progress,
-            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
-        )
-
-    def _write(
-        self, open_stream: Callable[[Callable[[int, int], None]], Stream], keep: Callable[[Piece], object]
-    ) -> tuple[GenerationResult | None, Text]:
-        """Write a turn while it is generated.
-
-        Args:
-            open_stream: starts the turn; called with a callback for the progress of prefill.
-            keep: called with each piece that was written.
+    def _write(self, begun: _Messages, pieces: list[Piece]) -> tuple[GenerationResult | None, Text]:
+        """Write the model's turn while it is generated, and add what was written to `pieces`.
 
         Returns:
             The result, cut if Ctrl-C or a lost device ended it, None if it had not begun; and a line about that end.
         """
 
         def take(piece: Piece) -> None:
-            keep(piece)
+            pieces.append(piece)
             self._interrupts.check()
 
         stream, about = None, Text("stopped", "dim")
         try:
             with self._interrupts.allowed(), reading_bar() as progress:
-                stream = open_stream(progress)
+                stream = self._stream(begun, progress)
                 show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
@@ -311,10 +300,6 @@ class Chat:
     def _most(self) -> int:
         """Most tokens of a turn; 0 until the context is full."""
         return int(self._given["max_tokens"])
-
-    def _config(self, given: Given) -> SamplingConfig:
-        """The sampling in force. Raises ValueError for what is out of range."""
-        return given.sampling(self._engine)
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
@@ -358,7 +343,7 @@ class Chat:
         before, said = kept[-1].turn
         is_answered = kept[-1].messages is not before.messages
         is_done = is_answered and self._last is not None and self._last.finish_reason == "stop"
-        if self._config(self._given).is_greedy and is_done and self._made_with == self._fixed_by():
+        if self._given.sampling(self._engine).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
@@ -396,7 +381,7 @@ class Chat:
 
     def _show(self) -> None:
         loops = "on" if self._given["stop_loops"] else "off"
-        report(described(self._config(self._given)))
+        report(described(self._given.sampling(self._engine)))
         report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
         if self._system:
             report(f"system message: {self._system}")
@@ -449,7 +434,7 @@ class Chat:
             self._given[name] = max(int(number), 0)
         else:
             given = Given(self._given | {name: None if name == "seed" and number == -1 else number})
-            sampling = self._config(given)
+            sampling = given.sampling(self._engine)
             self._given = given
             if name != "seed":
                 report(described(sampling))

@@ -211,7 +211,7 @@ def _serve(model: str, n_ctx: str, kv: str) -> None:
         from starlette.responses import JSONResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
 
-        from pystaged.server import app, run, settings  # noqa: PLC0415
+        from pystaged.server import app, models, run, settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f'it needs {error.name}: pip install ".[server]" in a clone of pystaged') from None
     import pystaged  # noqa: PLC0415
@@ -227,7 +227,8 @@ def _serve(model: str, n_ctx: str, kv: str) -> None:
         return JSONResponse(await run_sync(lambda: _compare(engine, known, **given)))
 
     name, defaults = Path(model).name.removesuffix(".gguf"), {"seed": 0}  # or each request would draw one
-    served = app.application(engine, settings.Settings(name, defaults=defaults, queue=1 << 16, written=remember))
+    chosen = settings.Settings(name, defaults=defaults, queue=1 << 16, written=remember)
+    served = app.application(models.Models.of(engine, chosen))
     served.routes.append(Route("/pystaged/compare", compare, methods=["POST"]))
 
     async def of_process(scope: Any, receive: Any, send: Any) -> None:

@@ -76,11 +76,8 @@ class Bundle:
 
         def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
-            kept, loaded, devices = (
-                report if options["weight_cache"] else None,
-                dict[str, Model](),
-                list(candidates(device, kv)),
-            )
+            kept, loaded = report if options["weight_cache"] else None, dict[str, Model]()
+            devices = candidates(device, kv)
             for name in devices:
                 try:
                     loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)

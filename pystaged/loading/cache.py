@@ -14,8 +14,8 @@ from pystaged.loading.metadata import read_metadata
 from pystaged.loading.quantize import DEFAULT_TYPE
 from pystaged.options.aliases import hub_id
 from pystaged.platform.files import cache_folder
+from pystaged.platform.seen import PART
 
-PART_OF_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # What llama.cpp keeps beside a model: its MTP layer, and what reads images for it.
 _BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
 
@@ -49,7 +49,7 @@ def _all(repository: str = "") -> dict[tuple[str, str], Path]:
     found = {}
     for _, snapshot in sorted(snapshots):
         for path in snapshot.rglob("*.gguf"):
-            if path.is_file() and not PART_OF_MODEL.search(path.name):
+            if path.is_file() and not PART.search(path.name):
                 found[_in_hubs_cache(path) or ("", "")] = path
     for path in list(folder().glob("*/*/**/*.gguf")):
         if path.is_symlink() and path.readlink().is_relative_to(_shared()):  # which older versions made

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from pystaged._core import Tokenizer
+from pystaged._core import Tokenizer, metadata
 from pystaged.loading.families import DFLASH
 from pystaged.loading.kept import KeptFiles
-from pystaged.loading.metadata import depth_and_width, those_with
+from pystaged.loading.metadata import depth_and_width
 from pystaged.platform.files import cache_folder
 
 # GGUF keys: the target's vocabulary and depth, and the identity of its file.
@@ -53,7 +53,15 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     wanted = {VOCABULARY: tokenizer.fingerprint, _WIDTH: str(width), DEPTH: str(depth)}
     own = DISTILLED.path(model)
     paths = sorted(DISTILLED.all(), key=lambda path: path != own)
-    fitting = dict(those_with(paths, wanted, report))
+    fitting: dict[Path, dict[str, str]] = {}
+    for path in paths:
+        try:
+            found = metadata(path)
+        except OSError as error:
+            report(f"passed over: {error}")
+            continue
+        if found.items() >= wanted.items():
+            fitting[path] = found
     if not fitting:
         return None
     made_for = identity(model)

@@ -20,6 +20,7 @@ from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, check_type, quantize_checkpoint
 from pystaged.options.aliases import hub_id
 from pystaged.platform.files import check_room, update
+from pystaged.platform.seen import PART
 
 HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<wanted>.+))?")
 
@@ -51,7 +52,7 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
         )
     wanted = check_type(quantization) if quantization else match["wanted"] or ""
     repository = _Repository(match["repository"], progress)
-    models = [file for file in repository.sizes if file.endswith(".gguf") and not cache.PART_OF_MODEL.search(file)]
+    models = [file for file in repository.sizes if file.endswith(".gguf") and not PART.search(file)]
     known = (*ARCHITECTURES, *DRAFT_ARCHITECTURES)
     if chosen := cache.choose(models, wanted):
         if repository.architecture not in (None, *known):

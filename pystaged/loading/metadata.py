@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,26 +32,6 @@ def read_metadata(path: Path) -> dict[str, str]:
         return metadata(path)
     except ModelError:
         return {}
-
-
-def those_with(
-    paths: Iterable[Path], wanted: Mapping[str, str | None], report: Callable[[str], None]
-) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Those of some GGUF files whose metadata have the wanted values, with their metadata.
-
-    Args:
-        report: called with a line about a file that cannot be read.
-    """
-    from pystaged._core import metadata  # noqa: PLC0415
-
-    for path in paths:
-        try:
-            found = metadata(path)
-        except OSError as error:
-            report(f"passed over: {error}")
-            continue
-        if all(found.get(key) == value for key, value in wanted.items()):
-            yield path, found
 
 
 def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:

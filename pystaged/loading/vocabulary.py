@@ -175,9 +175,6 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-# ---- Kinds of vocabularies ----
-
-
 def check_tokenizer(place: str, files: Container[str]) -> None:
     """Raise ValueError if a checkpoint of these files has no tokenizer.json."""
     if TOKENIZER not in files:
@@ -279,9 +276,6 @@ def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], mer
     return _Model(path, "default", vocab, merges, kinds, scores, space_first)
 
 
-# ---- Added tokens ----
-
-
 def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Tokens beside the vocabulary proper: content, id, and whether it is special."""
     for token in _list(whole, "added_tokens"):
@@ -306,9 +300,6 @@ def _content(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-# ---- Checks ----
-
-
 def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
     seen: dict[int, str] = {}
     for content, token in ids.items():
@@ -330,9 +321,6 @@ def _check_merges(model: _Model) -> None:
         halves = merge.split(" ")
         if len(halves) != 2 or not all(part in model.ids for part in (*halves, "".join(halves))):
             raise ValueError(f"{model.path} is damaged: the merge {merge!r} names tokens outside the vocabulary")
-
-
-# ---- Ends of a text ----
 
 
 def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:

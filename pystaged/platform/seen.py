@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from pystaged.platform.files import open_regular, update
 
-_FIRST_PART = re.compile(r"-00001-of-(\d{5})\.gguf$")
+PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model in order, by the name of one of them; they need not exist."""
+    found = PART.search(path.name)
+    count = int(found[2]) if found else 0
+    return [path.with_name(PART.sub(rf"-{number:05}\1", path.name)) for number in range(1, count + 1)] or [path]
 
 
 class SeenFile(NamedTuple):
@@ -36,10 +43,7 @@ class SeenModel(NamedTuple):
     @classmethod
     def now(cls, path: Path) -> SeenModel:
         """The model as it is now; `path` is its first file. Raises OSError."""
-        first = _FIRST_PART.search(path.name)
-        count = int(first[1]) if first else 1
-        names = (_FIRST_PART.sub(f"-{number:05}-of-{count:05}.gguf", path.name) for number in range(1, count + 1))
-        files = tuple(SeenFile.of(each, each.stat()) for each in map(path.with_name, names))
+        files = tuple(SeenFile.of(each, each.stat()) for each in parts_of(path))
         return cls(path, sum(each.size for each in files), files)
 
     def sha256(self) -> str:

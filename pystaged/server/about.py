@@ -28,12 +28,11 @@ def model(models: Models, name: str) -> dict[str, Any]:
     state, meta = served.state, {"size": served.size}
     if state:
         engine = state.engine
-        meta = {
+        meta |= {
             "n_vocab": engine.tokenizer.num_tokens,
             "n_ctx": engine.n_ctx,
             "n_ctx_train": engine.model.max_context,
             "n_embd": engine.model.width,
-            "size": engine.model.file_bytes,
         }
     created = state.created if state else models.created
     return {"id": name, "object": "model", "created": created, "owned_by": "pystaged", "meta": meta}

@@ -86,7 +86,13 @@ class Answer(ABC):
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         """The parts after the last piece of sequence i; the last one has the finish_reason."""
         parts = self._walked(i, self.readers[i].finish())
-        return [*parts, *(self.closed(i, self._open[i], result) if i in self._open else []), *self.ending(i, result)]
+        if i not in self._open:
+            parts += self._walked(i, [(block, "") for block in self.blocks(i)])
+        return [*parts, *self.closed(i, self._open[i], result), *self.ending(i, result)]
+
+    def blocks(self, i: int) -> list[Block]:
+        """The blocks of sequence i; an empty answer is an empty text."""
+        return self.readers[i].blocks or [Block("text", 0)]
 
     def opened(self, _i: int, _block: Block) -> list[dict[str, Any]]:
         """The parts for the beginning of a block of sequence i."""

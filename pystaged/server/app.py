@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -22,20 +22,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import pystaged
-from pystaged.engine import Engine
 from pystaged.options.aliases import ADDRESSES
 from pystaged.options.validation import plainly
 from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained, refusal
 from pystaged.server.models import Models
-from pystaged.server.openapi import describe
+from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, as_json, encoded
 from pystaged.server.request_types import TextRequest
 from pystaged.server.security import guarded
-from pystaged.server.settings import Settings
 from pystaged.server.state import State
 
 R = TypeVar("R", bound=BaseModel)
@@ -70,36 +68,24 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
 }
-_FORMS = (
-    "grammar",
-    "json_schema",
-    "response_format",
-    "text",
-    "output_config",
-    "tools",
-    "format",
-)  # members that constrain the output
+# Members that constrain the output.
+_FORMS = ("grammar", "json_schema", "response_format", "text", "output_config", "tools", "format")
 _MOST_FORMS = 4  # requests with such members checked at the same time
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
-def application(engine: Engine, settings: Settings) -> Starlette:
-    """Build the ASGI application of an engine, which its owner closes after the server."""
-    return application_of(Models.of(engine, settings))
-
-
-def application_of(models: Models) -> Starlette:
-    """Build the ASGI application of models."""
+def application(models: Models) -> Starlette:
+    """Build the ASGI application."""
     server = _Endpoints(models)
     routes = [
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(server.computed, answer, _request_of(answer)), methods=["POST"])
+            Route(path, partial(server.computed, answer, request_of(answer)), methods=["POST"])
             for path, answer in _COMPUTED.items()
         ),
         *(
-            Route(path, partial(server.written, begin, _request_of(begin)), methods=["POST"])
+            Route(path, partial(server.written, begin, request_of(begin)), methods=["POST"])
             for path, begin in _WRITTEN.items()
         ),
         Route("/", server.page),
@@ -251,11 +237,6 @@ def _refusing() -> Iterator[None]:
         yield
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         raise refusal(error) from None
-
-
-def _request_of(answer: Callable[[State, Any], Any]) -> Any:
-    """The request type of a function."""
-    return get_type_hints(answer)["request"]
 
 
 def _no_number(name: str) -> NoReturn:

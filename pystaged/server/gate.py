@@ -14,6 +14,16 @@ from pystaged.server.errors import ApiError
 _WEIGHT = 0.2  # weight of the last sequence in the mean duration
 
 
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises ApiError where the block, which waits for something busy, takes longer."""
+    try:
+        with anyio.fail_after(seconds):
+            yield
+    except TimeoutError:
+        raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
+
+
 class Gate:
     """Admits sequences; for one event loop.
 
@@ -67,11 +77,8 @@ class Gate:
     @asynccontextmanager
     async def inside(self, wait: float = math.inf) -> AsyncIterator[None]:
         """Wait at most `wait` seconds for admission, and hold a place while the block runs. Raises ApiError."""
-        try:
-            with anyio.fail_after(wait):
-                await self._places.acquire()
-        except TimeoutError:
-            raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
+        with within(wait):
+            await self._places.acquire()
         key = object()
         self._begun[key] = self._clock()
         try:

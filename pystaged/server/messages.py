@@ -237,8 +237,7 @@ class MessageAnswer(Answer):
     request: MessageRequest
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        content = [self._block(block) for block in self.readers[i].blocks or [turn.Block("text", 0)]]
-        return self._message(result, content) | self._reason(i, result)
+        return self._message(result, [self._block(block) for block in self.blocks(i)]) | self._reason(i, result)
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._message(self.sequences[i].result(), [])}]
@@ -257,9 +256,7 @@ class MessageAnswer(Answer):
         return [{"type": "content_block_stop", "index": block.index}]
 
     def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        empty = turn.Block("text", 0)
         return [
-            *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
             {"type": "message_delta", "delta": self._reason(i, result), "usage": self._tokens(result)},
             {"type": "message_stop"},
         ]

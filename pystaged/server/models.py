@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import anyio
 from anyio.to_thread import run_sync
 
 from pystaged.engine import Engine
+from pystaged.loading.metadata import read_metadata
+from pystaged.platform.seen import parts_of
 from pystaged.server.errors import ApiError, explained
+from pystaged.server.gate import within
 from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
@@ -41,6 +44,11 @@ class Served:
     used: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """What its file says, read without loading it."""
+        return read_metadata(self.path)
 
 
 class Models:
@@ -110,14 +118,11 @@ class Models:
     async def lent(self, name: str | None) -> AsyncIterator[State]:
         """The state of a model, which stays loaded while the block runs. Raises ApiError."""
         served = self.named(name)
-        try:
-            with anyio.fail_after(self.settings.queue_timeout):
-                while served.state is None or served.is_leaving:
-                    async with self._in_turn():
-                        if served.state is None:
-                            await self._bring(served)
-        except TimeoutError:
-            raise ApiError(503, "the server is busy: the request waited too long", code="queue_timeout") from None
+        with within(self.settings.queue_timeout):
+            while served.state is None or served.is_leaving:
+                async with self._in_turn():
+                    if served.state is None:
+                        await self._bring(served)
         served.users, served.used = served.users + 1, time.monotonic()
         try:
             yield served.state
@@ -207,5 +212,4 @@ class Models:
 
 def _size(path: Path) -> int:
     """Bytes of a model's file, or of all its parts."""
-    pattern = glob.escape(path.name).replace("-00001-of-", "-?????-of-")
-    return sum(each.stat().st_size for each in path.parent.glob(pattern))
+    return sum(each.stat().st_size for each in parts_of(path) if each.exists())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,6 @@ from pydantic import Field
 
 from pystaged.chat.turn import Block, Dialect, TurnReader
 from pystaged.loading.file_types import file_type_name
-from pystaged.loading.metadata import read_metadata
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
@@ -183,7 +183,7 @@ def generate(state: State, request: GenerateRequest) -> Answer:
         return TextAnswer(state, asked, chats.turns(state, asked))
     raw = CompletionRequest.model_validate({**_shared(request), "prompt": request.prompt, "suffix": request.suffix})
     texts = completions.texts(state, raw, ANSWER_TOKENS, (request.top_logprobs or 0) if request.logprobs else None)
-    return TextAnswer(state, raw, Texts(texts.sequences, texts.seed, [TurnReader()]))
+    return TextAnswer(state, raw, replace(texts, readers=[TurnReader()]))
 
 
 def _shared(request: _Request) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _shared(request: _Request) -> dict[str, Any]:
         found["max_tokens"] = options.num_predict if options.num_predict > 0 else -1
     if request.format:
         found["json_schema"] = {"type": "object"} if request.format == "json" else request.format
-    return found | {"stream": bool(request.stream), "stream_options": None, "n": 1}
+    return found | {"stream": bool(request.stream), "n": 1}
 
 
 def _chat(request: _Request, messages: list[dict[str, Any]], tools: list[Tool] | None = None) -> ChatRequest:
@@ -303,9 +303,9 @@ def _named(served: Served) -> dict[str, Any]:
     return {
         "name": served.name,
         "model": served.name,
-        "size": state.engine.model.file_bytes if state else served.size,
+        "size": served.size,
         "digest": state.fingerprint if state else "",
-        "details": _details(state.engine.tokenizer.metadata if state else read_metadata(served.path)),
+        "details": _details(state.engine.tokenizer.metadata if state else served.metadata),
     }
 
 

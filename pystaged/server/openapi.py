@@ -28,9 +28,7 @@ def describe(
         computed: POST endpoints by path; the annotation of `request` is the request's type.
         written: generation endpoints by path, as before.
     """
-    requests: dict[str, Any] = {
-        path: get_type_hints(answer)["request"] for path, answer in [*computed.items(), *written.items()]
-    }
+    requests = {path: request_of(answer) for path, answer in [*computed.items(), *written.items()]}
     schemas, definitions = TypeAdapter.json_schemas(
         [(path, "validation", TypeAdapter(each)) for path, each in requests.items()], ref_template=_REF
     )
@@ -56,6 +54,11 @@ def describe(
         "paths": paths,
         "components": {"schemas": definitions.get("$defs", {})},
     }
+
+
+def request_of(answer: Callable[..., Any]) -> Any:
+    """The request type of a function."""
+    return get_type_hints(answer)["request"]
 
 
 def _told(what: str, schema: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -256,20 +257,15 @@ class ResponseAnswer(Answer):
 
     def closed(self, _i: int, block: Block, result: GenerationResult | None) -> list[dict[str, Any]]:
         item = self._item(block, "incomplete" if result and result.finish_reason != "stop" else "completed")
-        kind = self._kind(block)
-        name, member, more, _ = _EVENTS[kind]
-        written = _input_of(block) if kind == "custom" else block.text
-        done = [self._of(block, f"{name}.done", **{member: written}, **more)]
+        name, member, more, _ = _EVENTS[self._kind(block)]
+        done = [self._of(block, f"{name}.done", **{member: item.get(member, block.text)}, **more)]
         if block.kind != "call":
             done.append(self._of(block, "content_part.done", part=_part(block)))
         return [*done, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
 
-    def ending(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
-        empty, response = Block("text", 0), self._response(result)
-        return [
-            *([] if self.readers[i].blocks else [*self.opened(i, empty), *self.closed(i, empty, result)]),
-            {"type": f"response.{response['status']}", "response": response},
-        ]
+    def ending(self, _i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        response = self._response(result)
+        return [{"type": f"response.{response['status']}", "response": response}]
 
     def error_event(self, error: ApiError) -> bytes:
         members = {name: error.body["error"][name] for name in ("code", "message", "param")}
@@ -282,8 +278,12 @@ class ResponseAnswer(Answer):
 
     def _kind(self, block: Block) -> str:
         """The kind of a block; a call of a tool that takes text is one of its own."""
-        customs = [tool.name for tool in self.request.tools or [] if tool.type == "custom"]
-        return "custom" if block.kind == "call" and block.name in customs else block.kind
+        return "custom" if block.kind == "call" and block.name in self._customs else block.kind
+
+    @cached_property
+    def _customs(self) -> set[str]:
+        """The names of the tools that take text."""
+        return {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
 
     def _id(self, block: Block) -> str:
         return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"
@@ -308,7 +308,7 @@ class ResponseAnswer(Answer):
         status = "in_progress" if result is None else "incomplete" if is_cut else "completed"
         request, sampling = self.request, self.sequences[0].config.sampling
         form = request.text.format if request.text else None
-        blocks = [] if result is None else self.readers[0].blocks or [Block("text", 0)]
+        blocks = [] if result is None else self.blocks(0)
         output = [self._item(block, status if block is blocks[-1] else "completed") for block in blocks]
         choice, given = request.tool_choice or "auto", request.model_extra or {}
         return {

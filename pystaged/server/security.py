@@ -24,10 +24,9 @@ _PUBLIC = ("/", "/health", "/v1/health")
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """An application that refuses requests with a wrong host, origin or key, and answers the pages of listed sites."""
-    if not settings.cors_origins:
-        return _Guard(app, settings)
-    origins = [origin.lower().rstrip("/") for origin in settings.cors_origins]
-    return CORSMiddleware(_Guard(app, settings), origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
+    guard = _Guard(app, settings, origins)
+    return CORSMiddleware(guard, [*origins], allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else guard
 
 
 class _Guard:
@@ -38,10 +37,9 @@ class _Guard:
     Starlette's TrustedHostMiddleware has no pattern for all addresses.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, settings: Settings, origins: set[str]) -> None:
+        self._app, self._origins = app, origins
         self._hosts = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
-        self._origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
         self._keys = [key.encode() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

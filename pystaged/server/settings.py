@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from pystaged.options.table import SAMPLING, Option
+from pystaged.options.table import Option
 from pystaged.result import GenerationResult
 
 STALL = 60.0  # longest time, in seconds, to send a request, or without reading any of the answer
@@ -56,11 +56,6 @@ class Settings:
         "Keep Claude Code's line x-anthropic-billing-header, whose change at every turn prevents reuse.")
     metrics_prefix: str = _option("pystaged:", "Prefix of the names in /metrics.")
     # fmt: on
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The defaults that belong to SamplingConfig."""
-        return {name: self.defaults[name] for name in SAMPLING if name in self.defaults}
 
 
 SERVER: dict[str, Option] = {

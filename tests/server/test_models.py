@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import chromium
 from support.scheduling import held, wait_until
 from support.server import PATH, Server, asked, live_of
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.engine import Engine
-from pystaged.loading.names import resolve
 from pystaged.server.models import Models
 from pystaged.server.settings import Settings
 
@@ -39,19 +38,14 @@ class Loads:
         return engine
 
 
-@pytest.fixture(scope="module")
-def path() -> Path:
-    return resolve("bundled")
-
-
 @pytest.fixture
-def several(path: Path) -> Iterator[Callable[..., tuple[Models, Loads]]]:
+def several(bundled_target: Path) -> Iterator[Callable[..., tuple[Models, Loads]]]:
     """Makes models of which so many fit into memory."""
     made: list[Models] = []
 
     def make(fit: int = 3, files: dict[str, Path] | None = None, **settings: Any) -> tuple[Models, Loads]:
-        loads, size = Loads(), path.stat().st_size
-        files = files or dict.fromkeys(NAMES, path)
+        loads, size = Loads(), bundled_target.stat().st_size
+        files = files or dict.fromkeys(NAMES, bundled_target)
         made.append(Models(Settings("", **settings), files, loads, memory=fit * (size + 1000), kv_memory=1000))
         return made[-1], loads
 
@@ -64,9 +58,9 @@ def loaded(server: Server) -> list[str]:
     return [each["name"] for each in server.ask("/api/ps")[1]["models"]]
 
 
-def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any, path: Path) -> None:
+def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any, bundled_target: Path) -> None:
     models, loads = several(fit=2)
-    with pystaged.load(path, draft=None, policy=FixedPolicy(1, 0, 0)) as plain:
+    with pystaged.load(bundled_target, draft=None, policy=FixedPolicy(1, 0, 0)) as plain:
         expected = plain.generate(ASK["prompt"], max_tokens=4).text
     with live_of(models) as server:
         assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == [*NAMES]
@@ -88,7 +82,9 @@ def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any
         assert server.ask("/props")[1]["model_alias"] == "three"  # the one used last
 
 
-def test_a_name_is_compared_with_theirs_alone(several: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_compared_with_theirs_alone(
+    several: Any, bundled_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models, _ = several()
 
     def never(*_: object, **__: object) -> None:
@@ -96,7 +92,7 @@ def test_a_name_is_compared_with_theirs_alone(several: Any, path: Path, monkeypa
 
     with live_of(models) as server, monkeypatch.context() as watched:
         watched.setattr("pystaged.loading.names.resolve", never)
-        for name in (str(path), "bundled", "openai-community/gpt2", "../one", "", "ONE"):
+        for name in (str(bundled_target), "bundled", "openai-community/gpt2", "../one", "", "ONE"):
             status, answer = server.ask(PATH, ASK | {"model": name})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
             assert answer["error"]["message"].endswith("this server has 'one', 'two', 'three'")
@@ -189,9 +185,9 @@ def test_one_that_rests_is_unloaded(several: Any) -> None:
         assert len(loads.engines) == 2
 
 
-def test_one_that_cannot_be_loaded(several: Any, path: Path, tmp_path: Path) -> None:
+def test_one_that_cannot_be_loaded(several: Any, bundled_target: Path, tmp_path: Path) -> None:
     (tmp_path / "none.gguf").write_bytes(b"")
-    models, _ = several(files={"good": path, "bad": tmp_path / "none.gguf"})
+    models, _ = several(files={"good": bundled_target, "bad": tmp_path / "none.gguf"})
     with live_of(models) as server:
         status, answer = server.ask(PATH, ASK | {"model": "bad"})
         assert (status, answer["error"]["type"]) == (503, "unavailable_error")
@@ -208,18 +204,8 @@ def test_a_model_alone_is_always_loaded(several: Any) -> None:
 
 @pytest.mark.slow
 def test_the_page_lets_people_choose(several: Any) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not program or not driver:
-        pytest.skip("Debian's chromium and chromium-driver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for each in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(each)
     models, _ = several(fit=1)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    with live_of(models) as server, contextlib.ExitStack() as stack:
-        stack.callback(browser.quit)
+    with live_of(models) as server, chromium() as browser:
         browser.get(server.url)
         choice = browser.find_element("id", "which")
         wait_until(lambda: choice.get_property("value") == "one")

@@ -14,6 +14,7 @@ from support.server import NAME
 from pystaged.engine import Engine
 from pystaged.options.aliases import ADDRESSES
 from pystaged.server.app import application
+from pystaged.server.models import Models
 from pystaged.server.request_types import ChatRequest, CompletionRequest, DetokenizeRequest
 from pystaged.server.settings import Settings
 
@@ -22,7 +23,7 @@ TEXT = "/v1/completions"
 
 
 def client(engine: Engine, **settings: Any) -> TestClient:
-    return TestClient(application(engine, Settings(NAME, **settings)), base_url="http://localhost:8080")
+    return TestClient(application(Models.of(engine, Settings(NAME, **settings))), base_url="http://localhost:8080")
 
 
 @pytest.fixture(scope="module")

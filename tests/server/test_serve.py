@@ -136,11 +136,11 @@ def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
 
 
 def test_files_of_several_models(path: str, tmp_path: Path) -> None:
-    for name in ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "note.txt"):
+    for name in ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "mmproj-b.gguf", "note.txt"):
         (tmp_path / name).write_bytes(b"GGUF")
     found = names.several([path, "bundled"], tmp_path)
     assert {"bundled", Path(path).stem, "a-00001-of-00002", "b"} <= found.keys()
-    assert not found.keys() & {"a-00002-of-00002", "note"}
+    assert not found.keys() & {"a-00002-of-00002", "mmproj-b", "note"}
     assert found[Path(path).stem] == Path(path)
     (tmp_path / "more").mkdir()
     other = tmp_path / "more" / "b.gguf"

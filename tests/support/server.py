@@ -12,7 +12,7 @@ from typing import Any
 
 from pystaged.engine import Engine
 from pystaged.server import run
-from pystaged.server.app import application_of
+from pystaged.server.app import application
 from pystaged.server.models import Models
 from pystaged.server.settings import Settings
 from support.scheduling import wait_until
@@ -33,7 +33,7 @@ def live(engine: Engine, listener: socket.socket | None = None, **settings: Any)
 @contextmanager
 def live_of(models: Models, listener: socket.socket | None = None) -> Iterator[Server]:
     """As live, of several models."""
-    app = application_of(models)
+    app = application(models)
     listener = listener or run.bound("127.0.0.1", 0)
     running = run.Server(app, grace=1)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
