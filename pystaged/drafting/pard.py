@@ -68,8 +68,7 @@ class ParallelModelProposer(ModelProposer):
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._at(tree, node) for node in nodes]
 
-    def _keep(self, tree: GrowingTree, nodes: Sequence[int], found: list[Candidates]) -> None:
-        del tree, nodes
+    def _keep(self, found: list[Candidates]) -> None:
         self._found = found
         for place, candidates in enumerate(found[1:]):
             candidates.source = LATER[place]
