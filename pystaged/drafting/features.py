@@ -118,16 +118,11 @@ class FeatureProposer(Proposer):
             self._forget()
             return
         request.check()
-        self.stats.native_seconds += request.share * request.seconds
-        self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
+        self.note_pass(request, self._cost, self._began)
         if isinstance(request, Read):
             self._consume(request.result)
-            return
-        if self._cost:  # reading takes less than a pass of as many rows
-            others = (1 - request.share) * request.processor_seconds
-            seconds = self.meter() - self._began + others
-            self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
-        self._keep(request)
+        else:
+            self._keep(request)
 
     def _keep(self, request: AnyRequest) -> None:
         """Keep what a pass for a tree found."""

@@ -129,13 +129,8 @@ class ModelProposer(Proposer):
         else:
             request.check()
             self._num_rows += request.num_rows
-            self.stats.native_seconds += request.share * request.seconds
-            self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
             self._keep([self._candidates(*each) for each in zip(*request.result, strict=True)])
-            if self._cost:
-                others = (1 - request.share) * request.processor_seconds
-                seconds = self.meter() - self._began + others
-                self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
+            self.note_pass(request, self._cost, self._began)
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
         """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""

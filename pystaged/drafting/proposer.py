@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.decoding.account import Meter
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TreeBuilder
 from pystaged.options.config import SamplingConfig
@@ -140,6 +141,14 @@ class Proposer:
     def take(self, request: AnyRequest) -> None:
         """Take the result of a pass. Raises the pass's error if the sequence cannot go on without it."""
         request.check()
+
+    def note_pass(self, request: AnyRequest, cost: PassCost | None, began: float) -> None:
+        """Count a pass that was made, and refine its cost by the time since preparing it began."""
+        self.stats.native_seconds += request.share * request.seconds
+        self.stats.weight_bytes += round(request.share * request.session.weight_bytes)
+        if cost and not isinstance(request, Read):  # reading takes less than a pass of as many rows
+            others = (1 - request.share) * request.processor_seconds
+            cost.observe(request.pass_rows, request.pass_past, self.meter() - began + others, request.share)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
         """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
