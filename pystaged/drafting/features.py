@@ -197,9 +197,7 @@ class EagleProposer(FeatureProposer):
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
-        self._found: dict[int, Proposal] = {}  # after each node
-        self._states: dict[int, HiddenRows] = {}  # after each node
-        self._rows: dict[int, int] = {}  # pending row of each node
+        self._judged: dict[int, tuple[Proposal, HiddenRows, int]] = {}  # after each node, and its pending row
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
@@ -216,26 +214,23 @@ class EagleProposer(FeatureProposer):
 
     def discard(self) -> None:
         self.session.discard()
-        self._states = {node: state for node, state in self._states.items() if node == 0}
-        self._found = {node: found for node, found in self._found.items() if node == 0}
+        self._judged = {node: judged for node, judged in self._judged.items() if node == 0}
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
-        if 0 not in self._found:
+        if 0 not in self._judged:
             return self._read_root()
         forced = range(1, tree.first if tree.first <= _MOST_FORCED else 0)
-        nodes = [node for node in forced if node not in self._found][:1] or nodes
+        nodes = [node for node in forced if node not in self._judged][:1] or nodes
         parents = [tree.nodes[node].parent for node in nodes]
-        if all(node in self._found for node in nodes) or any(parent not in self._states for parent in parents):
+        if all(node in self._judged for node in nodes) or any(parent not in self._judged for parent in parents):
             return None  # they are found; or it is lost, or too many tokens before are forced
-        hidden = self._states[parents[0]]
-        for parent in parents[1:]:
-            hidden = hidden + self._states[parent]
-        tokens, rows = [tree.nodes[node].token for node in nodes], [self._rows[parent] for parent in parents]
-        return self._evaluate(nodes, tokens, rows, hidden, len(nodes))
+        _, states, rows = zip(*(self._judged[parent] for parent in parents), strict=True)
+        tokens = [tree.nodes[node].token for node in nodes]
+        return self._evaluate(nodes, tokens, rows, sum(states[1:], states[0]), len(nodes))
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         del tree
-        return [self._found.get(node) or Proposal({}, FEATURES) for node in nodes]
+        return [self._judged[node][0] if node in self._judged else Proposal({}, FEATURES) for node in nodes]
 
     def _read_root(self) -> Propose | None:
         """The pass over what is unread; the last row is the root's."""
@@ -254,8 +249,7 @@ class EagleProposer(FeatureProposer):
         found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
         first = self.session.num_pending - len(self._asked)
         for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
-            self._found[node], self._states[node] = proposal, self.session.hidden_of([row])
-            self._rows[node] = row
+            self._judged[node] = proposal, self.session.hidden_of([row]), row if node else -1
         if self._asked[0] == 0:
             self._keep_root(request.num_rows)
 
@@ -263,11 +257,10 @@ class EagleProposer(FeatureProposer):
         """Commit the rows that the root's pass read."""
         self.session.commit(range(count))
         self._consume(count)
-        self._rows[0] = -1
 
     def _forget(self) -> None:
         super()._forget()
-        self._found, self._states, self._rows = {}, {}, {}
+        self._judged = {}
 
 
 class AssistantProposer(EagleProposer):
@@ -316,8 +309,7 @@ class AssistantProposer(EagleProposer):
         return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden, 1)
 
     def _keep_root(self, count: int) -> None:
-        del count
-        self._rows[0] = -1
+        """It has no rows of the text."""
 
 
 class BlockProposer(FeatureProposer):
