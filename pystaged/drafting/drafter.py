@@ -268,7 +268,7 @@ class TreeDrafter:
         if not self._gain and not tree.passes:
             return nodes[:1]  # the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
-        growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
+        growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = seconds - growth.seconds - growth.lag
         width = min(self._policy.expand(growth), MAX_EXPANDED - len(tree.judged))
         while width > 0 and self._price(tree, width) > left:
@@ -391,9 +391,7 @@ class TreeDrafter:
         return self._costly.lag() if self._costly and tree.deepest and not tree.passes else 0.0
 
     def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
-        growth = Growth(scores, [], tree.passes, tree.seconds, self._length - 1, lag=self._lag(tree))
-        growth.price = partial(self._price, tree)
-        return growth
+        return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))
 
     def _keep(self, tree: GrowingTree) -> list[int]:
         """The nodes to verify, parents before children."""
