@@ -13,7 +13,7 @@ from pystaged.decoding.cost import PassCost, place, surprise
 from pystaged.decoding.tree import Node, Stage
 
 _BLEND = 0.05  # weight of a new observation of distinct experts
-_PRIOR, _KEPT = 50.0, 0.998  # weight of the measured price, in passes; factor of all earlier weights at each pass
+_PRIOR, _KEPT = 50.0, 0.998  # weight of the first price, in passes; factor of all earlier weights at each pass
 _USUAL = 0.1  # assumed difference of those passes from the usual number of experts, as a share of one row's
 _PRICE = 0.7  # assumed time of a row's experts, as a share of its pass
 _LEAST = 0.25  # least time of a pass, as a share of one that uses the usual number
@@ -84,7 +84,7 @@ class ExpertCost(PassCost):
             self._squares = kept * self._squares + share * (more * self._scale / usual) ** 2
             self._products = kept * self._products + share * late * more * self._scale / usual
             self._price = min(max(0.0, self._products / self._squares), self._knots[0] / self._unions[0])
-            seconds -= self.price * more
+            seconds = max(seconds - self.price * more, _LEAST * usual)
             i, along = place(self._rows, num_rows)
             for knot, weight in ((i, 1 - along), (i + 1, along)):
                 change = _BLEND * share * weight * more

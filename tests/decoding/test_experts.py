@@ -66,6 +66,14 @@ def test_passes_with_prompts_teach_no_experts() -> None:
     assert found.price == pytest.approx(0.004)
 
 
+def test_a_pass_of_many_experts_is_not_taken_for_one_of_no_time() -> None:
+    """By a coarse clock; what its experts beyond the usual number should have cost is more than all of its time."""
+    found = ExpertCost(SECONDS, None, UNIONS, 0.004, {**dict.fromkeys(SECONDS, 3.0), 32: 0.0})
+    usual = found(32)
+    found.observe(32, 0, 0.1, 1.0, 700)
+    assert found(32) == pytest.approx(0.25 * usual, rel=0.1)
+
+
 def test_of_equal_guesses_those_whose_experts_are_there_come_first() -> None:
     found = cost()
     found.learn([0, 1, 2], np.stack([used(*range(100)), used(*range(90, 190)), used(*range(2, 102))]))
