@@ -54,12 +54,12 @@ class PassCost:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Current estimate of the time without a past, in seconds by measured number of rows."""
+        """Current estimate of the time without a past, in seconds by number of rows."""
         return {n: self._scale * knot for n, knot in zip(self._rows, self._knots, strict=True)}
 
     @property
     def slopes(self) -> dict[int, float]:
-        """Current estimate of the increase per thousand cells, in seconds by measured number of rows."""
+        """Current estimate of the increase per thousand cells, in seconds by number of rows."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
     @property
@@ -102,11 +102,10 @@ class PassCost:
             own = _OWN_BLEND * share * weight * change
             if weight >= 0.5 and samples < _FIRST:
                 first, own = True, late if late < 0 or not samples else 0.0
+                self._samples[knot] = min(samples + weight * share, _FIRST)
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-            if first:
-                self._samples[knot] = min(samples + weight * share, _FIRST)
         if first:
             self._fill()
         else:
@@ -115,9 +114,9 @@ class PassCost:
     def _fill(self) -> None:
         """Reckon the times of numbers of rows that have no sample from those that have."""
         known = [k for k, samples in enumerate(self._samples) if samples]
-        for k in range(len(self._knots)) if len(known) < len(self._knots) else ():
+        for k, n in enumerate(self._rows):
             if not self._samples[k]:
-                n, above = self._rows[k], bisect_right(known, k)
+                above = bisect_right(known, k)
                 low = known[max(above, 1) - 1]
                 m, took = self._rows[low], self._knots[low]
                 rise = _RISE * took / (1 + _RISE * (m - 1))

@@ -59,7 +59,7 @@ class ExpertCost(PassCost):
 
     @property
     def unions(self) -> dict[int, float]:
-        """Current estimate of U, by measured numbers of rows."""
+        """Current estimate of U, by numbers of rows."""
         return dict(zip(self._rows, self._unions, strict=True))
 
     def union(self, num_rows: int) -> float:
