@@ -62,13 +62,16 @@ class Request:
 class Read(Request):
     """Request to prefill the first num_rows of the tokens, int32[n]; the result is num_rows.
 
-    num_rows: set by the caller that makes the pass. hidden: for each token the target's hidden states, for a draft that
-    reads them.
+    num_rows: as many as a pass holds; the caller that makes the pass may lower it. hidden: for each token the target's
+    hidden states, for a draft that reads them.
     """
 
     tokens: NDArray[np.int32]
-    num_rows: int = field(default=0, init=False)
+    num_rows: int = field(init=False)
     hidden: HiddenRows | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.num_rows = min(len(self.tokens), MOST_ROWS)
 
     def work(self) -> Work:
         hidden = None if self.hidden is None else self.hidden[: self.num_rows]
@@ -234,6 +237,6 @@ def share(requests: Sequence[AnyRequest], make: Callable[[list[Any]], list[Any]]
 
 
 def mean_past(requests: Sequence[AnyRequest]) -> float:
-    """Mean number of tokens before a row; a read whose num_rows is not set yet counts as one row."""
-    rows = sum(max(1, request.num_rows) for request in requests)
-    return sum(max(1, request.num_rows) * request.past for request in requests) / rows
+    """Mean number of tokens before a row."""
+    rows = sum(request.num_rows for request in requests)
+    return sum(request.num_rows * request.past for request in requests) / rows

@@ -104,8 +104,8 @@ class Stepper:
             if request is None or not text.wants_draft or text in have_read:
                 continue
             if isinstance(request, Read):
-                most = _DRAFT_PIECE if len(texts) > 1 and request.hidden is None else MOST_ROWS
-                request.num_rows = min(len(request.tokens), most)
+                if len(texts) > 1 and request.hidden is None:
+                    request.num_rows = min(request.num_rows, _DRAFT_PIECE)
                 if request.num_rows < len(request.tokens):
                     have_read.add(text)
             found.append(text)
@@ -126,7 +126,7 @@ class Stepper:
         room = MOST_ROWS
         beside = sum(text.request.num_rows for text in steps if text.request)
         if beside and requests:
-            past = mean_past(requests)
+            past = sum(request.past for request in requests) / len(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
             while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:
                 room += 1
