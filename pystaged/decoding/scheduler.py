@@ -147,7 +147,7 @@ class Scheduler:
         """Accept new sequences, close cancelled ones, and drop ended ones."""
         if self._is_stopping:
             self._fault = RuntimeError(_ENDS)
-        if self._fault:
+        if self._fault is not None:
             for sequence in self._sequences:
                 sequence.close(own_copy(self._fault))
             self._fault = None

@@ -241,7 +241,7 @@ class Sequence:
             if release:
                 release(error)
         except BaseException as fault:  # must end this sequence alone
-            lost = lost or fault
+            lost = fault if lost is None else lost
         self.decoder = None
         if isinstance(lost, MemoryError) and lost.args in _OUT_OF_MEMORY:
             lost = _OUT_OF_MEMORY[lost.args]
