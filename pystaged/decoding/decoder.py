@@ -168,7 +168,8 @@ class Decoder:
             self.outcome = error
 
     def take(self) -> None:
-        """Go on with what the pass of `request` found. A step, or an error, is then the `outcome`."""
+        """Go on with what the pass of `request` found. A step, or an error, after which the text must end, is then
+        the `outcome`."""
         request, self.request = self.request, None
         assert request
         try:
@@ -308,7 +309,8 @@ class Decoder:
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
-        self._tell(tokens)
+        if self._drafting:
+            self._drafting.advance(tokens)
         telling, certain = self._meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
         speedup = self.account.record(verified, telling, certain, experts)
         rows, texts = verified.pass_rows, self.batch.sequences
@@ -378,11 +380,3 @@ class Decoder:
             return tree, None
         forced = [] if self._is_plain else self._constraint.forced()[: max(0, min(self._max_depth, MAX_NODES))]
         return constrained(tree, self._constraint, forced)
-
-    def _tell(self, tokens: list[int]) -> None:
-        try:
-            if self._drafting:
-                self._drafting.advance(tokens)
-        except BaseException:
-            self._drafting = self._drafts = None  # it lacks these tokens, so it drafts no more in this sequence
-            raise
