@@ -245,11 +245,9 @@ class ContextPool:
     def _rest(self, context: Decoder) -> None:
         """Keep a context at rest, unless another one at rest can rewind to its tokens."""
         try:
+            self.check_open()
             held = self._held(context)
-        except (DeviceError, ValueError):  # its device is lost, or it is closed
-            context.close()
-            return
-        if self.closed:
+        except (DeviceError, ValueError):  # the pool is closed, or the context, or its device is lost
             context.close()
             return
         for other, (tokens, _) in list(self._at_rest.items()):
