@@ -6,6 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class PassCost:
         self._samples = [samples.get(n, _FIRST) for n in self._rows]
         self._scale = 1.0
         self._fill()
-        _rising(self._knots)
+        # Fewer rows never cost more, and noise only adds time.
+        self._knots = list(accumulate(reversed(self._knots), min))[::-1]
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -172,12 +174,6 @@ def measure(
         return cost
     slopes = np.interp(rows, list(behind), list(behind.values())).tolist()
     return PassCost(cost.seconds, dict(zip(rows, slopes, strict=True)), samples)
-
-
-def _rising(values: list[float]) -> None:
-    """Lower each value to the least of those after it: fewer rows never cost more, and noise only adds time."""
-    for i in reversed(range(len(values) - 1)):
-        values[i] = min(values[i], values[i + 1])
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:
