@@ -112,7 +112,6 @@ class Decoder:
         self._phase = Phase.OVER
         self.request: AnyRequest | None = None  # the pass that the text needs
         self.outcome: Step | BaseException | None = None  # of its last pass
-        self.rows, self.gain = 0, 0.0  # rows of the last verified tree, root included; tokens expected from it
         self._drafting: Drafter | None = None  # the drafter of this sequence, None for plain decoding
         self._drafts: Drafter | None = None  # the same in this step, None if it does not draft
         self._before = self._root = -1  # the last two tokens of the sequence

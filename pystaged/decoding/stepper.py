@@ -177,14 +177,13 @@ def generate(text: Decoder, *arguments: Any, **options: Any) -> Generator[Step, 
 
 def note_batch(texts: Sequence[Decoder], steps: Sequence[Decoder]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    for text in steps:
-        assert isinstance(text.request, Verify)
-        text.rows, text.gain = text.request.num_rows, float(text.request.tree.scores.sum())
+    trees = {text: text.request.tree for text in steps if isinstance(text.request, Verify)}
+    loads = {text: (len(tree), float(tree.scores.sum())) for text, tree in trees.items()}  # rows, and expected tokens
     for text in texts:
-        others = [other for other in steps if other is not text]
+        others = [load for other, load in loads.items() if other is not text]
         text.batch.sequences = 1 + len(others)
-        text.batch.rows = sum(other.rows for other in others)
-        text.batch.tokens = sum(other.gain for other in others)
+        text.batch.rows = sum(rows for rows, _ in others)
+        text.batch.tokens = sum(tokens for _, tokens in others)
 
 
 def own_copy(error: BaseException) -> BaseException:
