@@ -98,8 +98,7 @@ class ExpertCost(PassCost):
             self._masks.pop(token, None)
             self._masks[token] = int.from_bytes(bits.tobytes(), "little")
         if len(self._masks) > _KNOWN:
-            for token in list(self._masks)[: -_KNOWN // 2]:
-                self._masks.pop(token, None)
+            self._masks = dict(list(self._masks.items())[-_KNOWN // 2 :])
 
     def order(
         self, nodes: Sequence[Node], ranked: Sequence[tuple[float, int]], cells: int, most: int
