@@ -174,16 +174,15 @@ class Verify(Request):
         return len(self.tree)
 
     def work(self) -> Work:
-        return Work.verify(
-            self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks
-        )
+        return Work.verify(self.session, *self._rows)
 
     def perform(self) -> object:
-        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks)
+        return self.session.verify(*self._rows)
 
     @property
-    def _masks(self) -> NDArray[np.uint32] | None:
-        return None if self.masks is None else self.masks[: len(self.tree)]
+    def _rows(self) -> tuple[Any, ...]:
+        masks = None if self.masks is None else self.masks[: len(self.tree)]
+        return self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, masks
 
     def take(self, found: Any) -> None:
         path, tokens, *more = found
