@@ -134,11 +134,6 @@ class Sequence:
         self.end: End | None = None
 
     @property
-    def seed(self) -> int:
-        """Seed of the sampling."""
-        return self.config.sampling.seed
-
-    @property
     def most_reused(self) -> int:
         """Most tokens of the prompt that it may take from another sequence's KV cache."""
         return self._prefill.most_reused(len(self.prompt_tokens))
@@ -163,7 +158,7 @@ class Sequence:
             "".join(self._text),
             self.tokens,
             self._finish or "cancelled",
-            self.seed,
+            self.config.sampling.seed,
             self.stats,
             self._stages,
             self._pieces,
