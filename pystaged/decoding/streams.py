@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from pystaged.decoding.scheduler import Scheduler
@@ -104,9 +103,7 @@ class Stream(Iterator[Piece]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
