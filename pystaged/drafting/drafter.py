@@ -260,7 +260,7 @@ class TreeDrafter:
 
     def _rows(self, tree: GrowingTree, seconds: float) -> list[int]:
         """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
-        if self._gain and not (self._chains and tree.deepest):  # a chain has no room for two voices
+        if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two voices
             self._look_ahead(tree, self._gain, seconds)
         nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
         if not nodes:
@@ -310,8 +310,6 @@ class TreeDrafter:
 
     def _look_ahead(self, tree: GrowingTree, policy: GainPolicy, seconds: float) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""
-        if not self._lookups:
-            return
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
         scores = sorted(-tree.nodes[node].score for node in grown)
