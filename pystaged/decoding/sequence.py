@@ -112,8 +112,8 @@ class Sequence:
         self.tokens: list[int] = []
         self._tokenizer, self._constraint, self._origin = tokenizer, constraint, origin
         self._sampling = bind(config.sampling, tokenizer, len(prompt_tokens), config.logprobs, constraint)
-        self._first_scored = max(1, config.prompt_logprobs_start)
-        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs, self._first_scored)
+        first_scored = max(1, config.prompt_logprobs_start)
+        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs, first_scored)
         self._buffer = TextBuffer(config.stop, roles.reader() if roles.reader and config.stop else None, roles.ends)
         self._loops = LoopFinder() if config.stop_loops else None
         self._text: list[str] = []
@@ -279,7 +279,7 @@ class Sequence:
         if self._prefill.num_top is None:
             return None
         found = list(self._prefill.logprobs)  # a copy, because the thread may be appending
-        tokens = self.prompt_tokens[self._first_scored : self._first_scored + len(found)].tolist()
+        tokens = self.prompt_tokens[self._prefill.first_scored :][: len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
