@@ -211,22 +211,17 @@ _CLOCKS = Clocks()
 
 def fulfil(request: AnyRequest, clocks: Clocks = _CLOCKS) -> None:
     """Make a pass for one request and store its result or error."""
-    processor = clocks.of(request)
-    begin, processor_begin = clocks.wall(), processor()
     try:
-        request.take(request.perform())
+        share([request], lambda: [request.perform()], clocks)
     except BaseException as error:
         request.error = error
-        return
-    request.seconds, request.processor_seconds = clocks.wall() - begin, processor() - processor_begin
-    request.pass_rows, request.pass_past = request.num_rows, request.past
 
 
-def share(requests: Sequence[AnyRequest], make: Callable[[list[Any]], list[Any]], clocks: Clocks = _CLOCKS) -> None:
-    """Make one pass for several requests and store their results. Raises as `make`, which makes the passes of works."""
+def share(requests: Sequence[AnyRequest], make: Callable[[], list[Any]], clocks: Clocks = _CLOCKS) -> None:
+    """Make one pass for requests and store their results. Raises as `make`, which makes the pass and returns them."""
     processor = clocks.of(requests[0])
     begin, processor_begin = clocks.wall(), processor()
-    found = make([request.work() for request in requests])
+    found = make()
     seconds, cost = clocks.wall() - begin, processor() - processor_begin
     rows, past = sum(request.num_rows for request in requests), mean_past(requests)
     for request, each in zip(requests, found, strict=True):

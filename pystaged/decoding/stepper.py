@@ -11,7 +11,7 @@ token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from pystaged._core import run
@@ -68,9 +68,9 @@ class Stepper:
                 if text.outcome is None:
                     text.ask()
         asked = [text for text in texts if text.request and not text.wants_draft]
-        steps = [text for text in asked if isinstance(text.request, Verify)]
-        self._trim_trees([text.request for text in steps if isinstance(text.request, Verify)])
-        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], steps)
+        steps = {text: text.request for text in asked if isinstance(text.request, Verify)}
+        self._trim_trees([*steps.values()])
+        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*steps.values()])
         asked = [text for text in asked if text.request and text.request.num_rows]
         requests = self._pass(asked)  # the target's, for all trees and pieces of prompts
         self._last = self._clocks.processor()
@@ -121,10 +121,10 @@ class Stepper:
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Decoder]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Verify]) -> None:
         """Set the rows of each prefill request beside these steps."""
         room = MOST_ROWS
-        beside = sum(text.request.num_rows for text in steps if text.request)
+        beside = sum(request.num_rows for request in steps)
         if beside and requests:
             past = sum(request.past for request in requests) / len(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
@@ -150,7 +150,7 @@ class Stepper:
             return requests
         pending = [_num_pending(request) for request in requests]
         try:
-            share(requests, self._make, self._clocks)
+            share(requests, lambda: self._make([request.work() for request in requests]), self._clocks)
         except Exception as error:
             for request, before in zip(requests, pending, strict=True):
                 if _was_made(request, before):
@@ -175,10 +175,9 @@ def generate(text: Decoder, *arguments: Any, **options: Any) -> Generator[Step, 
         text.end()
 
 
-def note_batch(texts: Sequence[Decoder], steps: Sequence[Decoder]) -> None:
+def note_batch(texts: Sequence[Decoder], steps: Mapping[Decoder, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    trees = {text: text.request.tree for text in steps if isinstance(text.request, Verify)}
-    loads = {text: (len(tree), float(tree.scores.sum())) for text, tree in trees.items()}  # rows, and expected tokens
+    loads = {text: (request.num_rows, float(request.tree.scores.sum())) for text, request in steps.items()}
     for text in texts:
         others = [load for other, load in loads.items() if other is not text]
         text.batch.sequences = 1 + len(others)
