@@ -197,13 +197,10 @@ class Scheduler:
     def _step(self) -> bool:
         """Admit sequences in the order of their arrival, then step those that can; returns whether any went on."""
         waiting = [sequence for sequence in self._sequences if not sequence.decoder]
-        asked = 0
+        put_off = {*[sequence for sequence in waiting if sequence.wait is Wait.PROMPT][_MOST_ASKED:]}
         for sequence in waiting:
-            if sequence.wait is Wait.PROMPT:
-                asked += 1
-                if asked > _MOST_ASKED:
-                    continue
-            self._admit(sequence, must=False)
+            if sequence not in put_off:
+                self._admit(sequence, must=False)
             # No sequence overtakes one that waits for memory, or small ones could delay a large one for ever.
             if not sequence.decoder and not sequence.is_over and sequence.wait is Wait.MEMORY:
                 break
