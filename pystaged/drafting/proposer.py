@@ -45,12 +45,8 @@ class GrowingTree(TreeBuilder):
         vocab_size: int,
     ) -> None:
         super().__init__(tail[-1])
-        self.length = length
-        self.max_depth = max_depth
-        self.num_candidates = num_candidates
-        self.sampling = sampling
-        self.constraint = constraint
-        self.vocab_size = vocab_size
+        self.length, self.max_depth, self.num_candidates = length, max_depth, num_candidates
+        self.sampling, self.constraint, self.vocab_size = sampling, constraint, vocab_size
         self.first = 0  # the node that proposers begin with: the root, or the last forced node
         self.guessed: dict[int, dict[int, Cell]] = {}  # the cells of the lookups' tokens, by node
         self.judged: set[int] = set()  # nodes that a pass expanded
