@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -346,21 +345,16 @@ class BlockProposer(FeatureProposer):
         return Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
-        if not self._is_evaluated:
-            return [Proposal({}, FEATURES) for _ in nodes]
-        rows = [self._first + tree.nodes[node].depth for node in nodes]
-        inside = [row < self._model.block_size for row in rows]
-        before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
-        try:
-            found = self.session.likeliest(
-                list(compress(rows, inside)), list(compress(before, inside)), self._num_candidates
-            )
-        except ModelError:
-            self._drop(lost=True)
-            self._forget()
-            return [Proposal({}, FEATURES) for _ in nodes]
-        said = iter([self._proposal(*each) for each in zip(*found, strict=True)])
-        return [next(said) if is_inside else Proposal({}, FEATURES) for is_inside in inside]
+        if self._is_evaluated:
+            rows = [self._first + tree.nodes[node].depth for node in nodes]
+            before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
+            try:
+                found = self.session.likeliest(rows, before, self._num_candidates)
+                return [self._proposal(*each) for each in zip(*found, strict=True)]
+            except ModelError:
+                self._drop(lost=True)
+                self._forget()
+        return [Proposal({}, FEATURES) for _ in nodes]
 
     def _keep(self, request: AnyRequest) -> None:
         del request
