@@ -247,10 +247,9 @@ class Sequence:
         """Add a step; returns its tokens up to a stop string or a loop, and the text that is certain after them."""
         text, new = "", 0
         finish: FinishReason | None = step.finish_reason
-        for token in step.tokens:
+        for new, token in enumerate(step.tokens, 1):
             self._pieces.append(self.token_bytes(token))
             text += self._buffer.push(self._pieces[-1])
-            new += 1
             if self._buffer.stopped:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + new):
