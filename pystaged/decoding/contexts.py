@@ -362,13 +362,10 @@ class ContextPool:
         for loan in self._lent:
             context = loan.context()
             if context is not None:
-                try:
+                with suppress(*_OUT_OF_REACH):
                     tokens = context.target.tokens
                     common = common_prefix(tokens, prompt)
-                    length = context.target.reachable(common)
-                except _OUT_OF_REACH:
-                    continue
-                yield context, len(tokens), common, length, False
+                    yield context, len(tokens), common, context.target.reachable(common), False
         for context, (tokens, _) in list(self._at_rest.items()):
             common = common_prefix(tokens, prompt)
             yield context, len(tokens), common, context.target.reachable(common), True
