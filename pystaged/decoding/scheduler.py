@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from pystaged._core import DeviceError
@@ -151,11 +151,8 @@ class Scheduler:
             for sequence in self._sequences:
                 sequence.close(own_copy(self._fault))
             self._fault = None
-        while True:
-            try:
-                sequence = self._inbox.get_nowait()
-            except Empty:
-                break
+        while not self._inbox.empty():
+            sequence = self._inbox.get()
             if sequence not in self._sequences:  # after Ctrl-C its reader may open it again
                 self._sequences.append(sequence)
         for sequence in self._sequences:
