@@ -144,11 +144,7 @@ class GainPolicy:
     """
 
     def __init__(
-        self,
-        target_cost: Callable[..., float],
-        budget: int = 31,
-        children: int = 4,
-        batch: BatchLoad | None = None,
+        self, target_cost: Callable[..., float], budget: int = 31, children: int = 4, batch: BatchLoad | None = None
     ) -> None:
         self.children, self.budget = children, budget
         self._batch = batch or BatchLoad()
