@@ -263,10 +263,8 @@ class TreeDrafter:
         if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two voices
             self._look_ahead(tree, self._gain, seconds)
         nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
-        if not nodes:
-            return []
-        if not self._gain and not tree.passes:
-            return nodes[:1]  # the first is always expanded
+        if not nodes or not (self._gain or tree.passes):
+            return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
         growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = seconds - growth.seconds - growth.lag
