@@ -101,13 +101,13 @@ class ExpertCost(PassCost):
             self._masks = dict(list(self._masks.items())[-_KNOWN // 2 :])
 
     def order(
-        self, nodes: Sequence[Node], ranked: Sequence[tuple[float, int]], cells: int, most: int
+        self, nodes: Sequence[Node], ranked: Sequence[int], cells: int, most: int
     ) -> tuple[list[int], list[float]]:
         """The best guesses of a tree, by probability per predicted seconds.
 
         Args:
             nodes: of the tree, its root first.
-            ranked: the negative probability and the node of each guess, ascending.
+            ranked: the guesses, the likeliest first.
             cells: past length.
             most: most guesses to return.
 
@@ -116,7 +116,7 @@ class ExpertCost(PassCost):
             them are predicted to use, n from 0 on.
         """
         seen, experts = self._masks.get(nodes[0].token, 0), [self.union(1)]
-        order, placed, left = list[int](), {0}, [node for _, node in ranked]
+        order, placed, left = list[int](), {0}, list(ranked)
         before = token = self(1, cells)
         price = self.price
         while left and len(order) < most:

@@ -394,8 +394,7 @@ class TreeDrafter:
         order = tree.ranked()
         growth = self._growth(tree, [tree.nodes[node].score for node in order])
         if self._experts:
-            ranked = [(-tree.nodes[node].score, node) for node in order]
-            order, experts = self._experts.order(tree.nodes, ranked, growth.cells, MAX_NODES)
+            order, experts = self._experts.order(tree.nodes, order, growth.cells, MAX_NODES)
             growth = replace(growth, scores=[tree.nodes[node].score for node in order], experts=experts)
         return order[: self._policy.keep(growth)]
 
