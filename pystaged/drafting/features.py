@@ -300,9 +300,8 @@ class AssistantProposer(EagleProposer):
 
     def _see(self, length: int) -> None:
         """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
-        last = self._target.hidden[-1:].copy()
-        self._length, self._is_lost = length, len(last) == 0
-        self._hidden = None if self._is_lost else last
+        self._length, self._hidden = length, self._target.hidden[-1:].copy() or None
+        self._is_lost = self._hidden is None
 
     def _read_root(self) -> Propose | None:
         return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden, 1)
