@@ -372,10 +372,8 @@ class ContextPool:
 
     def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
         """A context at rest that can rewind to exactly these tokens."""
-        found = (
-            other for other, held in self._at_rest.items() if other is not but and _reaches(other, held.tokens, tokens)
-        )
-        return next(found, None)
+        others = ((other, held.tokens) for other, held in self._at_rest.items() if other is not but)
+        return next((other for other, held in others if _reaches(other, held, tokens)), None)
 
     def _free(self, context: Decoder) -> None:
         if self._at_rest.pop(context, None):
