@@ -191,19 +191,16 @@ class Sequence:
         """Take what a step of the batch gave it."""
         try:
             if isinstance(outcome, Step):
-                self._add(outcome)
+                piece = self._piece(outcome)
+                if piece.tokens or piece.text:
+                    self.num_sent += len(piece.tokens)
+                    self.put(piece)
+                if self._finish:
+                    self.close()
             elif outcome is not None:
                 self.close(outcome)
         except BaseException as error:
             self.close(error)
-
-    def _add(self, step: Step) -> None:
-        piece = self._piece(step)
-        if piece.tokens or piece.text:
-            self.num_sent += len(piece.tokens)
-            self.put(piece)
-        if self._finish:
-            self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the sequence. After a MemoryError it can be called again."""
