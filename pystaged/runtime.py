@@ -111,8 +111,8 @@ class Runtime:
         def all_of(sequence: Sequence) -> Iterator[Sequence]:
             yield sequence
             for i in range(1, n):
-                sampling = replace(sequence.config.sampling, seed=(sequence.seed + i) % 2**64)
-                config = replace(sequence.config, sampling=sampling)
+                sampling = sequence.config.sampling
+                config = replace(sequence.config, sampling=replace(sampling, seed=(sampling.seed + i) % 2**64))
                 yield self.sequence(sequence.prompt, config, sequence.roles)
 
         return (each for sequence in sequences for each in all_of(sequence))

@@ -23,7 +23,7 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
         self._scheduler, self.sequence = scheduler, sequence
-        self._said: asyncio.Queue[Any] = asyncio.Queue()
+        self._said = asyncio.Queue[Piece | PrefillProgress | End]()
         self._loop: asyncio.AbstractEventLoop | None = None  # set by the first read
         self._is_read = self._over = False
 
@@ -49,8 +49,7 @@ class AsyncStream(AsyncIterator[Piece]):
         if isinstance(said, End):
             raise StopAsyncIteration if said.error is None else said.error
         self._scheduler.note_read(self.sequence, said)
-        piece: Piece = said
-        return piece
+        return said
 
     @property
     def result(self) -> GenerationResult:
@@ -80,7 +79,7 @@ class AsyncStream(AsyncIterator[Piece]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _next(self) -> Any:
+    async def _next(self) -> Piece | PrefillProgress | End:
         if self._loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 "the stream was begun in another event loop; begin, read and close it in the same asyncio.run()"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
-from pystaged.sampling.constraint import Constraint, Mask, allows
+from pystaged.sampling.constraint import Constraint, allows
 
 
 def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) -> tuple[TokenTree, NDArray[np.uint32]]:
@@ -16,8 +16,10 @@ def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) 
 
     Returns: the new tree of n nodes, and the mask after each node, uint32[n, words].
     """
-    builder = TreeBuilder(int(tree.tokens[0]))
-    masks = [_checked(constraint.mask([]))]
+    builder, first = TreeBuilder(int(tree.tokens[0])), constraint.mask([])
+    if first is None:
+        raise ValueError("the constraint forbids the tokens that it was advanced by")
+    masks = [first]
 
     def add(parent: int, token: int, score: float, stage: Stage) -> int | None:
         known = builder.children[parent].get(token)
@@ -31,21 +33,12 @@ def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) 
 
     last = 0
     for token in forced:
-        node = add(last, token, 1.0, Stage.GRAMMAR)
-        if node is None:
+        if (node := add(last, token, 1.0, Stage.GRAMMAR)) is None:
             break
         last = node
     kept: dict[int, int] = {0: 0}
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), tree.stages.tolist(), strict=True)
     for i, (token, parent, score, stage) in enumerate(nodes):
-        if parent in kept:
-            found = add(kept[parent], token, score, Stage(stage))
-            if found is not None:
-                kept[i] = found
+        if parent in kept and (found := add(kept[parent], token, score, Stage(stage))) is not None:
+            kept[i] = found
     return builder.build(range(1, len(builder.nodes))), np.stack(masks)
-
-
-def _checked(mask: Mask | None) -> Mask:
-    if mask is None:
-        raise ValueError("the constraint forbids the tokens that it was advanced by")
-    return mask

@@ -65,36 +65,25 @@ class _Loan(NamedTuple):
     partings: set[int]
 
 
-class _Cells(NamedTuple):
-    """Memory of a session. whole: whether all positions are allocated at once, as on devices; the other fields are
-    those of Session."""
+class _Cells:
+    """Memory of sessions like this one. whole: whether all positions are allocated at once, as on devices. num_kept:
+    states of recurrent layers that are kept of a text."""
 
-    cell_bytes: int
-    windowed_cell_bytes: int
-    most_windowed: int
-    state_bytes: int
-    n_ctx: int
-    whole: bool
-
-    @classmethod
-    def of(cls, session: Session, whole: bool, num_kept: int) -> _Cells:
-        """num_kept: states of recurrent layers that are kept of a text."""
-        windowed, states = session.windowed_cell_bytes, session.state_bytes + num_kept * session.kept_state_bytes
-        return cls(session.cell_bytes, windowed, session.most_windowed, states, session.n_ctx, whole)
-
-    @property
-    def spare(self) -> int:
-        return SPARE_CELLS * self.cell_bytes
+    def __init__(self, session: Session, whole: bool, num_kept: int) -> None:
+        self.cell_bytes, self.whole, self._n_ctx = session.cell_bytes, whole, session.n_ctx
+        self._windowed_bytes, self._most_windowed = session.windowed_cell_bytes, session.most_windowed
+        self._state_bytes = session.state_bytes + num_kept * session.kept_state_bytes
+        self._spare = SPARE_CELLS * session.cell_bytes
 
     def needed(self, tokens: int) -> int:
         """Bytes for a sequence of this many tokens."""
-        tokens = self.n_ctx if self.whole else min(tokens, self.n_ctx)
-        behind = max(0, tokens - self.most_windowed) * self.windowed_cell_bytes
-        return self.spare + self.state_bytes + self.cell_bytes * tokens - behind
+        tokens = self._n_ctx if self.whole else min(tokens, self._n_ctx)
+        behind = max(0, tokens - self._most_windowed) * self._windowed_bytes
+        return self._spare + self._state_bytes + self.cell_bytes * tokens - behind
 
     def held(self, session: Session) -> int:
         """Bytes that a session holds."""
-        return self.needed(0) if self.whole else self.spare + session.num_bytes
+        return self.needed(0) if self.whole else self._spare + session.num_bytes
 
 
 class ContextPool:
@@ -139,7 +128,7 @@ class ContextPool:
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
         self._cells = [
-            _Cells.of(session, whole, self._num_kept) for session, whole in zip(first.sessions, on_device, strict=False)
+            _Cells(session, whole, self._num_kept) for session, whole in zip(first.sessions, on_device, strict=False)
         ]
         self.full_bytes = self._needed(first.target.n_ctx)
         usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // FREE_SHARE, self.full_bytes)
@@ -245,11 +234,9 @@ class ContextPool:
     def _rest(self, context: Decoder) -> None:
         """Keep a context at rest, unless another one at rest can rewind to its tokens."""
         try:
+            self.check_open()
             held = self._held(context)
-        except (DeviceError, ValueError):  # its device is lost, or it is closed
-            context.close()
-            return
-        if self.closed:
+        except (DeviceError, ValueError):  # the pool is closed, or the context, or its device is lost
             context.close()
             return
         for other, (tokens, _) in list(self._at_rest.items()):
@@ -375,23 +362,18 @@ class ContextPool:
         for loan in self._lent:
             context = loan.context()
             if context is not None:
-                try:
+                with suppress(*_OUT_OF_REACH):
                     tokens = context.target.tokens
                     common = common_prefix(tokens, prompt)
-                    length = context.target.reachable(common)
-                except _OUT_OF_REACH:
-                    continue
-                yield context, len(tokens), common, length, False
+                    yield context, len(tokens), common, context.target.reachable(common), False
         for context, (tokens, _) in list(self._at_rest.items()):
             common = common_prefix(tokens, prompt)
             yield context, len(tokens), common, context.target.reachable(common), True
 
     def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
         """A context at rest that can rewind to exactly these tokens."""
-        found = (
-            other for other, held in self._at_rest.items() if other is not but and _reaches(other, held.tokens, tokens)
-        )
-        return next(found, None)
+        others = ((other, held.tokens) for other, held in self._at_rest.items() if other is not but)
+        return next((other for other, held in others if _reaches(other, held, tokens)), None)
 
     def _free(self, context: Decoder) -> None:
         if self._at_rest.pop(context, None):

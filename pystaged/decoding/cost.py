@@ -6,6 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -50,16 +51,17 @@ class PassCost:
         self._samples = [samples.get(n, _FIRST) for n in self._rows]
         self._scale = 1.0
         self._fill()
-        _rising(self._knots)
+        # Fewer rows never cost more, and noise only adds time.
+        self._knots = list(accumulate(reversed(self._knots), min))[::-1]
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Current estimate of the time without a past, in seconds by measured number of rows."""
+        """Current estimate of the time without a past, in seconds by number of rows."""
         return {n: self._scale * knot for n, knot in zip(self._rows, self._knots, strict=True)}
 
     @property
     def slopes(self) -> dict[int, float]:
-        """Current estimate of the increase per thousand cells, in seconds by measured number of rows."""
+        """Current estimate of the increase per thousand cells, in seconds by number of rows."""
         return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
 
     @property
@@ -102,11 +104,10 @@ class PassCost:
             own = _OWN_BLEND * share * weight * change
             if weight >= 0.5 and samples < _FIRST:
                 first, own = True, late if late < 0 or not samples else 0.0
+                self._samples[knot] = min(samples + weight * share, _FIRST)
             self._knots[knot] *= 1 + own / norm
             more = own * believed / self._scale * thousands / norm
             self._slopes[knot] = max(0.0, self._slopes[knot] + more)
-            if first:
-                self._samples[knot] = min(samples + weight * share, _FIRST)
         if first:
             self._fill()
         else:
@@ -115,9 +116,9 @@ class PassCost:
     def _fill(self) -> None:
         """Reckon the times of numbers of rows that have no sample from those that have."""
         known = [k for k, samples in enumerate(self._samples) if samples]
-        for k in range(len(self._knots)) if len(known) < len(self._knots) else ():
+        for k, n in enumerate(self._rows):
             if not self._samples[k]:
-                n, above = self._rows[k], bisect_right(known, k)
+                above = bisect_right(known, k)
                 low = known[max(above, 1) - 1]
                 m, took = self._rows[low], self._knots[low]
                 rise = _RISE * took / (1 + _RISE * (m - 1))
@@ -173,12 +174,6 @@ def measure(
         return cost
     slopes = np.interp(rows, list(behind), list(behind.values())).tolist()
     return PassCost(cost.seconds, dict(zip(rows, slopes, strict=True)), samples)
-
-
-def _rising(values: list[float]) -> None:
-    """Lower each value to the least of those after it: fewer rows never cost more, and noise only adds time."""
-    for i in reversed(range(len(values) - 1)):
-        values[i] = min(values[i], values[i + 1])
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:

@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, RecycledCandidates, Session
+from pystaged._core import ContextFullError, Session
 from pystaged.decoding.account import Account, Meter
 from pystaged.decoding.constraint import constrained
 from pystaged.decoding.cost import PassCost
@@ -112,10 +112,8 @@ class Decoder:
         self._phase = Phase.OVER
         self.request: AnyRequest | None = None  # the pass that the text needs
         self.outcome: Step | BaseException | None = None  # of its last pass
-        self.rows, self.gain = 0, 0.0  # rows of the last verified tree, root included; tokens expected from it
         self._drafting: Drafter | None = None  # the drafter of this sequence, None for plain decoding
-        self._drafts = False  # in this step
-        self._recycled: RecycledCandidates | None = None  # learns from the step's rows
+        self._drafts: Drafter | None = None  # the same in this step, None if it does not draft
         self._before = self._root = -1  # the last two tokens of the sequence
         self._length = 0  # tokens in the context
 
@@ -169,7 +167,8 @@ class Decoder:
             self.outcome = error
 
     def take(self) -> None:
-        """Go on with what the pass of `request` found. A step, or an error, is then the `outcome`."""
+        """Go on with what the pass of `request` found. A step, or an error, after which the text must end, is then
+        the `outcome`."""
         request, self.request = self.request, None
         assert request
         try:
@@ -212,7 +211,7 @@ class Decoder:
                 return None
         if self._phase is Phase.STEP:
             self._begin_tree()
-        if self._drafting and self._drafts and (request := self._drafting.request()):
+        if self._drafts and (request := self._drafts.request()):
             return request
         return self._verify()
 
@@ -226,8 +225,7 @@ class Decoder:
             if self._length < len(self._prompt) - 1:
                 return self._prefill.piece(self.target, self._prompt, self._length)
             self._open()
-            if self._drafting and (request := self._drafting.request()):
-                return request
+            return self._next_read()
         self.account.opened()
         self.stats.reused_tokens += self.reused
         self.stats.prefill_seconds += self.clocks.wall() - self._began
@@ -279,19 +277,19 @@ class Decoder:
         """Begin a step: a drafter begins a tree if that may pay."""
         self._began, self._phase = self.clocks.wall(), Phase.TREE
         drafter = self._drafting if self._max_depth >= 1 else None
-        self._drafts = self.account.begin(drafter, self._length)
-        if drafter and self._drafts:
-            drafter.draft(self.sampling, self._max_depth, self.account.seconds)
+        self._drafts = drafter if self.account.begin(drafter, self._length) else None
+        if self._drafts:
+            self._drafts.draft(self.sampling, self._max_depth, self.account.seconds)
 
     def _verify(self) -> Verify:
         """The pass over the tree that was drafted."""
-        if self._drafting and self._drafts:
-            tree = self.account.trim(self._drafting.tree, self._drafting.estimate)
+        if self._drafts:
+            tree = self.account.trim(self._drafts.tree, self._drafts.estimate)
         else:
             tree = TokenTree.root(self._root)
-        guesses, masks = self._constrain(tree, self._max_depth)
+        guesses, masks = self._constrain(tree)
         # A plain step asks for no candidates, because the time to find them would be a loss.
-        recycled = self._recycled = self._drafting.recycled if self._drafting and self._drafts else None
+        recycled = self._drafts.recycled if self._drafts else None
         wanted = min(recycled.num_candidates, self.target.vocab_size) if recycled else 0
         self._meter.stop()
         return Verify(self.target, self._length, guesses, self.sampling.native, wanted, masks)
@@ -303,19 +301,20 @@ class Decoder:
         tree, (path, tokens, logprobs, candidates) = verified.tree, verified.result
         experts = self._note_experts(tree.tokens)
         begin = self._meter()
-        if recycled := self._recycled:
+        if self._drafts and (recycled := self._drafts.recycled):
             before = tree.tokens[tree.parents]
             before[0] = self._before
             recycled.learn(before, tree.tokens, *candidates)
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
         stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
-        self._tell(tokens)
+        if self._drafting:
+            self._drafting.advance(tokens)
         telling, certain = self._meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
         speedup = self.account.record(verified, telling, certain, experts)
         rows, texts = verified.pass_rows, self.batch.sequences
         step = Step(tokens, stages, tree, path, verified.seconds, speedup, rows, texts, logprobs=logprobs)
-        step = self._cut(step, self.left, self._is_end)
+        step = self._cut(step)
         if self._constraint:
             self._constraint.advance(step.tokens)
             if step.finish_reason != "stop" and self._constraint.is_complete:
@@ -351,12 +350,12 @@ class Decoder:
         if self.drafter:
             self.drafter.close()
 
-    def _cut(self, step: Step, max_tokens: int, is_end: Callable[[int], bool]) -> Step:
+    def _cut(self, step: Step) -> Step:
         """The part of a step before the end token and within max_tokens, with finish_reason set if it is the last."""
-        length = min(len(step.tokens), max_tokens)
-        finish: FinishReason | None = "length" if length == max_tokens or self._length >= self.target.n_ctx else None
+        length = min(len(step.tokens), self.left)
+        finish: FinishReason | None = "length" if length == self.left or self._length >= self.target.n_ctx else None
         for i, token in enumerate(step.tokens[:length]):
-            if is_end(token):
+            if self._is_end(token):
                 length, finish = i, "stop"
                 break
         if finish is None:
@@ -374,17 +373,9 @@ class Decoder:
         self._experts.learn(tokens.tolist(), used)
         return distinct
 
-    def _constrain(self, tree: TokenTree, max_depth: int) -> tuple[TokenTree, NDArray[np.uint32] | None]:
+    def _constrain(self, tree: TokenTree) -> tuple[TokenTree, NDArray[np.uint32] | None]:
         """The tree with the constraint's forced tokens and without forbidden ones, and the masks of its nodes."""
         if self._constraint is None:
             return tree, None
-        forced = [] if self._is_plain else self._constraint.forced()[: max(0, min(max_depth, MAX_NODES))]
+        forced = [] if self._is_plain else self._constraint.forced()[: max(0, min(self._max_depth, MAX_NODES))]
         return constrained(tree, self._constraint, forced)
-
-    def _tell(self, tokens: list[int]) -> None:
-        try:
-            if self._drafting:
-                self._drafting.advance(tokens)
-        except BaseException:
-            self._drafting = None  # it lacks these tokens, so it drafts no more in this sequence
-            raise

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
-from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Read, fulfil
+from pystaged.decoding.requests import AnyRequest, Clocks, fulfil
 from pystaged.decoding.tree import TokenTree
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint
@@ -109,8 +109,6 @@ class Drafter(Protocol):
 def fulfil_all(drafter: Drafter, clocks: Clocks | None = None) -> None:
     """Make the passes that a drafter asks for, each of them alone."""
     while request := drafter.request():
-        if isinstance(request, Read):
-            request.num_rows = min(len(request.tokens), MOST_ROWS)
         fulfil(request, clocks or Clocks())
         drafter.take(request)
 

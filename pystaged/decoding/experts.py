@@ -13,7 +13,7 @@ from pystaged.decoding.cost import PassCost, place, surprise
 from pystaged.decoding.tree import Node, Stage
 
 _BLEND = 0.05  # weight of a new observation of distinct experts
-_PRIOR, _KEPT = 50.0, 0.998  # weight of the measured price, in passes; factor of all earlier weights at each pass
+_PRIOR, _KEPT = 50.0, 0.998  # weight of the first price, in passes; factor of all earlier weights at each pass
 _USUAL = 0.1  # assumed difference of those passes from the usual number of experts, as a share of one row's
 _PRICE = 0.7  # assumed time of a row's experts, as a share of its pass
 _LEAST = 0.25  # least time of a pass, as a share of one that uses the usual number
@@ -59,7 +59,7 @@ class ExpertCost(PassCost):
 
     @property
     def unions(self) -> dict[int, float]:
-        """Current estimate of U, by measured numbers of rows."""
+        """Current estimate of U, by numbers of rows."""
         return dict(zip(self._rows, self._unions, strict=True))
 
     def union(self, num_rows: int) -> float:
@@ -84,7 +84,7 @@ class ExpertCost(PassCost):
             self._squares = kept * self._squares + share * (more * self._scale / usual) ** 2
             self._products = kept * self._products + share * late * more * self._scale / usual
             self._price = min(max(0.0, self._products / self._squares), self._knots[0] / self._unions[0])
-            seconds -= self.price * more
+            seconds = max(seconds - self.price * more, _LEAST * usual)
             i, along = place(self._rows, num_rows)
             for knot, weight in ((i, 1 - along), (i + 1, along)):
                 change = _BLEND * share * weight * more
@@ -98,17 +98,16 @@ class ExpertCost(PassCost):
             self._masks.pop(token, None)
             self._masks[token] = int.from_bytes(bits.tobytes(), "little")
         if len(self._masks) > _KNOWN:
-            for token in list(self._masks)[: -_KNOWN // 2]:
-                self._masks.pop(token, None)
+            self._masks = dict(list(self._masks.items())[-_KNOWN // 2 :])
 
     def order(
-        self, nodes: Sequence[Node], ranked: Sequence[tuple[float, int]], cells: int, most: int
+        self, nodes: Sequence[Node], ranked: Sequence[int], cells: int, most: int
     ) -> tuple[list[int], list[float]]:
         """The best guesses of a tree, by probability per predicted seconds.
 
         Args:
             nodes: of the tree, its root first.
-            ranked: the negative probability and the node of each guess, ascending.
+            ranked: the guesses, the likeliest first.
             cells: past length.
             most: most guesses to return.
 
@@ -117,7 +116,7 @@ class ExpertCost(PassCost):
             them are predicted to use, n from 0 on.
         """
         seen, experts = self._masks.get(nodes[0].token, 0), [self.union(1)]
-        order, placed, left = list[int](), {0}, [node for _, node in ranked]
+        order, placed, left = list[int](), {0}, list(ranked)
         before = token = self(1, cells)
         price = self.price
         while left and len(order) < most:

@@ -16,11 +16,6 @@ MAX_EXPANDED = 64  # expanded nodes of a tree, each a row of a draft pass or a l
 MAX_CHILDREN = 16  # candidates per node
 
 
-def _free(num_leaves: int) -> float:
-    del num_leaves
-    return 0.0
-
-
 @dataclass(slots=True)
 class BatchLoad:
     """Size of the batch that a sequence is decoded in. A sequence alone is a batch of one.
@@ -54,7 +49,7 @@ class Growth:
     cells: int = 0
     experts: Sequence[float] | None = None
     gains: Sequence[float] = ()
-    price: Callable[[int], float] = _free
+    price: Callable[[int], float] = lambda _: 0.0
     lag: float = 0.0
 
 
@@ -149,11 +144,7 @@ class GainPolicy:
     """
 
     def __init__(
-        self,
-        target_cost: Callable[..., float],
-        budget: int = 31,
-        children: int = 4,
-        batch: BatchLoad | None = None,
+        self, target_cost: Callable[..., float], budget: int = 31, children: int = 4, batch: BatchLoad | None = None
     ) -> None:
         self.children, self.budget = children, budget
         self._batch = batch or BatchLoad()

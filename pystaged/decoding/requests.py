@@ -62,13 +62,16 @@ class Request:
 class Read(Request):
     """Request to prefill the first num_rows of the tokens, int32[n]; the result is num_rows.
 
-    num_rows: set by the caller that makes the pass. hidden: for each token the target's hidden states, for a draft that
-    reads them.
+    num_rows: as many as a pass holds; the caller that makes the pass may lower it. hidden: for each token the target's
+    hidden states, for a draft that reads them.
     """
 
     tokens: NDArray[np.int32]
-    num_rows: int = field(default=0, init=False)
+    num_rows: int = field(init=False)
     hidden: HiddenRows | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.num_rows = min(len(self.tokens), MOST_ROWS)
 
     def work(self) -> Work:
         hidden = None if self.hidden is None else self.hidden[: self.num_rows]
@@ -171,16 +174,15 @@ class Verify(Request):
         return len(self.tree)
 
     def work(self) -> Work:
-        return Work.verify(
-            self.session, self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks
-        )
+        return Work.verify(self.session, *self._rows)
 
     def perform(self) -> object:
-        return self.session.verify(self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, self._masks)
+        return self.session.verify(*self._rows)
 
     @property
-    def _masks(self) -> NDArray[np.uint32] | None:
-        return None if self.masks is None else self.masks[: len(self.tree)]
+    def _rows(self) -> tuple[Any, ...]:
+        masks = None if self.masks is None else self.masks[: len(self.tree)]
+        return self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, masks
 
     def take(self, found: Any) -> None:
         path, tokens, *more = found
@@ -209,22 +211,17 @@ _CLOCKS = Clocks()
 
 def fulfil(request: AnyRequest, clocks: Clocks = _CLOCKS) -> None:
     """Make a pass for one request and store its result or error."""
-    processor = clocks.of(request)
-    begin, processor_begin = clocks.wall(), processor()
     try:
-        request.take(request.perform())
+        share([request], lambda: [request.perform()], clocks)
     except BaseException as error:
         request.error = error
-        return
-    request.seconds, request.processor_seconds = clocks.wall() - begin, processor() - processor_begin
-    request.pass_rows, request.pass_past = request.num_rows, request.past
 
 
-def share(requests: Sequence[AnyRequest], make: Callable[[list[Any]], list[Any]], clocks: Clocks = _CLOCKS) -> None:
-    """Make one pass for several requests and store their results. Raises as `make`, which makes the passes of works."""
+def share(requests: Sequence[AnyRequest], make: Callable[[], list[Any]], clocks: Clocks = _CLOCKS) -> None:
+    """Make one pass for requests and store their results. Raises as `make`, which makes the pass and returns them."""
     processor = clocks.of(requests[0])
     begin, processor_begin = clocks.wall(), processor()
-    found = make([request.work() for request in requests])
+    found = make()
     seconds, cost = clocks.wall() - begin, processor() - processor_begin
     rows, past = sum(request.num_rows for request in requests), mean_past(requests)
     for request, each in zip(requests, found, strict=True):
@@ -234,6 +231,6 @@ def share(requests: Sequence[AnyRequest], make: Callable[[list[Any]], list[Any]]
 
 
 def mean_past(requests: Sequence[AnyRequest]) -> float:
-    """Mean number of tokens before a row; a read whose num_rows is not set yet counts as one row."""
-    rows = sum(max(1, request.num_rows) for request in requests)
-    return sum(max(1, request.num_rows) * request.past for request in requests) / rows
+    """Mean number of tokens before a row."""
+    rows = sum(request.num_rows for request in requests)
+    return sum(request.num_rows * request.past for request in requests) / rows

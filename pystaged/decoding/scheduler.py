@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from pystaged._core import DeviceError
@@ -147,15 +147,12 @@ class Scheduler:
         """Accept new sequences, close cancelled ones, and drop ended ones."""
         if self._is_stopping:
             self._fault = RuntimeError(_ENDS)
-        if self._fault:
+        if self._fault is not None:
             for sequence in self._sequences:
                 sequence.close(own_copy(self._fault))
             self._fault = None
-        while True:
-            try:
-                sequence = self._inbox.get_nowait()
-            except Empty:
-                break
+        while not self._inbox.empty():
+            sequence = self._inbox.get()
             if sequence not in self._sequences:  # after Ctrl-C its reader may open it again
                 self._sequences.append(sequence)
         for sequence in self._sequences:
@@ -197,13 +194,10 @@ class Scheduler:
     def _step(self) -> bool:
         """Admit sequences in the order of their arrival, then step those that can; returns whether any went on."""
         waiting = [sequence for sequence in self._sequences if not sequence.decoder]
-        asked = 0
+        put_off = {*[sequence for sequence in waiting if sequence.wait is Wait.PROMPT][_MOST_ASKED:]}
         for sequence in waiting:
-            if sequence.wait is Wait.PROMPT:
-                asked += 1
-                if asked > _MOST_ASKED:
-                    continue
-            self._admit(sequence, must=False)
+            if sequence not in put_off:
+                self._admit(sequence, must=False)
             # No sequence overtakes one that waits for memory, or small ones could delay a large one for ever.
             if not sequence.decoder and not sequence.is_over and sequence.wait is Wait.MEMORY:
                 break

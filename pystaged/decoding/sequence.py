@@ -112,8 +112,8 @@ class Sequence:
         self.tokens: list[int] = []
         self._tokenizer, self._constraint, self._origin = tokenizer, constraint, origin
         self._sampling = bind(config.sampling, tokenizer, len(prompt_tokens), config.logprobs, constraint)
-        self._first_scored = max(1, config.prompt_logprobs_start)
-        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs, self._first_scored)
+        first_scored = max(1, config.prompt_logprobs_start)
+        self._prefill = Prefill(config.reuse, self.prediction, config.prompt_logprobs, first_scored)
         self._buffer = TextBuffer(config.stop, roles.reader() if roles.reader and config.stop else None, roles.ends)
         self._loops = LoopFinder() if config.stop_loops else None
         self._text: list[str] = []
@@ -132,11 +132,6 @@ class Sequence:
         self.is_open = False
         self.is_cancelled = False
         self.end: End | None = None
-
-    @property
-    def seed(self) -> int:
-        """Seed of the sampling."""
-        return self.config.sampling.seed
 
     @property
     def most_reused(self) -> int:
@@ -163,7 +158,7 @@ class Sequence:
             "".join(self._text),
             self.tokens,
             self._finish or "cancelled",
-            self.seed,
+            self.config.sampling.seed,
             self.stats,
             self._stages,
             self._pieces,
@@ -196,19 +191,16 @@ class Sequence:
         """Take what a step of the batch gave it."""
         try:
             if isinstance(outcome, Step):
-                self._add(outcome)
+                piece = self._piece(outcome)
+                if piece.tokens or piece.text:
+                    self.num_sent += len(piece.tokens)
+                    self.put(piece)
+                if self._finish:
+                    self.close()
             elif outcome is not None:
                 self.close(outcome)
         except BaseException as error:
             self.close(error)
-
-    def _add(self, step: Step) -> None:
-        piece = self._piece(step)
-        if piece.tokens or piece.text:
-            self.num_sent += len(piece.tokens)
-            self.put(piece)
-        if self._finish:
-            self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the sequence. After a MemoryError it can be called again."""
@@ -241,7 +233,7 @@ class Sequence:
             if release:
                 release(error)
         except BaseException as fault:  # must end this sequence alone
-            lost = lost or fault
+            lost = fault if lost is None else lost
         self.decoder = None
         if isinstance(lost, MemoryError) and lost.args in _OUT_OF_MEMORY:
             lost = _OUT_OF_MEMORY[lost.args]
@@ -252,10 +244,9 @@ class Sequence:
         """Add a step; returns its tokens up to a stop string or a loop, and the text that is certain after them."""
         text, new = "", 0
         finish: FinishReason | None = step.finish_reason
-        for token in step.tokens:
+        for new, token in enumerate(step.tokens, 1):
             self._pieces.append(self.token_bytes(token))
             text += self._buffer.push(self._pieces[-1])
-            new += 1
             if self._buffer.stopped:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + new):
@@ -284,7 +275,7 @@ class Sequence:
         if self._prefill.num_top is None:
             return None
         found = list(self._prefill.logprobs)  # a copy, because the thread may be appending
-        tokens = self.prompt_tokens[self._first_scored : self._first_scored + len(found)].tolist()
+        tokens = self.prompt_tokens[self._prefill.first_scored :][: len(found)].tolist()
         return [self._logprob(token, logprobs) for token, logprobs in zip(tokens, found, strict=True)]
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:

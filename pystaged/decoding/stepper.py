@@ -11,7 +11,7 @@ token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from pystaged._core import run
@@ -68,9 +68,9 @@ class Stepper:
                 if text.outcome is None:
                     text.ask()
         asked = [text for text in texts if text.request and not text.wants_draft]
-        steps = [text for text in asked if isinstance(text.request, Verify)]
-        self._trim_trees([text.request for text in steps if isinstance(text.request, Verify)])
-        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], steps)
+        steps = {text: text.request for text in asked if isinstance(text.request, Verify)}
+        self._trim_trees([*steps.values()])
+        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*steps.values()])
         asked = [text for text in asked if text.request and text.request.num_rows]
         requests = self._pass(asked)  # the target's, for all trees and pieces of prompts
         self._last = self._clocks.processor()
@@ -104,8 +104,8 @@ class Stepper:
             if request is None or not text.wants_draft or text in have_read:
                 continue
             if isinstance(request, Read):
-                most = _DRAFT_PIECE if len(texts) > 1 and request.hidden is None else MOST_ROWS
-                request.num_rows = min(len(request.tokens), most)
+                if len(texts) > 1 and request.hidden is None:
+                    request.num_rows = min(request.num_rows, _DRAFT_PIECE)
                 if request.num_rows < len(request.tokens):
                     have_read.add(text)
             found.append(text)
@@ -121,12 +121,12 @@ class Stepper:
             for request, kept in zip(requests, rows, strict=True):
                 request.tree = request.tree.head(kept)
 
-    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Decoder]) -> None:
+    def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Verify]) -> None:
         """Set the rows of each prefill request beside these steps."""
         room = MOST_ROWS
-        beside = sum(text.request.num_rows for text in steps if text.request)
+        beside = sum(request.num_rows for request in steps)
         if beside and requests:
-            past = mean_past(requests)
+            past = sum(request.past for request in requests) / len(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
             while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:
                 room += 1
@@ -150,7 +150,7 @@ class Stepper:
             return requests
         pending = [_num_pending(request) for request in requests]
         try:
-            share(requests, self._make, self._clocks)
+            share(requests, lambda: self._make([request.work() for request in requests]), self._clocks)
         except Exception as error:
             for request, before in zip(requests, pending, strict=True):
                 if _was_made(request, before):
@@ -175,16 +175,14 @@ def generate(text: Decoder, *arguments: Any, **options: Any) -> Generator[Step, 
         text.end()
 
 
-def note_batch(texts: Sequence[Decoder], steps: Sequence[Decoder]) -> None:
+def note_batch(texts: Sequence[Decoder], steps: Mapping[Decoder, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    for text in steps:
-        assert isinstance(text.request, Verify)
-        text.rows, text.gain = text.request.num_rows, float(text.request.tree.scores.sum())
+    loads = {text: (request.num_rows, float(request.tree.scores.sum())) for text, request in steps.items()}
     for text in texts:
-        others = [other for other in steps if other is not text]
+        others = [load for other, load in loads.items() if other is not text]
         text.batch.sequences = 1 + len(others)
-        text.batch.rows = sum(other.rows for other in others)
-        text.batch.tokens = sum(other.gain for other in others)
+        text.batch.rows = sum(rows for rows, _ in others)
+        text.batch.tokens = sum(tokens for _, tokens in others)
 
 
 def own_copy(error: BaseException) -> BaseException:

@@ -6,8 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any
 
 from pystaged.decoding.scheduler import Scheduler
 from pystaged.decoding.sequence import End, PrefillProgress, Sequence
@@ -24,7 +22,7 @@ class Stream(Iterator[Piece]):
     def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
         # The scheduler holds the sequence, never the stream, so that a stream is freed as soon as it is dropped.
         self._scheduler, self.sequence = scheduler, sequence
-        self._said: SimpleQueue[Any] = SimpleQueue()
+        self._said = SimpleQueue[Piece | PrefillProgress | End]()
         self._turn = threading.Lock()
         self._reader: int | None = None  # id of the thread that is reading
         self._is_open = self._cancelled = self._over = False
@@ -68,8 +66,7 @@ class Stream(Iterator[Piece]):
             self._scheduler.open(sequence, said.put)
         if sequence.end and said.empty():  # Ctrl-C interrupted an earlier read of the end
             return sequence.end
-        item: Piece | PrefillProgress | End = said.get()
-        return item
+        return said.get()
 
     @property
     def result(self) -> GenerationResult:
@@ -104,9 +101,7 @@ class Stream(Iterator[Piece]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -125,14 +125,10 @@ class Calibration:
         said = list[Child]()
         for token, cell in cells.items():
             guess = guesses.get(token)
-            prior = self.rate(cell)
-            if guess is None:
-                both: Cell = (*cell[:3], -1)
-                said.append((self._joint(both, prior), token, (both, cell)))
-            else:
-                support = self.rate(guess)
-                both = (*cell[:3], 1 + bisect_right(_SUPPORT, support))
-                said.append((self._joint(both, max(prior, support)), token, (both, cell, guess)))
+            support = self.rate(guess) if guess else 0.0
+            both: Cell = (*cell[:3], 1 + bisect_right(_SUPPORT, support) if guess else -1)
+            learning = (both, cell, guess) if guess else (both, cell)
+            said.append((self._joint(both, max(self.rate(cell), support)), token, learning))
         for token, guess in guesses.items():
             if token not in cells:
                 support = self.rate(guess)

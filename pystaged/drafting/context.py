@@ -43,9 +43,7 @@ class ContextNgrams:
         """
         if k < 1:
             raise ValueError("k must be at least 1")
-        gram = tuple(tail[-_MAX_ORDER:])
-        while gram and gram not in self._followers:
-            gram = gram[1:]
+        gram = next((gram for gram in _suffixes(tail) if gram in self._followers), ())
         positions, order = self._followers[gram][-_WINDOW:] if gram else [], len(gram)
         for length in _LONGER if order == _MAX_ORDER else ():
             end = list(tail[-length:])

@@ -260,15 +260,13 @@ class TreeDrafter:
 
     def _rows(self, tree: GrowingTree, seconds: float) -> list[int]:
         """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
-        if self._gain and not (self._chains and tree.deepest):  # a chain has no room for two voices
+        if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two voices
             self._look_ahead(tree, self._gain, seconds)
         nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
-        if not nodes:
-            return []
-        if not self._gain and not tree.passes:
-            return nodes[:1]  # the first is always expanded
+        if not nodes or not (self._gain or tree.passes):
+            return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
-        growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
+        growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = seconds - growth.seconds - growth.lag
         width = min(self._policy.expand(growth), MAX_EXPANDED - len(tree.judged))
         while width > 0 and self._price(tree, width) > left:
@@ -310,8 +308,6 @@ class TreeDrafter:
 
     def _look_ahead(self, tree: GrowingTree, policy: GainPolicy, seconds: float) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""
-        if not self._lookups:
-            return
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
         scores = sorted(-tree.nodes[node].score for node in grown)
@@ -391,17 +387,14 @@ class TreeDrafter:
         return self._costly.lag() if self._costly and tree.deepest and not tree.passes else 0.0
 
     def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
-        growth = Growth(scores, [], tree.passes, tree.seconds, self._length - 1, lag=self._lag(tree))
-        growth.price = partial(self._price, tree)
-        return growth
+        return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))
 
     def _keep(self, tree: GrowingTree) -> list[int]:
         """The nodes to verify, parents before children."""
         order = tree.ranked()
         growth = self._growth(tree, [tree.nodes[node].score for node in order])
         if self._experts:
-            ranked = [(-tree.nodes[node].score, node) for node in order]
-            order, experts = self._experts.order(tree.nodes, ranked, growth.cells, MAX_NODES)
+            order, experts = self._experts.order(tree.nodes, order, growth.cells, MAX_NODES)
             growth = replace(growth, scores=[tree.nodes[node].score for node in order], experts=experts)
         return order[: self._policy.keep(growth)]
 

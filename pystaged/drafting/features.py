@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,16 +117,11 @@ class FeatureProposer(Proposer):
             self._forget()
             return
         request.check()
-        self.stats.native_seconds += request.share * request.seconds
-        self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
+        self.note_pass(request, self._cost, self._began)
         if isinstance(request, Read):
             self._consume(request.result)
-            return
-        if self._cost:  # reading takes less than a pass of as many rows
-            others = (1 - request.share) * request.processor_seconds
-            seconds = self.meter() - self._began + others
-            self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
-        self._keep(request)
+        else:
+            self._keep(request)
 
     def _keep(self, request: AnyRequest) -> None:
         """Keep what a pass for a tree found."""
@@ -202,9 +196,7 @@ class EagleProposer(FeatureProposer):
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
-        self._found: dict[int, Proposal] = {}  # after each node
-        self._states: dict[int, HiddenRows] = {}  # after each node
-        self._rows: dict[int, int] = {}  # pending row of each node
+        self._judged: dict[int, tuple[Proposal, HiddenRows, int]] = {}  # after each node, and its pending row
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
@@ -221,26 +213,23 @@ class EagleProposer(FeatureProposer):
 
     def discard(self) -> None:
         self.session.discard()
-        self._states = {node: state for node, state in self._states.items() if node == 0}
-        self._found = {node: found for node, found in self._found.items() if node == 0}
+        self._judged = {node: judged for node, judged in self._judged.items() if node == 0}
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
-        if 0 not in self._found:
+        if 0 not in self._judged:
             return self._read_root()
         forced = range(1, tree.first if tree.first <= _MOST_FORCED else 0)
-        nodes = [node for node in forced if node not in self._found][:1] or nodes
+        nodes = [node for node in forced if node not in self._judged][:1] or nodes
         parents = [tree.nodes[node].parent for node in nodes]
-        if all(node in self._found for node in nodes) or any(parent not in self._states for parent in parents):
+        if all(node in self._judged for node in nodes) or any(parent not in self._judged for parent in parents):
             return None  # they are found; or it is lost, or too many tokens before are forced
-        hidden = self._states[parents[0]]
-        for parent in parents[1:]:
-            hidden = hidden + self._states[parent]
-        tokens, rows = [tree.nodes[node].token for node in nodes], [self._rows[parent] for parent in parents]
-        return self._evaluate(nodes, tokens, rows, hidden, len(nodes))
+        _, states, rows = zip(*(self._judged[parent] for parent in parents), strict=True)
+        tokens = [tree.nodes[node].token for node in nodes]
+        return self._evaluate(nodes, tokens, rows, sum(states[1:], states[0]), len(nodes))
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         del tree
-        return [self._found.get(node) or Proposal({}, FEATURES) for node in nodes]
+        return [self._judged[node][0] if node in self._judged else Proposal({}, FEATURES) for node in nodes]
 
     def _read_root(self) -> Propose | None:
         """The pass over what is unread; the last row is the root's."""
@@ -259,8 +248,7 @@ class EagleProposer(FeatureProposer):
         found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
         first = self.session.num_pending - len(self._asked)
         for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
-            self._found[node], self._states[node] = proposal, self.session.hidden_of([row])
-            self._rows[node] = row
+            self._judged[node] = proposal, self.session.hidden_of([row]), row if node else -1
         if self._asked[0] == 0:
             self._keep_root(request.num_rows)
 
@@ -268,11 +256,10 @@ class EagleProposer(FeatureProposer):
         """Commit the rows that the root's pass read."""
         self.session.commit(range(count))
         self._consume(count)
-        self._rows[0] = -1
 
     def _forget(self) -> None:
         super()._forget()
-        self._found, self._states, self._rows = {}, {}, {}
+        self._judged = {}
 
 
 class AssistantProposer(EagleProposer):
@@ -313,16 +300,14 @@ class AssistantProposer(EagleProposer):
 
     def _see(self, length: int) -> None:
         """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
-        last = self._target.hidden[-1:].copy()
-        self._length, self._is_lost = length, len(last) == 0
-        self._hidden = None if self._is_lost else last
+        self._length, self._hidden = length, self._target.hidden[-1:].copy() or None
+        self._is_lost = self._hidden is None
 
     def _read_root(self) -> Propose | None:
         return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden, 1)
 
     def _keep_root(self, count: int) -> None:
-        del count
-        self._rows[0] = -1
+        """It has no rows of the text."""
 
 
 class BlockProposer(FeatureProposer):
@@ -359,21 +344,16 @@ class BlockProposer(FeatureProposer):
         return Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
-        if not self._is_evaluated:
-            return [Proposal({}, FEATURES) for _ in nodes]
-        rows = [self._first + tree.nodes[node].depth for node in nodes]
-        inside = [row < self._model.block_size for row in rows]
-        before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
-        try:
-            found = self.session.likeliest(
-                list(compress(rows, inside)), list(compress(before, inside)), self._num_candidates
-            )
-        except ModelError:
-            self._drop(lost=True)
-            self._forget()
-            return [Proposal({}, FEATURES) for _ in nodes]
-        said = iter([self._proposal(*each) for each in zip(*found, strict=True)])
-        return [next(said) if is_inside else Proposal({}, FEATURES) for is_inside in inside]
+        if self._is_evaluated:
+            rows = [self._first + tree.nodes[node].depth for node in nodes]
+            before = [tree.nodes[node].token for node in nodes] if self._model.has_markov else []
+            try:
+                found = self.session.likeliest(rows, before, self._num_candidates)
+                return [self._proposal(*each) for each in zip(*found, strict=True)]
+            except ModelError:
+                self._drop(lost=True)
+                self._forget()
+        return [Proposal({}, FEATURES) for _ in nodes]
 
     def _keep(self, request: AnyRequest) -> None:
         del request

@@ -14,7 +14,7 @@ from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
 from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.context import ContextNgrams
-from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
 _CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
@@ -28,9 +28,6 @@ class Lookup(Proposer):
     def after(self, tail: list[int]) -> Proposal:
         """Propose tokens after a sequence whose last tokens are `tail`."""
         raise NotImplementedError
-
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
-        return [self.after(tree.tail(node)) for node in nodes]
 
 
 class RecycledProposer(Lookup):
@@ -99,14 +96,10 @@ class ContextProposer(Lookup):
         known, unread = len(self._grams), self._unread
         if self._read and seconds < math.inf:
             unread = min(unread, int(seconds / self._read(1)))
-        if unread <= 0:
-            return
-        if self._read is None or unread < _TIMED_TEXT:
-            self._grams.extend(self._text[known : known + unread])
-            return
         begin = self.meter()
-        self._grams.extend(self._text[known : known + unread])
-        self._read.observe(unread, 0, self.meter() - begin)
+        self._grams.extend(self._text[known : known + max(0, unread)])
+        if self._read and unread >= _TIMED_TEXT:
+            self._read.observe(unread, 0, self.meter() - begin)
 
     def after(self, tail: list[int]) -> Proposal:
         chances, order = self._grams.chances(tail, _CANDIDATES)

@@ -49,8 +49,8 @@ class ModelProposer(Proposer):
         self._rows: dict[Path, int] = {}  # pending rows of the current tree
         self._num_rows = 0
         self._after: dict[int, Candidates] = {}  # by node of the current tree
-        self._asked: tuple[GrowingTree, Sequence[int]]  # a tree and its nodes that the current pass evaluates
-        self._began = 0.0  # when preparing that began
+        self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
+        self._began, self._vocab_size = 0.0, 0  # when preparing that began; the target's
         self._is_lost = False  # whether its values overflowed: it drafts no more in this sequence
 
     def sessions(self) -> list[Session]:
@@ -129,18 +129,12 @@ class ModelProposer(Proposer):
         else:
             request.check()
             self._num_rows += request.num_rows
-            self.stats.native_seconds += request.share * request.seconds
-            self.stats.weight_bytes += round(request.share * self.session.weight_bytes)
-            self._keep(*self._asked, [self._candidates(*each) for each in zip(*request.result, strict=True)])
-            if self._cost:
-                others = (1 - request.share) * request.processor_seconds
-                seconds = self.meter() - self._began + others
-                self._cost.observe(request.pass_rows, request.pass_past, seconds, request.share)
-            del self._asked  # its tree holds the text's constraint
+            self._keep([self._candidates(*each) for each in zip(*request.result, strict=True)])
+            self.note_pass(request, self._cost, self._began)
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
         """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""
-        self._began, self._asked = self.meter(), (tree, nodes)
+        self._began, self._asked, self._vocab_size = self.meter(), nodes, tree.vocab_size
         paths = [tuple(tree.path(node)) for node in nodes]
         tokens: list[int] = []
         parents: list[int] = []
@@ -164,10 +158,9 @@ class ModelProposer(Proposer):
         k, sampling = tree.num_candidates, tree.sampling.native
         return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
 
-    def _keep(self, tree: GrowingTree, nodes: Sequence[int], found: list[Candidates]) -> None:
+    def _keep(self, found: list[Candidates]) -> None:
         """Keep the candidates after each row that was judged."""
-        del tree
-        self._after |= zip(nodes, found, strict=True)
+        self._after |= zip(self._asked, found, strict=True)
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
@@ -191,7 +184,7 @@ class ModelProposer(Proposer):
         good = {
             token: score
             for token, score in zip(tokens, scores, strict=True)
-            if 0 <= token < self._asked[0].vocab_size and token not in self._substitutes
+            if 0 <= token < self._vocab_size and token not in self._substitutes
         }
         return Candidates(good, DRAFT)
 

@@ -20,10 +20,7 @@ PLACES = 1 + len(LATER)  # tokens that one pass proposes
 
 
 def draft_proposer(
-    session: Session,
-    mask: int = -1,
-    cost: PassCost | None = None,
-    substitutes: Mapping[int, int] | None = None,
+    session: Session, mask: int = -1, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
 ) -> ModelProposer:
     """The proposer of a draft model, a parallel one if it has a mask token (-1 for none). Arguments as in
     ParallelModelProposer."""
@@ -43,11 +40,7 @@ class ParallelModelProposer(ModelProposer):
     _places = PLACES
 
     def __init__(
-        self,
-        session: Session,
-        mask: int,
-        cost: PassCost | None = None,
-        substitutes: Mapping[int, int] | None = None,
+        self, session: Session, mask: int, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
     ) -> None:
         super().__init__(session, cost, substitutes)
         self._mask = mask
@@ -68,8 +61,7 @@ class ParallelModelProposer(ModelProposer):
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._at(tree, node) for node in nodes]
 
-    def _keep(self, tree: GrowingTree, nodes: Sequence[int], found: list[Candidates]) -> None:
-        del tree, nodes
+    def _keep(self, found: list[Candidates]) -> None:
         self._found = found
         for place, candidates in enumerate(found[1:]):
             candidates.source = LATER[place]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.decoding.account import Meter
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TreeBuilder
 from pystaged.options.config import SamplingConfig
@@ -44,12 +45,8 @@ class GrowingTree(TreeBuilder):
         vocab_size: int,
     ) -> None:
         super().__init__(tail[-1])
-        self.length = length
-        self.max_depth = max_depth
-        self.num_candidates = num_candidates
-        self.sampling = sampling
-        self.constraint = constraint
-        self.vocab_size = vocab_size
+        self.length, self.max_depth, self.num_candidates = length, max_depth, num_candidates
+        self.sampling, self.constraint, self.vocab_size = sampling, constraint, vocab_size
         self.first = 0  # the node that proposers begin with: the root, or the last forced node
         self.guessed: dict[int, dict[int, Cell]] = {}  # the cells of the lookups' tokens, by node
         self.judged: set[int] = set()  # nodes that a pass expanded
@@ -140,6 +137,14 @@ class Proposer:
     def take(self, request: AnyRequest) -> None:
         """Take the result of a pass. Raises the pass's error if the sequence cannot go on without it."""
         request.check()
+
+    def note_pass(self, request: AnyRequest, cost: PassCost | None, began: float) -> None:
+        """Count a pass that was made, and refine its cost by the time since preparing it began."""
+        self.stats.native_seconds += request.share * request.seconds
+        self.stats.weight_bytes += round(request.share * request.session.weight_bytes)
+        if cost and not isinstance(request, Read):  # reading takes less than a pass of as many rows
+            others = (1 - request.share) * request.processor_seconds
+            cost.observe(request.pass_rows, request.pass_past, self.meter() - began + others, request.share)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
         """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or

@@ -24,11 +24,11 @@ def used(*experts: int) -> np.ndarray:
     return np.packbits(np.isin(np.arange(200), experts), bitorder="little")
 
 
-def tree(*guesses: tuple[int, int, float], stage: Stage = Stage.NGRAM) -> tuple[TreeBuilder, list[tuple[float, int]]]:
+def tree(*guesses: tuple[int, int, float], stage: Stage = Stage.NGRAM) -> tuple[TreeBuilder, list[int]]:
     """A tree of (parent, token, score) after token 0, and its ranked guesses."""
     builder = TreeBuilder(0)
     nodes = [builder.add(parent, token, score, stage, (1, 0, 0)) for parent, token, score in guesses]
-    return builder, sorted((-builder.nodes[node].score, node) for node in nodes)
+    return builder, sorted(nodes, key=lambda node: -builder.nodes[node].score)
 
 
 def test_experts_beyond_the_usual_number_add_their_price() -> None:
@@ -66,6 +66,14 @@ def test_passes_with_prompts_teach_no_experts() -> None:
     assert found.price == pytest.approx(0.004)
 
 
+def test_a_pass_of_many_experts_is_not_taken_for_one_of_no_time() -> None:
+    """By a coarse clock; what its experts beyond the usual number should have cost is more than all of its time."""
+    found = ExpertCost(SECONDS, None, UNIONS, 0.004, {**dict.fromkeys(SECONDS, 3.0), 32: 0.0})
+    usual = found(32)
+    found.observe(32, 0, 0.1, 1.0, 700)
+    assert found(32) == pytest.approx(0.25 * usual, rel=0.1)
+
+
 def test_of_equal_guesses_those_whose_experts_are_there_come_first() -> None:
     found = cost()
     found.learn([0, 1, 2], np.stack([used(*range(100)), used(*range(90, 190)), used(*range(2, 102))]))
@@ -95,7 +103,7 @@ def test_parents_and_forced_tokens_come_first() -> None:
     for token in range(40):
         parent = rng.randrange(2, len(builder.nodes)) if token else 2
         builder.add(parent, token, builder.nodes[parent].score * rng.uniform(0.5, 1), Stage.NGRAM, (1, 0, 0))
-    ranked = sorted((-node.score, i) for i, node in enumerate(builder.nodes) if i)
+    ranked = sorted(range(1, len(builder.nodes)), key=lambda node: -builder.nodes[node].score)
     order, experts = found.order(builder.nodes, ranked, 0, 31)
     assert order[:2] == [1, 2]
     assert len(set(order)) == len(order) <= 31

@@ -210,6 +210,9 @@ def test_the_fastest_of_the_first_samples_counts() -> None:
         cost.observe(8, 0, seconds)
     assert (cost(1), cost(8)) == (1.0, pytest.approx(2.0))
     assert cost(32) == pytest.approx(2.0 * 4.1 / 1.7)  # as steep as was assumed, from the sample on
+    cost = PassCost({1: 1.0, 8: 0.0, 32: 0.0}, samples={1: 3, 8: 0, 32: 0})
+    cost.observe(16, 0, 5.0)
+    assert (cost.samples[8] > 0, cost.samples[32]) == (True, 0)  # a pass is a sample of the nearest number alone
 
 
 def test_a_pass_of_no_time_by_a_coarse_clock_is_not_free() -> None:

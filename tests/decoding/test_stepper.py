@@ -320,7 +320,7 @@ class Simulated:
         self.request: Any = None
         self.outcome: Any = None
         self.times: list[float] = []
-        self.rows, self.gain, self.wants_draft, self.done = 0, 0.0, False, 0
+        self.wants_draft, self.done = False, 0
 
     def ask(self) -> None:
         self.outcome, left = None, self.prompt - self.done

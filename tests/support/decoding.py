@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pystaged.decoding.decoder import Decoder, Phase
 from pystaged.decoding.drafter import Drafter, fulfil_all
-from pystaged.decoding.requests import MOST_ROWS, Clocks, Read, fulfil
+from pystaged.decoding.requests import Clocks, fulfil
 from pystaged.decoding.step import Step
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.tree import TokenTree
@@ -28,8 +28,6 @@ def started(decoder: Decoder, prompt: NDArray[np.int32], **options: Any) -> int:
     """Read a prompt; returns the number of tokens that the context held already."""
     decoder.begin(prompt, SamplingConfig(), 10**6, **options)
     while request := decoder._next_read():
-        if isinstance(request, Read):
-            request.num_rows = min(len(request.tokens), MOST_ROWS)
         fulfil(request, decoder.clocks)
         decoder.request = request
         decoder.take()
