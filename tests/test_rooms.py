@@ -24,7 +24,7 @@ ROOMS = {
     "decoding": 3650,
     "drafting": 2450,
     "backends": 400,
-    "loading": 4250,
+    "loading": 4320,
     "receipts": 700,
     "server": 4750,
     "integrations": 900,
