@@ -262,6 +262,17 @@ def test_drafts_of_a_later_kind_are_refused(tmp_path: Path, name: str) -> None:
         pystaged.load(target, draft=draft)
 
 
+def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
+    draft = write_dflash(tmp_path / "draft.gguf", Block())
+    draft = changed(draft, tmp_path / "window.gguf", put("dflash.attention.sliding_window", U32, struct.pack("<I", 8)))
+    pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
+    draft = changed(draft, tmp_path / "windows.gguf", pattern)
+    target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
+    with pystaged.load(target, draft=draft, report=lambda _: None) as engine:
+        plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens
+        assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
+
+
 # ---- Where texts end and begin ----
 
 
