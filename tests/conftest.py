@@ -27,6 +27,7 @@ def _environment_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("OLLAMA_MODELS", str(cache / "ollama"))
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "huggingface" / "hub"))  # read once
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "*")

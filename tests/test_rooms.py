@@ -24,7 +24,7 @@ ROOMS = {
     "decoding": 3600,
     "drafting": 2400,
     "backends": 400,
-    "loading": 4200,
+    "loading": 4300,
     "receipts": 700,
     "server": 4250,
     "integrations": 900,

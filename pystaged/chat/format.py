@@ -14,7 +14,7 @@ from pystaged.chat import ENDLESS, ChatTemplateError, history
 from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS, mark
-from pystaged.chat.messages import Message, completed, marked, marked_messages, with_joined_parts
+from pystaged.chat.messages import Message, completed, in_parts, marked, marked_messages, with_joined_parts
 from pystaged.chat.turn import TurnReader
 from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
 
@@ -180,6 +180,8 @@ class ChatFormat:
             with_joined_parts(message)
             if isinstance(message.get("content"), list)
             and not (can("parts") and (message["role"] != "system" or can("system parts")))
+            else in_parts(message)
+            if self._takes_parts_alone(name)
             else message
             for message in given
         ]
@@ -217,12 +219,19 @@ class ChatFormat:
         reader.push(text)
         return any(block.name == "f" for block in reader.blocks)
 
+    def _takes_parts_alone(self, name: str) -> bool:
+        """Whether a template would leave out contents that are no lists of parts."""
+        return not self._probed(name, "text") and self._probed(name, "a part")
+
     def _probed(self, name: str, what: str) -> bool:
         """Whether a template can do what one of history's probes shows."""
         if (name, what) not in self._can:
             probe = history.PROBES[what]
+            messages = mark(probe.messages)
+            if what not in ("text", "a part") and self._takes_parts_alone(name):
+                messages = list(map(in_parts, messages))
             try:
-                text = self._guarded(name, self._of_model | {"messages": mark(probe.messages)})
+                text = self._guarded(name, self._of_model | {"messages": messages})
             except ChatTemplateError:
                 text = ""
             shows = all(words in text for words in probe.shows)

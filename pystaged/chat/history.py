@@ -62,6 +62,8 @@ def _calls(count: int, as_text: bool) -> Probe:
 _ONE, _TWO = _says("system", "one part"), _says("user", "two part")
 _BOTH = ("one part", "two part")
 PROBES = {
+    "text": Probe([_says("user", "one part")], _BOTH[:1]),
+    "a part": Probe([_says("user", [{"type": "text", "text": "one part"}])], _BOTH[:1], ("'type'", '"type"')),
     "parts": Probe([_says("user", [{"type": "text", "text": text} for text in _BOTH])], _BOTH, ("'type'", '"type"')),
     "system parts": Probe(
         [_says("system", [{"type": "text", "text": text} for text in _BOTH]), _TWO | {"content": "x"}], _BOTH

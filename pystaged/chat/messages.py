@@ -116,6 +116,12 @@ def with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": join(mark("\n"), [part["text"] for part in message["content"]])}
 
 
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A marked message with its text as a part, for templates that write nothing else."""
+    content = message.get("content")
+    return message | {"content": mark([{"type": "text", "text": content}])} if isinstance(content, str) else message
+
+
 def marked(value: Any, where: str) -> Any:
     """Mark the strings of plain data. Raises ValueError and TypeError that name `where`."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,10 +213,18 @@ def _load(
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
     if device == "cpu":
         _check_memory(path)
-    if kept and device == "cpu":
-        model = load_packed(path, kernel, num_threads, kept, kv)
-    else:
-        model = load_model(os.fsencode(path), kernel, num_threads, device, kv)
+    try:
+        if kept and device == "cpu":
+            model = load_packed(path, kernel, num_threads, kept, kv)
+        else:
+            model = load_model(os.fsencode(path), kernel, num_threads, device, kv)
+    except ModelError as error:
+        if re.search(r"tensor '(v|a|mm)\.", str(error)):
+            raise ValueError(
+                f"{path} also reads images or sound, as Ollama's files may, and models here read text only; take "
+                "a file of text alone, which repositories on the hub have: `pystaged pull OWNER/NAME-GGUF`"
+            ) from None
+        raise
     if tokenizer.num_tokens != model.vocab_size:
         raise ValueError(
             f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"

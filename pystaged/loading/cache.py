@@ -17,7 +17,7 @@ from pystaged.platform.files import cache_folder
 from pystaged.platform.seen import PART
 
 # What llama.cpp keeps beside a model: its MTP layer, and what reads images for it.
-_BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
+BESIDE = re.compile(r"(^|/)(mtp-|[^/]*mmproj)[^/]*$", re.IGNORECASE)
 
 
 def folder(repository: str = "") -> Path:
@@ -104,10 +104,10 @@ def _fitting(files: Sequence[str], wanted: str) -> list[str]:
     file is named, what only belongs to a model is left out, unless there is nothing else."""
     wanted = wanted.lower()
     if not wanted.endswith(".gguf"):
-        files = [file for file in files if not _BESIDE.search(file)] or files
+        files = [file for file in files if not BESIDE.search(file)] or files
     if not wanted:
         return list(files)
-    kind = re.compile(rf"(^|[.:_/-]){re.escape(wanted)}(\.gguf$|/|$)")
+    kind = re.compile(rf"(^|[.:_/-]){re.escape(wanted)}((-00001-of-00001)?\.gguf$|/|$)")
     return [file for file in files if file.lower() == wanted] or [file for file in files if kind.search(file.lower())]
 
 

@@ -68,6 +68,12 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
                 f"{repository.name} has no {wanted}; its checkpoint can be converted to: {', '.join(FILE_TYPES)}"
             )
         return _convert(repository, kind)
+    names = {PART.sub(".gguf", file) for file in repository.sizes if PART.search(file)}
+    if (wanted or not models) and (whole := cache.choose(sorted(names), wanted)):
+        raise FileNotFoundError(
+            f"{repository.name} has {whole} in several files, which are not downloaded here; run: hf download "
+            f"{repository.name} --include '{whole.removesuffix('.gguf')}-*', and name the path of the first"
+        )
     if models:
         raise FileNotFoundError(
             f"{repository.name} has {'no single file that fits ' + wanted if wanted else 'several models'}; "

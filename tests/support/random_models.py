@@ -258,21 +258,29 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def add_vocabulary(writer: GGUFWriter, size: int, marks: Mapping[int, str] | None = None) -> None:
+def add_vocabulary(
+    writer: GGUFWriter,
+    size: int,
+    marks: Mapping[int, str] | None = None,
+    *,
+    pre: str = "gpt-2",
+    begins: int | None = None,
+    ends: int | None = None,
+) -> None:
     """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     tokens = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
     made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     marks = {**(marks or {}), size - 1: END_OF_TEXT}
     names = dict(enumerate([*tokens, *made_up])) | marks
     writer.add_token_list([names[token] for token in range(size)])
     writer.add_token_types([int(TokenType.CONTROL if token in marks else TokenType.NORMAL) for token in range(size)])
     kept = [token for i, token in enumerate(made_up) if 256 + i not in marks]
     writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
-    writer.add_bos_token_id(size - 1)
-    writer.add_eos_token_id(size - 1)
+    writer.add_bos_token_id(size - 1 if begins is None else begins)
+    writer.add_eos_token_id(size - 1 if ends is None else ends)
 
 
 def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, marks: Sequence[str] = ()) -> None:

@@ -1,0 +1,40 @@
+"""Skeletons of popular models: each loads, generates the same staged and plain, and is computed as libllama does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.known_models import MODELS, SIZE
+from support.libraries import LLAMA_TOLERANCE
+from support.logits import llama_context, llama_pass, model_logits
+from support.random_models import write
+
+import pystaged
+from pystaged._core import Model, Tokenizer
+
+TOKENS = np.random.default_rng(5).integers(3, 250, 80).tolist()
+GELU = 20  # times the tolerance: ggml looks it up in a table of float16
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_skeleton(tmp_path: Path, name: str) -> None:
+    known = MODELS[name]
+    path = write(tmp_path / "model.gguf", known.written)
+    tokenizer = Tokenizer(path)
+    marks = [tokenizer.encode(mark, True)[-1] for mark in (known.begins, known.ends)]
+    assert [tokenizer.bos, tokenizer.eos] == marks
+    assert tokenizer.adds_bos == known.adds
+    ours = model_logits(Model(str(path)), TOKENS)
+    assert ours.shape == (len(TOKENS), SIZE)
+    with llama_context(path, n_ctx=8192, num_threads=1) as context:
+        error = np.abs(ours - llama_pass(context, TOKENS, 0))
+    tolerance = LLAMA_TOLERANCE * (GELU if "gemma" in known.model.family else 1)
+    assert error.max() <= tolerance
+    assert error.mean() <= tolerance / 10
+    with pystaged.load(path, draft=None, report=lambda _: None) as engine:
+        for temperature in (0.0, 1.0):
+            options = {"max_tokens": 24, "seed": 3, "temperature": temperature, "ignore_eos": True}
+            plain = engine.generate("the the", **options, speculate=False).tokens
+            assert engine.generate("the the", **options).tokens == plain
