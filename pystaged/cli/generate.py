@@ -31,7 +31,7 @@ from pystaged.options.table import SAMPLING, TEXT
     logprobs={"help": f"With --json. {TEXT['logprobs'].help}"},
 )
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue, after piped input; - is that alone.")] = None,
     *,
     prompts: Annotated[
         Path | None,
@@ -46,10 +46,7 @@ def generate(
     ] = None,
     model: ModelName = None,
     chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Answer the prompt, after what is piped in, as a question, with the model's chat template."
-        ),
+        bool, typer.Option("--chat", help="Answer the prompt as a question, with the model's chat template.")
     ] = False,
     system: System = "",
     think: Think = None,

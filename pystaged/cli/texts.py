@@ -15,7 +15,7 @@ import typer
 
 import pystaged
 from pystaged.chat.format import begin
-from pystaged.cli.console import counter, errors, open_engine, read_prompt, read_question, reading_bar, report
+from pystaged.cli.console import counter, errors, open_engine, read_question, reading_bar, report
 from pystaged.cli.options import Color, Given, usage
 from pystaged.cli.painting import show, stats_table, summary
 from pystaged.cli.prompts import Asked, read_prompts
@@ -56,8 +56,7 @@ def write(
         config = GenerationConfig(**usual | given.only([*TEXT, *SAMPLING]))
     if receipt:
         destination(receipt)
-    read = read_question if chat else read_prompt
-    asked = [Asked("", read(prompt or ""))] if prompts is None else read_prompts(prompts)
+    asked = [Asked("", read_question(prompt or ""))] if prompts is None else read_prompts(prompts)
     for each in asked:
         if each.messages and not chat:
             raise each.about(ValueError("messages are answered with --chat"))

@@ -303,6 +303,21 @@ def test_refusals(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments do not depend on a locale there")
+def test_a_locale_without_utf8(path: Path) -> None:
+    done = run("generate", "\u65e5".encode(), "--model", path, PYTHONUTF8="0", LC_ALL="C")
+    if sys.platform != "darwin":  # whose arguments are UTF-8 always
+        assert_refused(done, "the locale is the cause, LC_ALL=C.UTF-8 is one that helps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["def g(x):", "-"])
+def test_piped_input_stands_before_a_prompt(path: Path, prompt: str) -> None:
+    done = here("generate", prompt, "--model", path, "-n", "1", "--json", stdin=b"f(2)\n")
+    assert json.loads(done.stdout)["prompt"] == ("f(2)\n" if prompt == "-" else f"f(2)\n\n{prompt}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}], ids=["utf8 mode", "locale"])
 @pytest.mark.parametrize("prompt", [b"-", b"def \xff"], ids=["stdin", "argument"])
 def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, str]) -> None:
