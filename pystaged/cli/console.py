@@ -156,11 +156,11 @@ def model_name(name: str | None) -> str | Path:
     downloaded."""
     from pystaged.loading import names  # noqa: PLC0415
 
-    name = names.default_model(report) if name is None else name
-    if name == "bundled":
-        return name
+    model = names.default_model(report) if name is None else names.packaged_name(name)
+    if model == "bundled":
+        return model
     with progress_bars() as progress:
-        return names.resolve(name, progress)
+        return names.resolve(model, progress)
 
 
 def draft_name(name: str) -> str | Path:
