@@ -329,6 +329,8 @@ class Engine:
         """
         from pystaged.decoding.embedding import embed, pooling_of  # noqa: PLC0415
 
+        if isinstance(texts, (list, tuple)) and not texts:
+            raise ValueError("there are no texts; give at least one")
         if not _are_several(texts):
             raise TypeError("texts must be a list of texts or of token ids")
         self.runtime.scheduler.check_caller()

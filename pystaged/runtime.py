@@ -127,7 +127,8 @@ class Runtime:
         else:
             tokens = _token_ids(prompt, self.tokenizer.num_tokens)
         if len(tokens) == 0:
-            raise ValueError("the prompt is empty; give at least one character to continue from")
+            what = "one character" if isinstance(prompt, str) else "one token, or one prompt of several,"
+            raise ValueError(f"the prompt is empty; give at least {what} to continue from")
         if len(tokens) > self.n_ctx:
             more = self.bundle.target.max_context
             raise ContextFullError(

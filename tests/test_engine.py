@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -400,7 +401,7 @@ def test_prompts_that_are_none(engine: Engine) -> None:
     for several in (["list"], [[1]], [[1], [2, 3]]):
         with pytest.raises(TypeError, match="the prompt must be a string or token ids"):
             engine.stream(several)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="the prompt is empty; give at least one token, or one prompt of several"):
         engine.generate([])
     for token in (-1, 300, 2**31):
         with pytest.raises(ValueError, match=f"token {token} is outside of the vocabulary of 300"):
@@ -415,7 +416,22 @@ def test_prompts_that_are_none(engine: Engine) -> None:
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, not 0"),
         ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer"),
         ({"max_tokens": True}, TypeError, "max_tokens must be an integer"),
-        ({"max_tokens": None}, TypeError, "max_tokens must be an integer"),
+        (
+            {"max_tokens": None},
+            TypeError,
+            "max_tokens must be an integer, not NoneType; engine.n_ctx has no limit but the context",
+        ),
+        (
+            {"max_tokens": -1},
+            ValueError,
+            "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but the context",
+        ),
+        ({"seed": -1}, ValueError, r"seed must be .*, not -1; None draws a random seed"),
+        (
+            {"json_schema": SimpleNamespace(model_json_schema=dict)},
+            TypeError,
+            r"a dictionary, such as pydantic's Model.model_json_schema\(\), or",
+        ),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"seed": "1"}, TypeError, "seed"),
         ({"stop": ""}, ValueError, "a stop string must not be empty"),

@@ -166,6 +166,8 @@ class ChatFormat:
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
             raise TypeError(f"tools must be a list of dictionaries, not {type(tools).__name__}")
+        if str in map(type, tools or ()):
+            raise TypeError("tools must be dictionaries, not strings")
         options = {
             str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
         }

@@ -156,11 +156,11 @@ def model_name(name: str | None) -> str | Path:
     downloaded."""
     from pystaged.loading import names  # noqa: PLC0415
 
-    name = names.default_model(report) if name is None else name
-    if name == "bundled":
-        return name
+    model = names.default_model(report) if name is None else names.packaged_name(name)
+    if model == "bundled":
+        return model
     with progress_bars() as progress:
-        return names.resolve(name, progress)
+        return names.resolve(model, progress)
 
 
 def draft_name(name: str) -> str | Path:
@@ -202,14 +202,14 @@ def _loading() -> Iterator[Callable[[str], None]]:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt of a command; - reads it from standard input. Raises ValueError if that is not UTF-8."""
-    if prompt != "-":
-        return prompt
-    text = sys.stdin.read()
+    """The prompt of a command; - reads it from standard input. Raises ValueError if it is not UTF-8."""
+    text = sys.stdin.read() if prompt == "-" else prompt
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("standard input is not UTF-8") from None
+        what = "standard input is not UTF-8" if prompt == "-" else "the prompt is not valid Unicode text"
+        is_ascii = sys.getfilesystemencoding() != "utf-8"
+        raise ValueError(what + is_ascii * "; the locale is the cause, LC_ALL=C.UTF-8 is one that helps") from None
     return text
 
 
@@ -217,6 +217,7 @@ def read_question(question: str) -> str:
     """As read_prompt; input that is piped into the command stands before the question."""
     if question == "-" or sys.stdin.isatty():
         return read_prompt(question)
+    read_prompt(question)  # to check it
     hint = threading.Timer(_LONG, report, ["waiting for the end of standard input; < /dev/null leaves it out"])
     hint.daemon = True
     hint.start()

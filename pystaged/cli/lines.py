@@ -69,12 +69,11 @@ class Lines:
             try:
                 with self._interrupts.allowed():
                     line = self._input(". " if lines else "> ")
-            except EOFError:
+            except (EOFError, KeyboardInterrupt) as end:
                 typer.echo()
-                return ("\n".join(lines), quoted) if lines else None
-            except KeyboardInterrupt:
+                if isinstance(end, EOFError) and not lines:
+                    return None
                 # As in a shell, the typed text is dropped.
-                typer.echo()
                 report("the message is dropped" if lines else "/bye or Ctrl-D leaves")
                 lines, quoted = [], False
                 continue

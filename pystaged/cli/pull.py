@@ -30,7 +30,7 @@ def pull(
 
     Example: pystaged pull openai-community/gpt2-large --type q8_0
     """
-    if model in names.PACKAGED:
+    if names.packaged_name(model) in names.PACKAGED:
         path = names.resolve(model)
         report(f"{model} is there already, in a package")
     else:

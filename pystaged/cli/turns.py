@@ -54,6 +54,7 @@ class _State(NamedTuple):
 
 _SWITCH = {"on": True, "off": False}
 _LEAVING = ("exit", "quit", "bye")
+_COMMANDS_TO_LEAVE = [f"/{word}" for word in _LEAVING]
 _MOST_BYTES = 64 << 20  # of a saved conversation
 _TURN = 2  # messages of a turn
 
@@ -125,7 +126,7 @@ class Chat:
             "/text": lambda _: write_wrapped(self._text()),
             "/seed": self._seed,
             "/set": self._set,
-            "/show": lambda words: self._set_system("") if words == "system" else self._show(),
+            "/show": lambda words: self._set_system("") if words == "system" else self._show(words),
             "/save": self._save,
             "/load": lambda words: self.resume(_file("/load", words)),
             "/stats": self._stats,
@@ -147,12 +148,12 @@ class Chat:
             return False
         if not line.startswith("/") or ("\n" in line and command not in self._commands):
             self.say(line)
-        elif command in ("/bye", "/exit", "/quit"):
+        elif command in _COMMANDS_TO_LEAVE:
             return False
         elif command in self._commands:
             self._commands[command](words.strip())
         else:
-            likely = meant(command, self._commands)
+            likely = meant(command, [*self._commands, *_COMMANDS_TO_LEAVE])
             hint = f"did you mean {likely}? " if likely else ""
             raise ValueError(f"there is no command {command}; {hint}/help shows those there are")
         return True
@@ -160,7 +161,10 @@ class Chat:
     def say(self, text: str) -> None:
         """Ask text that is not a command, even if it begins with /. Errors as in take."""
         if text.strip():
+            before = self._so_far
             self._turn(text)
+            if self._so_far is before:  # nothing was written
+                report("the question is taken back; /retry asks it again")
 
     def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
         """Start the model's turn. progress: called with that of prefill."""
@@ -225,7 +229,8 @@ class Chat:
         """Lines that name the model, its drafters, and the sampling."""
         model = self._engine.model
         drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
-        limit = f"{self._most} tokens at most" if self._most else f"context of {self._engine.n_ctx} tokens"
+        n_ctx = self._engine.n_ctx
+        limit = f"{self._most} tokens at most" if 0 < self._most < n_ctx else f"context of {n_ctx} tokens"
         return (
             f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
             f"{described(self._given.sampling(self._engine))}; {limit}; /help for help"
@@ -379,7 +384,9 @@ class Chat:
             raise ValueError("write /seed N, a number; -1 draws one")
         self._set(f"seed {words}")
 
-    def _show(self) -> None:
+    def _show(self, words: str) -> None:
+        if words in ("info", "license", "modelfile", "template"):
+            raise ValueError(f"/show {words}: pystaged info MODEL says what there is to know of a model")
         loops = "on" if self._given["stop_loops"] else "off"
         report(described(self._given.sampling(self._engine)))
         report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
@@ -558,6 +565,8 @@ def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, _Messages]
         is_ours = kept.get("vocabulary") == tokenizer.fingerprint
         for message in messages if is_ours else ():
             _check_tokens(message.get("tokens", []), tokenizer.num_tokens)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such saved conversation; to change the model, start again") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
         raise ValueError(f"{path} is not a conversation saved with /save: {why}") from None

@@ -18,7 +18,7 @@ from pystaged.loading.file_types import FILE_TYPES
 from pystaged.loading.metadata import COMMIT, About, read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, check_type, quantize_checkpoint
-from pystaged.options.aliases import hub_id
+from pystaged.options.aliases import hub_id, usual_names
 from pystaged.platform.files import check_room, update
 from pystaged.platform.seen import PART
 
@@ -48,7 +48,8 @@ def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None
     match = HUB_ID.fullmatch(hub_id(name))
     if not match:
         raise ValueError(
-            f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf"
+            f"{name!r} is no hub id; it should look like owner/name, owner/name:TYPE or owner/name:FILE.gguf, or be "
+            f"{usual_names(name)}"
         )
     wanted = check_type(quantization) if quantization else match["wanted"] or ""
     repository = _Repository(match["repository"], progress)

@@ -11,7 +11,7 @@ from pystaged.loading import cache, ollama
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
-from pystaged.options.aliases import MODELS, hub_id, meant
+from pystaged.options.aliases import MODELS, hub_id, meant, usual_names
 from pystaged.platform.files import expanded
 from pystaged.platform.seen import parts_of
 
@@ -40,6 +40,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         FileNotFoundError: no such file, name or repository.
         ValueError, OSError: as in pull.
     """
+    model = packaged_name(model)
     if model == "bundled":
         return bundled_file(_BUNDLED_TARGET)
     if model == "bundled-draft":
@@ -58,6 +59,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         raise IsADirectoryError(f"{path} is a folder; {_inside(path, found)}")
     if isinstance(model, str):
         theirs, model = ollama.find(model), hub_id(model)
+        if "://" in model:
+            raise FileNotFoundError(f"{model} is an address; download the file first, and give its path")
         cached = cache.find(model)
         if cached:
             return cached
@@ -71,8 +74,14 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         raise FileNotFoundError(f"{what}; did you mean {likely}?")
     raise FileNotFoundError(
         f"{what}; give the path of a GGUF file, a name that `pystaged models` lists, "
-        "a hub id such as openai-community/gpt2, 'smollm2' or 'bundled'"
+        f"a hub id such as openai-community/gpt2, {usual_names('')}, 'smollm2' or 'bundled'"
     )
+
+
+def packaged_name(model: str | Path) -> str | Path:
+    """The name in PACKAGED that is meant, as Ollama reads names: in any case, also with a tag; or the name as it is."""
+    bare = str(model).lower().removesuffix(":latest").replace("smollm2:135m", SMOLLM2)
+    return bare if isinstance(model, str) and bare in PACKAGED and not expanded(model).exists() else model
 
 
 def _whole(path: Path) -> Path:
@@ -168,6 +177,8 @@ def several(
             raise ValueError(f"two models are named {name_of(model)}")
     if folder is not None:
         inside = _models_in(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
         if not inside:
             raise FileNotFoundError(f"there is no GGUF file in {folder}")
         files = {each.stem: each for each in inside} | files

@@ -10,16 +10,23 @@ from urllib.parse import unquote
 
 # Commands of Ollama and llama.cpp.
 COMMANDS: dict[str, tuple[str, ...] | str] = {
+    "cli": ("chat",),
     "convert": ("quantize",),
     "completion": "pystaged --install-completion installs the completion of your shell",
+    "cp": "models are not copied; serve --alias names one for clients",
     "create": "there are no Modelfiles; chat takes --system and options of sampling",
+    "embed": "a server has embeddings: pystaged serve, at /v1/embeddings",
     "list": ("models",),
+    "llama-server": ("serve",),
     "ls": ("models",),
     "ps": "nothing stays loaded between commands; GET /api/ps lists what a server has loaded",
+    "push": "models are not uploaded; hf upload, of the package huggingface_hub, does that",
     "rm": ("models", "remove"),
     "run": ("chat",),
+    "search": "models are found at https://huggingface.co/models?library=gguf; pull downloads one",
     "show": ("info",),
     "stop": "nothing stays loaded between commands; Ctrl-C ends a server",
+    "tokenize": "a server has that: pystaged serve, at /tokenize",
     "models list": ("models",),
     "models ls": ("models",),
     "models pull": ("pull",),
@@ -91,6 +98,7 @@ OPTIONS = {
     "--device-draft": "--draft-device",
     "--draft-max": _DEPTH,
     "--draft-min": _DEPTH,
+    "--dynatemp-range": "has no equivalent: --temperature is the same for all tokens",
     "--escape": _ESCAPES,
     "--file": PROMPT_FILE,
     "--format": "--json-schema",
@@ -113,19 +121,25 @@ OPTIONS = {
     "--no-webui": "has no equivalent: --api-key keeps strangers out",
     "--num-ctx": "--n-ctx",
     "--num-predict": "--max-tokens",
+    "--perf": "is --verbose here in generate, --stats in chat",
     "--predict": "--max-tokens",
     "--prompt": PROMPT,
     "--reasoning-budget": "is --think or --no-think here; serve has --reasoning-budget",
     "--repetition-penalty": "--repeat-penalty",
     "--reverse-prompt": "--stop",
+    "--rope-freq-base": "has no equivalent: the model's file says it",
+    "--rope-scaling": "has no equivalent: the model's file says it",
     "--samplers": "has no equivalent: filters have a fixed order; --temperature-last moves temperature to its end",
+    "--sampling-seq": "has no equivalent: filters have a fixed order",
     "--served-model-name": "--alias",
     "--slots": "has no equivalent: /metrics says what the server does",
     "--system-prompt": "--system",
     "--system-prompt-file": "is --system @FILE here",
     "--temp": "--temperature",
     "--tensor-parallel-size": "has no equivalent: --device rpc:HOST:PORT,... splits the layers over machines",
+    "--top-nsigma": "has no equivalent: there are --min-p, --top-p and other filters",
     "--typical": "--typical-p",
+    "--verbose-prompt": "has no equivalent: a server's /tokenize shows the tokens of a text",
 }
 
 # Python options of transformers, llama-cpp-python and vLLM.
@@ -208,7 +222,6 @@ ADDRESSES = {
     "/slots": "use /metrics",
 }
 
-
 # A web address on the hub, also without https:// as Ollama writes it; and what follows its host where that is a model.
 _HUB_ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:hf|huggingface)\.co(?::\d+)?(?:/([^?#]*))?(?:[?#].*)?", re.IGNORECASE
@@ -227,9 +240,9 @@ def hub_id(name: str) -> str:
     """
     address = _HUB_ADDRESS.fullmatch(name)
     if not address:
-        usual, _, size = name.lower().partition(":")
-        known = MODELS.get(usual, "")
-        return known if known and (size in ("", "latest") or f"-{size}-" in known.lower()) else MODELS.get(name, name)
+        usual, _, tag = name.lower().partition(":")
+        hub = MODELS.get(usual, "")
+        return hub if hub and (tag in ("", "latest") or f"-{tag}-" in hub.lower()) else MODELS.get(name.lower(), name)
     found = _HUB_MODEL.fullmatch(unquote(address[1] or "").rstrip("/"))
     if not found:
         raise ValueError(
@@ -237,6 +250,12 @@ def hub_id(name: str) -> str:
             "or hf.co/OWNER/NAME/blob/main/FILE.gguf"
         )
     return ":".join(filter(None, found.groups()))
+
+
+def usual_names(like: str) -> str:
+    """Words for the names in MODELS that differ from a name by their tag alone, or for some of all."""
+    found = [each for each in MODELS if each.partition(":")[0] == like.lower().partition(":")[0]]
+    return f"a usual name: {', '.join(found)}" if found else "a usual name such as llama3.2 or qwen3"
 
 
 def meant(word: str, ours: Iterable[str]) -> str | None:

@@ -18,6 +18,7 @@ import numpy as np
 from pystaged._core import LogitRules, Sampling
 from pystaged.options.aliases import KEYWORDS, meant
 from pystaged.options.table import (
+    INSTEAD,
     LOADING,
     SAMPLING,
     TEXT,
@@ -339,7 +340,8 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
         if not isinstance(text, str):
-            raise TypeError(f"json_schema must be a dictionary or JSON text, not {type(text).__name__}")
+            what = "a dictionary, such as pydantic's Model.model_json_schema(), or JSON text"
+            raise TypeError(f"json_schema must be {what}, not {type(text).__name__}")
         try:
             text.encode()
         except UnicodeError:
@@ -362,7 +364,7 @@ def convert(name: str, kind: Any, value: Any) -> Any:
     if isinstance(value, _OTHERS.get(kind, ())):
         return value
     what = repr(value) if kind is bool else type(value).__name__
-    raise TypeError(f"{name} must be {_WORDS[kind]}, not {what}")
+    raise TypeError(f"{name} must be {_WORDS[kind]}, not {what}{INSTEAD.get(name, '') * (value is None)}")
 
 
 _OTHERS: dict[Any, Any] = {str: (str, Grammar), Path: (str, Path), Callable: Callable}

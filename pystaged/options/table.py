@@ -20,12 +20,9 @@ DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 PREFILL_BUDGET = 0.25  # seconds
 
 _MOST = 2**31 - 1
-_BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
-    "ge": operator.ge,
-    "gt": operator.gt,
-    "le": operator.le,
-    "lt": operator.lt,
-}
+_BOUNDS: dict[str, Callable[[Any, Any], bool]] = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt")}
+# What to write for -1 and None, which have a meaning in other programs.
+INSTEAD = {"max_tokens": "; engine.n_ctx has no limit but the context", "seed": "; None draws a random seed"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Option:
         for bound, limit in self.bounds.items():
             if not _BOUNDS[bound](value, limit):
                 words = f"at most {_word(limit)}" if limit == _MOST else self.range
-                raise ValueError(f"{name} must be {words}, not {value}")
+                raise ValueError(f"{name} must be {words}, not {value}{INSTEAD.get(name, '') * (value == -1)}")
 
 
 def _word(bound: float) -> str:

@@ -188,6 +188,8 @@ def test_options_that_are_none(tokenizer: Tokenizer) -> None:
         chat.render(QUESTION, template_options={"bos_token": "x"})
     with pytest.raises(TypeError, match="template_options must be a dictionary, not int"):
         chat.render(QUESTION, template_options=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tools must be dictionaries, not strings"):
+        chat.render(QUESTION, tools=["x"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="tools must be a list"):
         chat.render(QUESTION, tools={"a": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tools: strings, numbers"):

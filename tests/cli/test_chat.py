@@ -249,6 +249,9 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
     assert made.take("/HELP")
     assert capsys.readouterr().err == shown
     assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
+    assert "; 6 tokens at most; " in made.greeting("x")
+    n_ctx = made._engine.n_ctx
+    assert f"; context of {n_ctx} tokens; " in session(max_tokens=2 * n_ctx).greeting("x")
     with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
         made.take("/nonsense")
 
@@ -271,6 +274,8 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         ("/set top_p x", "top_p must be a number, not x"),
         ("/set stop_loops maybe", "stop_loops must be on or off, not maybe"),
         ("/set max_tokens -2", "max_tokens must be at least -1 and below"),
+        ("/show modelfile", "/show modelfile: pystaged info MODEL says"),
+        ("/exitt", r"there is no command /exitt; did you mean /exit\?"),
     ],
 )
 def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
@@ -462,7 +467,7 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., 
         made.take(f"/load {file}")
     assert text not in ("", "{") or str(caught.value).endswith(": it is no JSON")
     assert made._so_far == []
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.json: no such saved conversation; to change the"):
         made.take(f"/load {tmp_path / 'nothing.json'}")
 
 
@@ -612,6 +617,22 @@ def test_pastes_that_libedit_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert [reader.read(), reader.read()] == [("Fix a\n\nb!", False), ("next", False)]
     assert history == ["before", "Fix a\n\nb!", "next"]
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_an_unfinished_message_is_dropped(monkeypatch: pytest.MonkeyPatch, end: type[BaseException]) -> None:
+    lines = iter(['"""abc', end, "next", EOFError])
+
+    def read(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    with Interrupts() as interrupts:
+        reader = Lines(interrupts)
+        assert [reader.read(), reader.read()] == [("next", False), None]
 
 
 @pytest.mark.slow

@@ -303,6 +303,14 @@ def test_refusals(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments do not depend on a locale there")
+def test_a_locale_without_utf8(path: Path) -> None:
+    done = run("generate", "\u65e5".encode(), "--model", path, PYTHONUTF8="0", LC_ALL="C")
+    if sys.platform != "darwin":  # whose arguments are UTF-8 always
+        assert_refused(done, "the locale is the cause, LC_ALL=C.UTF-8 is one that helps")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}], ids=["utf8 mode", "locale"])
 @pytest.mark.parametrize("prompt", [b"-", b"def \xff"], ids=["stdin", "argument"])
 def test_bytes_that_are_no_text(path: Path, prompt: bytes, changes: dict[str, str]) -> None:

@@ -95,6 +95,7 @@ def test_a_burst_stops_a_turn_and_loses_nothing(
     # What was on the screen is in the conversation.
     said = shown.out.removesuffix("\n")
     assert bool(said) == (call > 0 or name == "__exit__")
+    assert ("the question is taken back; /retry asks it again" in shown.err) == (not said)
     after = before + (f"\n\nuser: b\n\nassistant: {said}" if said else "")
     assert text_of(made, capsys) == after
     made.take("c")

@@ -95,6 +95,8 @@ def test_texts_are_written_meanwhile(engine: Engine) -> None:
 def test_what_cannot_be_embedded(engine: Engine) -> None:
     with pytest.raises(TypeError, match="a list of texts"):
         engine.embed("a text")
+    with pytest.raises(ValueError, match="there are no texts; give at least one"):
+        engine.embed([])
     with pytest.raises(ValueError, match="empty"):
         engine.embed([""])
     with pytest.raises(ValueError, match='"mean", "cls" or "last", not "max"'.replace('"max"', "'max'")):

@@ -15,7 +15,7 @@ import pystaged
 from pystaged import cli
 from pystaged.engine import LoadOptions, Options
 from pystaged.loading import names
-from pystaged.loading.hub import HUB_ID
+from pystaged.loading.hub import HUB_ID, pull
 from pystaged.options import aliases
 from pystaged.options.config import TextOptions, check_options
 from pystaged.options.validation import plainly
@@ -81,6 +81,17 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
         (["generate"], "give a prompt, - for standard input, or --prompts"),
         (["create", "mine"], "create: there are no Modelfiles"),
         (["ps"], "ps: nothing stays loaded between commands"),
+        (["cp", "a", "b"], "cp: models are not copied; serve --alias"),
+        (["push"], "push: models are not uploaded"),
+        (["search", "x"], "search: models are found at https://huggingface.co/models?library=gguf"),
+        (["embed", "x"], "pystaged serve, at /v1/embeddings"),
+        (["tokenize", "x"], "pystaged serve, at /tokenize"),
+        (["llama-server", "--zzz"], "root serve [OPTIONS]"),
+        (["cli", "--zzz"], "root chat [OPTIONS]"),
+        (["serve", "--rope-freq-base", "1", "--rope-scaling", "x"], "--rope-scaling has no equivalent: the model's"),
+        (["generate", "x", "--dynatemp-range", "1", "--top-nsigma", "1"], "--top-nsigma has no equivalent: there are"),
+        (["generate", "x", "--sampling-seq", "k"], "--sampling-seq has no equivalent: filters have a fixed order"),
+        (["generate", "x", "--perf", "--verbose-prompt"], "--perf is --verbose here in generate"),
         (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
         (
             ["chat", "Why is the sky blue?"],
@@ -211,7 +222,14 @@ def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("name", "is_usual"),
-    [("llama3.2", True), ("Qwen3:latest", True), ("gpt-oss:20b", True), ("qwen3:4b", True), ("qwen3:70b", False)],
+    [
+        ("llama3.2", True),
+        ("Qwen3:latest", True),
+        ("gpt-oss:20b", True),
+        ("qwen3:4b", True),
+        ("Qwen3:1.7B", True),
+        ("qwen3:70b", False),
+    ],
 )
 def test_usual_names_lead_to_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, is_usual: bool) -> None:
     pulled: list[str] = []
@@ -224,6 +242,44 @@ def test_usual_names_lead_to_the_hub(monkeypatch: pytest.MonkeyPatch, name: str,
     (found,) = pulled
     assert HUB_ID.fullmatch(found)
     assert name.lower()[:3] in found.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen3:q4_K_M", "or be a usual name: qwen3, qwen3:1.7b, qwen3:4b"),
+        ("gpt-5", "or be a usual name such as llama3.2 or qwen3"),
+    ],
+)
+def test_what_is_pulled_may_have_a_usual_name(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is no hub id; .*, {words}$"):
+        pull(name)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2", "SMOLLM2:latest", "smollm2:135m", "bundled-draft:latest"])
+def test_names_are_read_as_in_ollama(name: str) -> None:
+    bare = name.lower().partition(":")[0]
+    assert names.packaged_name(name) == bare
+    if bare in names.packaged():
+        assert names.resolve(name) == names.resolve(bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zzzzzz", "a usual name such as llama3.2 or qwen3, 'smollm2' or 'bundled'"),
+        ("https://example.com/x.gguf", "https://example.com/x.gguf is an address; download the file first"),
+    ],
+)
+def test_names_of_no_model(name: str, words: str) -> None:
+    with pytest.raises(FileNotFoundError, match=words):
+        names.resolve(name)
+
+
+def test_a_file_is_not_taken_for_a_name(tmp_path: Path, bundled_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "SmolLM2").symlink_to(bundled_draft)
+    monkeypatch.chdir(tmp_path)
+    assert names.packaged_name("SmolLM2") == "SmolLM2"
 
 
 def test_usual_names_are_hub_ids() -> None:

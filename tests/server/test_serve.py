@@ -147,8 +147,11 @@ def test_files_of_several_models(path: str, tmp_path: Path) -> None:
     other.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="two models are named b"):
         names.several([str(tmp_path / "b.gguf"), str(other)], None)
-    with pytest.raises(FileNotFoundError, match="no GGUF file"):
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}"):
         names.several([], tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no GGUF file"):
+        names.several([], tmp_path / "empty")
 
 
 def test_options_of_one_model_and_of_several(path: str) -> None:
