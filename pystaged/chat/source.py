@@ -16,12 +16,13 @@ Parser = Generator[Event | None, None, _T]
 class Source:
     """The text that has arrived and is not read yet.
 
-    ended: whether no more will arrive. trimmed: the white space that `until` left out last.
+    ended: whether no more will arrive. is_cut: whether that was not the model's will; what may then begin a mark at the
+    end does. trimmed: the white space that `until` left out last.
     """
 
     def __init__(self) -> None:
         self.text = self.trimmed = ""
-        self.ended = False
+        self.ended = self.is_cut = False
 
     def take(self, count: int) -> str:
         """Read characters."""
@@ -49,6 +50,7 @@ class Source:
         while not self.text.startswith(marks):
             is_begun = any(mark.startswith(self.text) for mark in marks)
             if not is_begun or not (yield from self.more()):
+                self.text = "" if is_begun and self.is_cut else self.text
                 return False
         return True
 
@@ -89,14 +91,15 @@ class Source:
                 if not then:
                     return mark
                 space = yield from self.space()
-                is_end = not self.text or (yield from self.starts(*then))
+                is_end = (yield from self.starts(*then)) or not self.text
                 self.text = space + self.text
                 if is_end:
                     return mark
                 yield kind, spelled(mark)
                 continue
             if not (yield from self.more()):
-                if rest := "".join([*held, self.take(len(self.text))]):
+                begun = self.take(len(self.text))
+                if (rest := "".join([*held, begun])) and not (begun and self.is_cut):
                     yield kind, spelled(rest)
                 return ""
 

@@ -267,6 +267,21 @@ def test_arguments_cut_in_the_middle(client: openai.OpenAI, claude: anthropic.An
     assert whole.output[0].arguments == call.function.arguments
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_marks_that_are_cut_are_no_text(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
+    for size, names in ((5, []), (20, []), (35, ["weather"]), (len(text) - 5, ["weather"])):
+        choice = chat(client, text, streams=False, tools=[CHAT_TOOL], max_tokens=size)
+        assert [call.function.name for call in choice.message.tool_calls or []] == names
+        assert not choice.message.content
+        found = message(claude, text, streams=streams, tools=[MESSAGE_TOOL], max_tokens=size)
+        assert [block.name for block in found.content if block.type == "tool_use"] == names
+        assert not any(block.text for block in found.content if block.type == "text")
+        whole = response(client, text, streams=streams, tools=[RESPONSE_TOOL], max_output_tokens=size)
+        assert [item.name for item in whole.output if item.type == "function_call"] == names
+        assert not whole.output_text
+
+
 def test_arguments_that_are_no_json_reach_no_client_that_fails_at_them(claude: anthropic.Anthropic) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome", days: 2}}\n</tool_call>'
     for streams in (False, True):
