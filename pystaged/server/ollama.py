@@ -177,7 +177,8 @@ def generate(state: State, request: GenerateRequest) -> Answer:
     """As chat, for one prompt, or for a text that the model continues."""
     if not (request.prompt or request.suffix):
         return TextAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    if not (request.raw or request.suffix):
+    is_chat = state.engine.chat_format.is_given or request.system or request.think
+    if is_chat and not (request.raw or request.suffix):
         system = [{"role": "system", "content": request.system}] if request.system else []
         asked = _chat(request, [*system, {"role": "user", "content": request.prompt}])
         return TextAnswer(state, asked, chats.turns(state, asked))
