@@ -95,6 +95,8 @@ def test_a_prompt_for_a_model_without_template_is_passed_through(random_gguf: Ca
     asked: Any = {"prompt": "the tree", "options": greedy()}
     with pystaged.load(random_gguf("F32", context=512), report=lambda _: None) as engine, live(engine) as plain:
         assert ask(plain, "/api/generate", **asked)["response"] == engine.generate("the tree", max_tokens=12).text
+        status, error = plain.ask("/api/chat", {"messages": ASKED, "think": True})
+        assert (status, error["error"]) == (400, f'"{NAME}" does not support thinking')
         found = ask(plain, "/api/generate", system="Be brief.", **asked)
         told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the tree"}]
         assert found["prompt_eval_count"] == len(engine.chat_format.encode(told))
