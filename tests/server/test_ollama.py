@@ -189,7 +189,8 @@ def test_the_model(server: Server, engine: Engine) -> None:
         ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
         ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
         ("/api/embed", {"input": ["a", ""]}, "text 1 of the input is empty"),
-        ("/api/pull", {"model": "a"}, "there is no POST /api/pull"),
+        ("/api/embed", {"input": []}, "input: the list is empty"),
+        ("/api/pull", {"model": "a"}, "there is no POST /api/pull; models are managed by `pystaged pull`"),
     ],
 )
 def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: str) -> None:
