@@ -350,11 +350,10 @@ _GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
 def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
     """Wait for text that a pattern is found in; returns whether it came. So a long word is read only once."""
     before = len(source.text)
-    while (yield from source.more()):
+    while (yield from source.more(drops=True)):
         if pattern.search(source.text, before):
             return True
         before = len(source.text)
-    source.text = "" if source.is_cut else source.text
     return False
 
 
@@ -441,10 +440,7 @@ def _keywords(source: Source, schema: Schema) -> Parser[bool]:
             source.take(1)
             continue
         while not (key := _KEY.match(source.text)):
-            if not _KEY_BEGUN.fullmatch(source.text):
-                return False
-            if not (yield from source.more()):
-                source.text = "" if source.is_cut else source.text
+            if not _KEY_BEGUN.fullmatch(source.text) or not (yield from source.more(drops=True)):
                 return False
         source.take(key.end())
         yield "arguments", f"{separator}{_dumped(key[1])}: "

@@ -83,11 +83,6 @@ class ChatFormat:
         """Names of the templates; "default" is the usual one, and "tool_use", if present, is for tools."""
         return list(self._sources)
 
-    @property
-    def is_given(self) -> bool:
-        """Whether the model has a template of its own."""
-        return self._sources.get("default") is not _CHATML
-
     def source(self, tools: bool = False) -> str:
         """The template that is used with or without tools; raises ChatTemplateError if there is none."""
         return self._source("tool_use" if tools and "tool_use" in self._sources else "default")

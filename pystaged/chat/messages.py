@@ -51,11 +51,9 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         content = [_part(part) for part in content]
         for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind != "text":
-                raise ValueError(f"{where}: content of type {kind} is not supported: the model reads text only")
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"{where}: a part of its content is not text as in {{'type': 'text', 'text': ...}}")
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                shown = "is not text as in {'type': 'text', 'text': ...}; images are not supported"
+                raise ValueError(f"{where}: a part of its content {shown}")
     elif content is not None and not isinstance(content, str):
         raise TypeError(f"{where}: the content must be text, not {type(content).__name__}")
     rest = {

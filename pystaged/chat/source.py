@@ -29,9 +29,10 @@ class Source:
         taken, self.text = self.text[:count], self.text[count:]
         return taken
 
-    def more(self) -> Parser[bool]:
-        """Wait for more text; returns whether there may be some."""
+    def more(self, *, drops: bool = False) -> Parser[bool]:
+        """Wait for more text; returns whether there may be some. drops: what is there is nothing if it was cut."""
         if self.ended:
+            self.text = "" if drops and self.is_cut else self.text
             return False
         yield None
         return True
@@ -49,8 +50,7 @@ class Source:
         """Whether one of some marks comes next."""
         while not self.text.startswith(marks):
             is_begun = any(mark.startswith(self.text) for mark in marks)
-            if not is_begun or not (yield from self.more()):
-                self.text = "" if is_begun and self.is_cut else self.text
+            if not is_begun or not (yield from self.more(drops=True)):
                 return False
         return True
 

@@ -100,8 +100,8 @@ class Models:
 
     def known(self, name: str) -> Served | None:
         """The model of exactly that name, or of one that differs by case or Ollama's :latest."""
-        alike = {_plain(each): served for each, served in self.all.items()}
-        return self.all.get(name) or alike.get(_plain(name))
+        alike = {each.lower().removesuffix(_LATEST): served for each, served in self.all.items()}
+        return self.all.get(name) or alike.get(name.lower().removesuffix(_LATEST))
 
     def named(self, name: str | None) -> Served:
         """The model of a name. Raises ApiError."""
@@ -213,10 +213,6 @@ class Models:
         """Close the engines that are loaded."""
         for state in self.loaded():
             state.engine.close()
-
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(_LATEST)
 
 
 def _size(path: Path) -> int:

@@ -131,7 +131,6 @@ def show(state: State, request: ModelRequest) -> dict[str, Any]:
     del request
     engine, details = state.engine, _details(state.engine.tokenizer.metadata)
     family = details["family"]
-    template = engine.tokenizer.metadata.get("tokenizer.chat_template", "")
     can = {
         "completion": True,
         "tools": engine.chat_format.knows_tools,
@@ -140,7 +139,7 @@ def show(state: State, request: ModelRequest) -> dict[str, Any]:
     }
     return {
         "modified_at": _moment(state.created),
-        "template": template,
+        "template": engine.tokenizer.metadata.get("tokenizer.chat_template", ""),
         "details": details,
         "model_info": {
             "general.architecture": family,
@@ -182,7 +181,7 @@ def generate(state: State, request: GenerateRequest) -> Answer:
     """As chat, for one prompt, or for a text that the model continues."""
     if not (request.prompt or request.suffix):
         return TextAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    is_chat = state.engine.chat_format.is_given or request.system or request.think
+    is_chat = "tokenizer.chat_template" in state.engine.tokenizer.metadata or request.system or request.think
     if is_chat and not (request.raw or request.suffix):
         system = [{"role": "system", "content": request.system}] if request.system else []
         asked = _chat(state, request, [*system, {"role": "user", "content": request.prompt}])

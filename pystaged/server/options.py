@@ -53,13 +53,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "post_sampling_probs": (False,),
     "image_data": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": ({},),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words"), ([],)),
 }
 
 

@@ -180,8 +180,11 @@ def test_what_clients_think_of_is_neither_kept_nor_said_without_bound(tokenizer:
         ([*QUESTION, says("assistant", None)], ValueError, r"messages\[1\] has no content"),
         ([says("user", 7)], TypeError, r"messages\[0\]: the content must be text, not int"),
         ([says("user", b"x")], TypeError, "the content must be text, not bytes"),
-        ([says("user", [{"text": "a"}])], ValueError, r"messages\[0\]: a part of its content is not text as in"),
-        ([says("user", [{"type": "image"}])], ValueError, r"messages\[0\]: content of type image is not supported"),
+        (
+            [says("user", [{"type": "image"}])],
+            ValueError,
+            r"messages\[0\]: a part of its content is not text as in .*images are not supported",
+        ),
         ([says("user", "\ud800")], ValueError, r"messages\[0\] has text that is not valid Unicode"),
         ([says("user", "x", more={1, 2})], TypeError, r"messages\[0\]: strings, numbers, lists .* not set"),
         ([says("assistant", "x", tokens=[7000])], ValueError, "'tokens' are not tokens of this model"),
