@@ -73,7 +73,7 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
     """Calls as JSON objects, alone or in a list."""
     is_call = False
     while True:
-        head = yield from _head(source, _JSON_HEAD, form.end)
+        head = yield from _head(source, _JSON_HEAD, form, schemas)
         if head is None:
             if not (form.end and (yield from _reversed_call(source))):
                 break
@@ -133,9 +133,10 @@ def _reversed_call(source: Source) -> Parser[bool]:
     return False
 
 
-def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match[str] | None]:
-    """Wait until a pattern matches what comes next; None once it cannot."""
-    searched = 0  # characters, among which no end begins
+def _head(source: Source, pattern: re.Pattern[str], form: CallForm, schemas: Schemas) -> Parser[re.Match[str] | None]:
+    """Wait until a pattern matches what comes next; None once it cannot. A head that is cut is read, as a call if its
+    name is whole."""
+    searched, end = 0, form.end  # characters, among which no end begins
     while True:
         found = pattern.match(source.text)
         if found or (end and source.text.find(end, searched) >= 0):
@@ -144,7 +145,27 @@ def _head(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match
         if len(source.text) > _LONGEST_HEAD and not (end and _REVERSED.match(source.text)):
             return None
         if not (yield from source.more()):
+            name, is_whole = _cut_name(source.text, pattern, form) if source.is_cut else (None, False)
+            likely = [tool for tool in schemas if tool == name or (not is_whole and tool.startswith(name or ""))]
+            if name is not None and (likely or not form.at_start):
+                source.text = ""
+                if is_whole:
+                    yield "call", name
             return None
+
+
+def _cut_name(text: str, pattern: re.Pattern[str], form: CallForm) -> tuple[str | None, bool]:
+    """The tool's name in a text that more would make a head, and whether it is whole; None for another text."""
+    found = "" if form.end and _REVERSED.match(text) else None
+    for head in (form.head, form.head.replace("[ARGS]", "[CALL_ID][ARGS]"), _JSON.replace("{{", '{{"type": "x", ')):
+        for rest in ("{", ")", "=", form.end, form.member.partition("{key}")[0]):
+            whole = head.format(name="x", quoted='"x"') + rest
+            for at in range(len(whole)):
+                if (made := pattern.match(text + whole[at:])) and made[1]:
+                    found = text[made.start(1) : made.end(1)]
+                    if made.end(1) < len(text):
+                        return found, True
+    return found, False
 
 
 def _json_value(source: Source) -> Parser[bool]:
@@ -191,7 +212,7 @@ _FUNCTION_HEAD = _pattern(r" <function=([^>\s]{1,128})> (?=\{)")
 def _named_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """Forms with the name before the JSON of the arguments: Mistral's newer one, name[ARGS]{...}, and Functionary's,
     <function=name>{...}</function>."""
-    head = yield from _head(source, _FUNCTION_HEAD if "<function=" in form.begins else _MISTRAL_HEAD, form.end)
+    head = yield from _head(source, _FUNCTION_HEAD if "<function=" in form.begins else _MISTRAL_HEAD, form, schemas)
     if head is None:
         return (yield from _json_call(source, form, schemas))
     source.take(head.end())
@@ -209,8 +230,7 @@ _HARMONY_HEAD = _pattern(r"([\w.-]{1,128})(?: <\|channel\|>\w+)?(?: <\|constrain
 
 def _harmony_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """gpt-oss's form: a message to a function, whose text is JSON."""
-    del schemas
-    head = yield from _head(source, _HARMONY_HEAD, form.end)
+    head = yield from _head(source, _HARMONY_HEAD, form, schemas)
     if head is None:
         return False
     source.take(head.end())
@@ -238,7 +258,7 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """
     is_quoted = form.begins[0].endswith('"')
     pattern = _XML_HEAD if "<function=" in form.begins else _QUOTED_HEAD if is_quoted else _GLM_HEAD
-    head = yield from _head(source, pattern, form.end)
+    head = yield from _head(source, pattern, form, schemas)
     if head is None:
         return False
     source.take(head.end())
@@ -330,7 +350,7 @@ _GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
 def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
     """Wait for text that a pattern is found in; returns whether it came. So a long word is read only once."""
     before = len(source.text)
-    while (yield from source.more()):
+    while (yield from source.more(drops=True)):
         if pattern.search(source.text, before):
             return True
         before = len(source.text)
@@ -339,7 +359,7 @@ def _waits(source: Source, pattern: re.Pattern[str]) -> Parser[bool]:
 
 def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """Gemma's form: call:name{key:value,...}, with marks around strings and bare keys."""
-    head = yield from _head(source, _GEMMA_HEAD, form.end)
+    head = yield from _head(source, _GEMMA_HEAD, form, schemas)
     if head is None:
         return False
     source.take(head.end())
@@ -389,7 +409,7 @@ _DEEPEST = 64  # lists and objects in each other
 def _python_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """LFM2's form: a list of calls with keywords as in Python, or in JSON, if the system message asks for that."""
     is_call = False
-    while (head := (yield from _head(source, _PYTHON_HEAD, form.end))) is not None:
+    while (head := (yield from _head(source, _PYTHON_HEAD, form, schemas))) is not None:
         if head[1] is None:
             return (yield from _json_call(source, form, schemas)) or is_call
         source.take(head.end())
@@ -420,7 +440,7 @@ def _keywords(source: Source, schema: Schema) -> Parser[bool]:
             source.take(1)
             continue
         while not (key := _KEY.match(source.text)):
-            if not _KEY_BEGUN.fullmatch(source.text) or not (yield from source.more()):
+            if not _KEY_BEGUN.fullmatch(source.text) or not (yield from source.more(drops=True)):
                 return False
         source.take(key.end())
         yield "arguments", f"{separator}{_dumped(key[1])}: "

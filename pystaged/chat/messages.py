@@ -52,7 +52,8 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
         content = [_part(part) for part in content]
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"{where}: a part of its content is not text as in {{'type': 'text', 'text': ...}}")
+                shown = "is not text as in {'type': 'text', 'text': ...}; images are not supported"
+                raise ValueError(f"{where}: a part of its content {shown}")
     elif content is not None and not isinstance(content, str):
         raise TypeError(f"{where}: the content must be text, not {type(content).__name__}")
     rest = {

@@ -16,21 +16,23 @@ Parser = Generator[Event | None, None, _T]
 class Source:
     """The text that has arrived and is not read yet.
 
-    ended: whether no more will arrive. trimmed: the white space that `until` left out last.
+    ended: whether no more will arrive. is_cut: whether that was not the model's will; what may then begin a mark at the
+    end does. trimmed: the white space that `until` left out last.
     """
 
     def __init__(self) -> None:
         self.text = self.trimmed = ""
-        self.ended = False
+        self.ended = self.is_cut = False
 
     def take(self, count: int) -> str:
         """Read characters."""
         taken, self.text = self.text[:count], self.text[count:]
         return taken
 
-    def more(self) -> Parser[bool]:
-        """Wait for more text; returns whether there may be some."""
+    def more(self, *, drops: bool = False) -> Parser[bool]:
+        """Wait for more text; returns whether there may be some. drops: what is there is nothing if it was cut."""
         if self.ended:
+            self.text = "" if drops and self.is_cut else self.text
             return False
         yield None
         return True
@@ -48,7 +50,7 @@ class Source:
         """Whether one of some marks comes next."""
         while not self.text.startswith(marks):
             is_begun = any(mark.startswith(self.text) for mark in marks)
-            if not is_begun or not (yield from self.more()):
+            if not is_begun or not (yield from self.more(drops=True)):
                 return False
         return True
 
@@ -89,14 +91,15 @@ class Source:
                 if not then:
                     return mark
                 space = yield from self.space()
-                is_end = not self.text or (yield from self.starts(*then))
+                is_end = (yield from self.starts(*then)) or not self.text
                 self.text = space + self.text
                 if is_end:
                     return mark
                 yield kind, spelled(mark)
                 continue
             if not (yield from self.more()):
-                if rest := "".join([*held, self.take(len(self.text))]):
+                begun = self.take(len(self.text))
+                if (rest := "".join([*held, begun])) and not (begun and self.is_cut):
                     yield kind, spelled(rest)
                 return ""
 

@@ -119,8 +119,9 @@ class TurnReader:
         """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
         return [(block, new) for block, new, _ in self.placed(text)]
 
-    def finish(self) -> list[tuple[Block, str]]:
-        """End the answer; returns the rest, as push does."""
+    def finish(self, *, is_cut: bool = False) -> list[tuple[Block, str]]:
+        """End the answer; returns the rest, as push does. is_cut: whether a limit ended it, perhaps within a mark."""
+        self._source.is_cut = is_cut
         return [(block, new) for block, new, _ in self.placed("", ended=True)]
 
     def placed(self, text: str, *, ended: bool = False) -> list[tuple[Block, str, int]]:
@@ -198,7 +199,7 @@ def _turn(
         source.text = mark + source.text if is_inside else source.text
         if (yield from form.parse(source, form, schemas)):
             yield from source.space()
-        else:
+        elif source.text or not source.is_cut:
             source.text = source.text.removeprefix(mark) if is_inside else source.text
             yield "text", space + mark
 
@@ -210,7 +211,8 @@ def _messages(source: Source, form: CallForm | None, schemas: Schemas) -> Parser
         header, mark = yield from source.collected(marks)
         if mark in HARMONY.begins:
             if not (yield from HARMONY.parse(source, HARMONY, schemas)):
-                yield "text", mark
+                if source.text or not source.is_cut:
+                    yield "text", mark
                 break
         elif mark:
             kind: Kind = "reasoning" if header.endswith("analysis") else "text"

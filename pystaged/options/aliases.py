@@ -210,6 +210,10 @@ MODELS = {
 
 # HTTP paths of Ollama, LM Studio and llama-server.
 ADDRESSES = {
+    **dict.fromkeys(
+        ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
+        "models are managed by `pystaged pull` and `pystaged models remove`",
+    ),
     "/api/embeddings": "use /api/embed",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",

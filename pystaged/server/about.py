@@ -22,7 +22,7 @@ def models(models: Models) -> dict[str, Any]:
 
 def model(models: Models, name: str) -> dict[str, Any]:
     """Describe the model of that name; one that is not loaded by its size alone. Raises ApiError (404) for others."""
-    served = models.all.get(name)
+    served = models.known(name)
     if served is None:
         raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
     state, meta = served.state, {"size": served.size}
@@ -35,7 +35,7 @@ def model(models: Models, name: str) -> dict[str, Any]:
             "n_embd": engine.model.width,
         }
     created = state.created if state else models.created
-    return {"id": name, "object": "model", "created": created, "owned_by": "pystaged", "meta": meta}
+    return {"id": served.name, "object": "model", "created": created, "owned_by": "pystaged", "meta": meta}
 
 
 def health(_models: Models) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Answer(ABC):
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         """The parts after the last piece of sequence i; the last one has the finish_reason."""
-        parts = self._walked(i, self.readers[i].finish())
+        parts = self._walked(i, self.readers[i].finish(is_cut=result.finish_reason != "stop"))
         if i not in self._open:
             parts += self._walked(i, [(block, "") for block in self.blocks(i)])
         return [*parts, *self.closed(i, self._open[i], result), *self.ending(i, result)]
@@ -193,7 +193,7 @@ class Answer(ABC):
         results = [sequence.result() for sequence in self.sequences]
         for reader, result in zip(self.readers, results, strict=False):
             reader.push(result.text)
-            reader.finish()
+            reader.finish(is_cut=result.finish_reason != "stop")
         choices = [self.choice(i, result) for i, result in enumerate(results)]
         return encoded(self.whole(choices, self._figures()))
 

@@ -32,7 +32,7 @@ from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
 from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, as_json, encoded
-from pystaged.server.request_types import TextRequest
+from pystaged.server.request_types import InfillRequest, TextRequest
 from pystaged.server.security import guarded
 from pystaged.server.state import State
 
@@ -205,7 +205,7 @@ class _Endpoints:
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object")
         if issubclass(kind, TextRequest):
-            value = renamed(value)
+            value = renamed(value, native.IGNORED if kind is InfillRequest else ())
         try:
             return kind.model_validate(value)
         except ValidationError as error:

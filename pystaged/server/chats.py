@@ -22,6 +22,7 @@ from pystaged.server.state import State
 from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
 
 T = TypeVar("T")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
 
 
@@ -79,6 +80,8 @@ def template(state: State, request: ChatRequest) -> dict[str, str]:
 def _thinks(state: State, request: ChatRequest) -> bool | None:
     """Whether the answer is to be reasoned; None for what the template prefers."""
     effort = request.reasoning_effort
+    if effort not in (None, *_EFFORTS):
+        raise ApiError(400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
     return state.settings.think if effort is None else effort != "none"
 
 
@@ -94,8 +97,10 @@ def _written(state: State, request: ChatRequest, write: Callable[..., T], param:
     messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     options = template_options(request, chat_format, _thinks(state, request), bool(tools))
+    last = request.messages[-1]
+    continues = last.role == "assistant" and not last.tool_calls and bool(joined(last.content or "").strip())
     try:
-        return write(messages, tools=given or None, template_options=options or None)
+        return write(messages, tools=given or None, template_options=options or None, continues=continues)
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:

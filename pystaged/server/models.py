@@ -98,10 +98,15 @@ class Models:
         found = sorted(self.all.values(), key=lambda served: -served.used)
         return [served.state for served in found if served.state]
 
+    def known(self, name: str) -> Served | None:
+        """The model of exactly that name, or of one that differs by case or Ollama's :latest."""
+        alike = {each.lower().removesuffix(_LATEST): served for each, served in self.all.items()}
+        return self.all.get(name) or alike.get(name.lower().removesuffix(_LATEST))
+
     def named(self, name: str | None) -> Served:
         """The model of a name. Raises ApiError."""
         names = ", ".join(map(repr, self.all))
-        found = self.all.get(name or "") or self.all.get((name or "").removesuffix(_LATEST))
+        found = self.known(name or "")
         if found is None and self.is_one and not self.settings.strict:
             found = next(iter(self.all.values()))
         if found is None:

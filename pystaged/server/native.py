@@ -14,6 +14,8 @@ from pystaged.server.options import text_options
 from pystaged.server.request_types import InfillRequest, NativeRequest
 from pystaged.server.state import State
 
+IGNORED = ("n_indent", "t_max_predict_ms")  # in requests to /infill; editors send them
+
 
 def begin(state: State, request: NativeRequest) -> NativeAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError."""

@@ -131,16 +131,15 @@ def show(state: State, request: ModelRequest) -> dict[str, Any]:
     del request
     engine, details = state.engine, _details(state.engine.tokenizer.metadata)
     family = details["family"]
-    template = engine.tokenizer.metadata.get("tokenizer.chat_template", "")
     can = {
         "completion": True,
         "tools": engine.chat_format.knows_tools,
-        "thinking": Dialect.of(template, engine.tokenizer).thinking is not None,
+        "thinking": _can_think(state),
         "insert": engine.tokenizer.infill_tokens.keys() >= {"prefix", "suffix", "middle"},
     }
     return {
         "modified_at": _moment(state.created),
-        "template": template,
+        "template": engine.tokenizer.metadata.get("tokenizer.chat_template", ""),
         "details": details,
         "model_info": {
             "general.architecture": family,
@@ -149,6 +148,11 @@ def show(state: State, request: ModelRequest) -> dict[str, Any]:
         },
         "capabilities": [name for name, is_so in can.items() if is_so],
     }
+
+
+def _can_think(state: State) -> bool:
+    template = state.engine.tokenizer.metadata.get("tokenizer.chat_template", "")
+    return Dialect.of(template, state.engine.tokenizer).thinking is not None
 
 
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
@@ -169,7 +173,7 @@ def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     if not request.messages:
         return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    asked = _chat(request, _messages(request.messages), request.tools)
+    asked = _chat(state, request, _messages(request.messages), request.tools)
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
@@ -177,9 +181,10 @@ def generate(state: State, request: GenerateRequest) -> Answer:
     """As chat, for one prompt, or for a text that the model continues."""
     if not (request.prompt or request.suffix):
         return TextAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    if not (request.raw or request.suffix):
+    is_chat = "tokenizer.chat_template" in state.engine.tokenizer.metadata or request.system or request.think
+    if is_chat and not (request.raw or request.suffix):
         system = [{"role": "system", "content": request.system}] if request.system else []
-        asked = _chat(request, [*system, {"role": "user", "content": request.prompt}])
+        asked = _chat(state, request, [*system, {"role": "user", "content": request.prompt}])
         return TextAnswer(state, asked, chats.turns(state, asked))
     raw = CompletionRequest.model_validate({**_shared(request), "prompt": request.prompt, "suffix": request.suffix})
     texts = completions.texts(state, raw, ANSWER_TOKENS, (request.top_logprobs or 0) if request.logprobs else None)
@@ -199,7 +204,11 @@ def _shared(request: _Request) -> dict[str, Any]:
     return found | {"stream": bool(request.stream), "n": 1}
 
 
-def _chat(request: _Request, messages: list[dict[str, Any]], tools: list[Tool] | None = None) -> ChatRequest:
+def _chat(
+    state: State, request: _Request, messages: list[dict[str, Any]], tools: list[Tool] | None = None
+) -> ChatRequest:
+    if request.think and not _can_think(state):
+        raise ApiError(400, f'"{state.name}" does not support thinking')
     given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools or []]}
     if request.think is not None:
         effort = request.think

@@ -27,6 +27,7 @@ from pystaged.server.request_types import ChatRequest, TextRequest, TurnRequest
 _ALIASES = {
     "repetition_penalty": "repeat_penalty",
     "n_predict": "max_tokens",
+    "n_cmpl": "n",
     "thinking_budget_tokens": "reasoning_budget_tokens",
     "thinking_token_budget": "reasoning_budget_tokens",
 }
@@ -42,20 +43,24 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "tfs_z": (1,),
+    "adaptive_target": (-1,),
+    "n_indent": (0,),
+    "t_max_predict_ms": (-1, 0),
     "samplers": ([], ["top_k", "top_p", "infill"]),  # llama.vim's; "infill" rounds off rare texts, and is left out
     "lora": ([],),
     "post_sampling_probs": (False,),
     "image_data": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words"), ([],)),
 }
 
 
-def renamed(body: dict[str, Any]) -> dict[str, Any]:
-    """Rename other servers' members to this server's names. Raises ApiError for unsupported ones."""
-    refuse(body, _UNSUPPORTED)
+def renamed(body: dict[str, Any], ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """Rename other servers' members to this server's names. Raises ApiError for unsupported ones, but for `ignored`."""
+    refuse({name: value for name, value in body.items() if name not in ignored}, _UNSUPPORTED)
     return {_ALIASES.get(name, name) if _ALIASES.get(name) not in body else name: value for name, value in body.items()}
 
 

@@ -101,6 +101,12 @@ class TextRequest(_SamplingRequest):
     pystaged: bool | None = None
 
 
+def _filled(value: Any) -> Any:
+    if value == []:
+        raise ValueError("the list is empty")
+    return value
+
+
 # A text as a string or as token ids, or a list of either.
 Prompts = Annotated[
     Annotated[str, Field(min_length=1)]
@@ -110,6 +116,7 @@ Prompts = Annotated[
         Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True),
     ],
     Field(union_mode="left_to_right"),
+    BeforeValidator(_filled),
 ]
 
 

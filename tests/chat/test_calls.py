@@ -78,6 +78,7 @@ def split(text: str, **options: Any) -> list[Part]:
 
 WRITE = ("write", '{"path": "a.txt", "size": 3}', True)
 TIME = ("time", "{}", True)
+NAMES: list[list[str]] = [[], ["write"], ["write", "time"]]
 AS_WRITTEN: list[tuple[CallForm, str]] = [
     (
         HERMES,
@@ -200,6 +201,20 @@ def test_arguments_that_are_cut(form: CallForm, text: str) -> None:
     cut = text[: text.index("a.t") + 3]
     assert split(cut, form=form)[1][::2] == ("write", False)
     assert split(cut, form=form)[1][1].endswith('"a.t')
+
+
+@pytest.mark.parametrize(("form", "text"), AS_WRITTEN)
+def test_marks_that_are_cut_are_no_text(form: CallForm, text: str) -> None:
+    for at in range(len("I look."), len(text) + 1):
+        reader = TurnReader(form=form, schemas=SCHEMAS)
+        reader.push(text[:at])
+        reader.finish(is_cut=True)
+        said, *called = reader.blocks
+        assert (said.text.rstrip(), [each.name for each in called]) in [("I look.", names) for names in NAMES], text[
+            :at
+        ]
+        for block, (_, arguments, _) in zip(called, (WRITE, TIME), strict=False):
+            assert not block.is_whole or json.loads(block.text) == json.loads(arguments)
 
 
 @pytest.mark.parametrize("value", ["a <b> & c\n", "</param>", "</param><param", "]]>", "", "<![CDATA", "]]></param>x"])

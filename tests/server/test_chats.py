@@ -263,6 +263,7 @@ def test_tokens_of_a_request_are_not_believed(server: Server, engine: Engine) ->
         ({"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),

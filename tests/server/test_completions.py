@@ -209,6 +209,8 @@ def test_who_proposed_what(server: Server) -> None:
         ({"stop": [1]}, "stop"),
         ({"lora": [{"id": 0}]}, "lora"),
         ({"guided_regex": "a*"}, "guided_regex"),
+        ({"tfs_z": 0.9}, "tfs_z"),
+        ({"bad_words": ["x"]}, "bad_words"),
         ({"chat_template": "x"}, "chat_template"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"stop": [" " * 600_000, " " * 599_999]}, "stop"),
@@ -226,6 +228,7 @@ def test_what_cannot_be_answered_names_the_parameter(server: Server, options: di
 
 def test_harmless_options_are_ignored(server: Server) -> None:
     harmless: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "store": True, "suffix": None, "stop": None}
+    harmless |= {"dynatemp_range": 0.0, "top_n_sigma": -1, "t_max_predict_ms": 0, "allowed_token_ids": []}
     harmless |= {"lora": [], "best_of": 1, "service_tier": "auto", "something": {"new": 1}}
     assert texts(complete(server, **harmless)) == texts(complete(server))
 

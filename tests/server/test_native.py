@@ -60,6 +60,12 @@ def test_several_prompts(server: Server, engine: Engine) -> None:
     assert first["content"] == second["content"]
 
 
+@pytest.mark.parametrize("name", ["n", "n_cmpl"])
+def test_several_texts(server: Server, name: str) -> None:
+    texts = [each["content"] for each in complete(server, seed=3, **{name: 2})]
+    assert texts == [complete(server, seed=seed)["content"] for seed in (3, 4)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cache_vs_nocache_prompt(server: Server, temperature: float) -> None:
     """llama-server skips its own: "This test fails on linux, need to be fixed"."""

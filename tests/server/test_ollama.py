@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf import GGUFWriter
 from support.random_models import RandomModel, add_vocabulary, write
-from support.server import NAME, Server
+from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.engine import Engine
@@ -89,6 +89,17 @@ def test_a_text_that_is_continued_or_filled_in(server: Server, engine: Engine) -
     )
     filled = engine.infill("the tree", "the end", max_tokens=12).text
     assert ask(server, "/api/generate", suffix="the end", **asked)["response"] == filled
+
+
+def test_a_prompt_for_a_model_without_template_is_passed_through(random_gguf: Callable[..., Path]) -> None:
+    asked: Any = {"prompt": "the tree", "options": greedy()}
+    with pystaged.load(random_gguf("F32", context=512), report=lambda _: None) as engine, live(engine) as plain:
+        assert ask(plain, "/api/generate", **asked)["response"] == engine.generate("the tree", max_tokens=12).text
+        status, error = plain.ask("/api/chat", {"messages": ASKED, "think": True})
+        assert (status, error["error"]) == (400, f'"{NAME}" does not support thinking')
+        found = ask(plain, "/api/generate", system="Be brief.", **asked)
+        told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the tree"}]
+        assert found["prompt_eval_count"] == len(engine.chat_format.encode(told))
 
 
 def test_tools_and_thinking(server: Server) -> None:
@@ -178,7 +189,8 @@ def test_the_model(server: Server, engine: Engine) -> None:
         ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
         ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
         ("/api/embed", {"input": ["a", ""]}, "text 1 of the input is empty"),
-        ("/api/pull", {"model": "a"}, "there is no POST /api/pull"),
+        ("/api/embed", {"input": []}, "input: the list is empty"),
+        ("/api/pull", {"model": "a"}, "there is no POST /api/pull; models are managed by `pystaged pull`"),
     ],
 )
 def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: str) -> None:

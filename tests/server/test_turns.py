@@ -267,6 +267,21 @@ def test_arguments_cut_in_the_middle(client: openai.OpenAI, claude: anthropic.An
     assert whole.output[0].arguments == call.function.arguments
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_marks_that_are_cut_are_no_text(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
+    for size, names in ((5, []), (20, []), (35, ["weather"]), (len(text) - 5, ["weather"])):
+        choice = chat(client, text, streams=False, tools=[CHAT_TOOL], max_tokens=size)
+        assert [call.function.name for call in choice.message.tool_calls or []] == names
+        assert not choice.message.content
+        found = message(claude, text, streams=streams, tools=[MESSAGE_TOOL], max_tokens=size)
+        assert [block.name for block in found.content if block.type == "tool_use"] == names
+        assert not any(block.text for block in found.content if block.type == "text")
+        whole = response(client, text, streams=streams, tools=[RESPONSE_TOOL], max_output_tokens=size)
+        assert [item.name for item in whole.output if item.type == "function_call"] == names
+        assert not whole.output_text
+
+
 def test_arguments_that_are_no_json_reach_no_client_that_fails_at_them(claude: anthropic.Anthropic) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome", days: 2}}\n</tool_call>'
     for streams in (False, True):
@@ -474,6 +489,20 @@ def test_a_custom_call_taken_back(client: openai.OpenAI) -> None:
     ]
     found = response(client, "Good.", streams=False, input=items, tools=[PATCH])
     assert found.output_text == "Good."
+
+
+def test_an_answer_that_the_client_begins(server: Server, engine: Engine) -> None:
+    messages: Any = [*ASKED, {"role": "assistant", "content": "Well, I"}]
+    prompt = engine.chat_format.encode(messages, continues=True)
+    expected = engine.generate(prompt, max_tokens=9, temperature=0)
+    asked = {"messages": messages, "max_tokens": 9, "temperature": 0}
+    _, found = server.ask("/v1/chat/completions", asked)
+    assert found["choices"][0]["message"]["content"] == expected.text
+    assert found["usage"]["prompt_tokens"] == len(prompt)
+    assert server.ask("/v1/messages", asked)[1]["content"][0]["text"] == expected.text
+    given = {"messages": messages, "stream": False, "options": {"num_predict": 9, "temperature": 0}}
+    assert server.ask("/api/chat", given)[1]["message"]["content"] == expected.text
+    assert server.ask("/apply-template", asked)[1]["prompt"].endswith("assistant\n<think>\n\n</think>\n\nWell, I")
 
 
 def test_what_is_no_text_is_refused(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
