@@ -209,11 +209,9 @@ MODELS = {
 }
 
 # HTTP paths of Ollama, LM Studio and llama-server.
+_MANAGE = "models are managed by `pystaged pull` and `pystaged models remove`"
 ADDRESSES = {
-    **dict.fromkeys(
-        ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
-        "models are managed by `pystaged pull` and `pystaged models remove`",
-    ),
+    **{f"/api/{each}": _MANAGE for each in ("pull", "push", "create", "copy", "delete")},
     "/api/embeddings": "use /api/embed",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
