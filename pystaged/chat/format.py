@@ -13,7 +13,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat import ENDLESS, ChatTemplateError, history
 from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
-from pystaged.chat.marked import ANSWERS, TEMPLATE, mark, marks_of
+from pystaged.chat.marked import ANSWERS, mark
 from pystaged.chat.messages import Message, completed, in_parts, marked, marked_messages, with_joined_parts
 from pystaged.chat.turn import TurnReader
 from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
@@ -107,7 +107,6 @@ class ChatFormat:
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        continues: bool = False,
     ) -> str:
         """Render messages as the text of a prompt.
 
@@ -118,14 +117,12 @@ class ChatFormat:
             template: one of `names`; by default "tool_use" if there are tools and such a template.
             template_options: further variables for the template, such as {"enable_thinking": False}.
             add_generation_prompt: end with the header of an answer.
-            continues: end with the text of the last message instead.
 
         Raises:
             ChatTemplateError: the template cannot be used, or refuses the messages.
             ValueError, TypeError: invalid messages, tools or options; see marked_messages.
         """
-        ends = add_generation_prompt and not continues
-        return str.__str__(self._write(messages, tools, template, template_options, ends, continues))
+        return str.__str__(self._write(messages, tools, template, template_options, add_generation_prompt))
 
     def encode(
         self,
@@ -134,11 +131,10 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
-        continues: bool = False,
     ) -> NDArray[np.int32]:
         """The prompt for the next answer, int32[n]. Control tokens that messages, tools and options spell are plain
         text. Arguments and errors as in render."""
-        text = self._write(messages, tools, template, template_options, not continues, continues)
+        text = self._write(messages, tools, template, template_options, True)
         self._encoder = encoder = self._encoder or Encoder(self._tokenizer)
         answers = {
             chr(ANSWERS + i): message["tokens"] for i, message in enumerate(messages) if self._is_answer(message, i)
@@ -163,7 +159,6 @@ class ChatFormat:
         template: str | None,
         template_options: Mapping[str, Any] | None,
         add_generation_prompt: bool,
-        continues: bool,
     ) -> str:
         if template_options is not None and not isinstance(template_options, Mapping):
             raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
@@ -214,7 +209,7 @@ class ChatFormat:
             self._can[name, "read"] = not self._probed(name, "1 calls") or self._reads_calls(name)
             if not self._can[name, "read"]:
                 self._report("the model's chat template writes calls of tools in an unknown form; they stay text")
-        return _continued(text, given[-1]["content"]) if continues else text
+        return text
 
     def _reads_calls(self, name: str) -> bool:
         """Whether a call that a template writes is read back."""
@@ -278,15 +273,6 @@ class ChatFormat:
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.token_text(token) if token >= 0 else ""
-
-
-def _continued(text: str, content: Any) -> str:
-    """A rendered conversation until the end of its last message's content. Raises ChatTemplateError."""
-    last = content[-1]["text"] if isinstance(content, list) else content
-    begun = text[: len(marks_of(text).rstrip(TEMPLATE))]
-    if not str.__str__(begun).endswith(str.__str__(last).strip()):
-        raise ChatTemplateError("the model's chat template leaves out the last message, which therefore cannot go on")
-    return begun
 
 
 def _characters(value: Any) -> int:

@@ -97,10 +97,8 @@ def _written(state: State, request: ChatRequest, write: Callable[..., T], param:
     messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     options = template_options(request, chat_format, _thinks(state, request), bool(tools))
-    last = request.messages[-1]
-    continues = last.role == "assistant" and not last.tool_calls and bool(joined(last.content or "").strip())
     try:
-        return write(messages, tools=given or None, template_options=options or None, continues=continues)
+        return write(messages, tools=given or None, template_options=options or None)
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:

@@ -132,6 +132,8 @@ def _too_long(error: ApiError, most: int) -> ApiError:
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
+    if request.messages[-1].role == "assistant":
+        raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
     if all(message.role == "system" for message in request.messages):
         raise unsupported("messages", "there must be a message of the user")
     messages = _system(state, request.system or "")

@@ -64,16 +64,6 @@ def test_what_is_written_down_is_what_transformers_says() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_that_goes_on(tokenizer: Tokenizer, name: str) -> None:
-    chat = chat_format(TEMPLATES[name], tokenizer)
-    messages: Any = [{"role": "user", "content": "Well, I"}, {"role": "assistant", "content": "Well, I"}]
-    text = chat.render(messages, continues=True)
-    assert text.count("Well, I") == 2
-    assert text.endswith("Well, I")
-    assert chat.render(messages, add_generation_prompt=False).startswith(text)
-
-
 def test_smollm2() -> None:
     path = paths.smollm2()
     said: list[str] = []

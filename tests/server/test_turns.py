@@ -491,20 +491,6 @@ def test_a_custom_call_taken_back(client: openai.OpenAI) -> None:
     assert found.output_text == "Good."
 
 
-def test_an_answer_that_the_client_begins(server: Server, engine: Engine) -> None:
-    messages: Any = [*ASKED, {"role": "assistant", "content": "Well, I"}]
-    prompt = engine.chat_format.encode(messages, continues=True)
-    expected = engine.generate(prompt, max_tokens=9, temperature=0)
-    asked = {"messages": messages, "max_tokens": 9, "temperature": 0}
-    _, found = server.ask("/v1/chat/completions", asked)
-    assert found["choices"][0]["message"]["content"] == expected.text
-    assert found["usage"]["prompt_tokens"] == len(prompt)
-    assert server.ask("/v1/messages", asked)[1]["content"][0]["text"] == expected.text
-    given = {"messages": messages, "stream": False, "options": {"num_predict": 9, "temperature": 0}}
-    assert server.ask("/api/chat", given)[1]["message"]["content"] == expected.text
-    assert server.ask("/apply-template", asked)[1]["prompt"].endswith("assistant\n<think>\n\n</think>\n\nWell, I")
-
-
 def test_what_is_no_text_is_refused(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
     for content in ([image], [{"type": "tool_result", "tool_use_id": "x", "content": [image]}]):
