@@ -121,10 +121,9 @@ class TurnReader:
 
     def finish(self, *, is_cut: bool = False) -> list[tuple[Block, str]]:
         """End the answer; returns the rest, as push does. is_cut: whether a limit ended it, perhaps within a mark."""
-        self._source.is_cut = is_cut
-        return [(block, new) for block, new, _ in self.placed("", ended=True)]
+        return [(block, new) for block, new, _ in self.placed("", ended=True, is_cut=is_cut)]
 
-    def placed(self, text: str, *, ended: bool = False) -> list[tuple[Block, str, int]]:
+    def placed(self, text: str, *, ended: bool = False, is_cut: bool = False) -> list[tuple[Block, str, int]]:
         """As push, and as finish if it has ended; each also with the number of characters that are read by then."""
         told: list[tuple[Block, str, int]] = []
         for begin in range(0, len(text), _PIECE):  # reading a token copies what is behind it
@@ -132,7 +131,7 @@ class TurnReader:
             self._source.text += piece
             self._length += len(piece)
             told += self._read()
-        self._source.ended = self._source.ended or ended
+        self._source.ended, self._source.is_cut = self._source.ended or ended, is_cut
         return [*told, *self._read()] if ended else told
 
     def may_grow(self, block: Block) -> bool:

@@ -47,19 +47,19 @@ class TextBuffer:
         Args:
             cut: whether the text was cut off, so that an incomplete character is dropped, not replaced.
         """
-        text = self._take("" if cut else self._decoder.decode(b"", final=True), ended=True)
+        text = self._take("" if cut else self._decoder.decode(b"", final=True), ended=True, cut=cut)
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
 
-    def _take(self, text: str, *, ended: bool = False) -> str:
+    def _take(self, text: str, *, ended: bool = False, cut: bool = False) -> str:
         if self.stopped:
             return ""
         found = [self._anywhere.find(text, self._begin + len(self._held))]
         self._held += text
         certain = self._anywhere.certain
         if self._reader:
-            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended)]
+            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended, is_cut=cut)]
             certain = min(certain, self._shown.certain, self._read)
         if places := [place for place in found if place]:
             begin, end = min(places)

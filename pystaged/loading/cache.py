@@ -63,9 +63,10 @@ def _all(repository: str = "") -> dict[tuple[str, str], Path]:
 
 
 def own_place(model: Path) -> Path:
-    """A model's path; for one in Hugging Face's cache that in our folder beside which is kept what is made of it."""
-    repository, file = _in_hubs_cache(model) or ("", "")
-    return folder(repository) / file if file else model
+    """A model's path; for one that Hugging Face or Ollama keeps that in our folder beside which is kept what is made of
+    it."""
+    repository, file = _in_hubs_cache(model) or ("ollama/blobs" if model.name.startswith("sha256-") else "", model.name)
+    return folder(repository) / file if repository else model
 
 
 def find(name: str) -> Path | None:

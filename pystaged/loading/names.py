@@ -58,14 +58,14 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
             return found[0]
         raise IsADirectoryError(f"{path} is a folder; {_inside(path, found)}")
     if isinstance(model, str):
-        theirs, model = ollama.find(model), hub_id(model)
+        said, model = model, hub_id(model)
         if "://" in model:
             raise FileNotFoundError(f"{model} is an address; download the file first, and give its path")
         cached = cache.find(model)
         if cached:
             return cached
         # A file that reads images, too, is refused; the hub may have one of text alone.
-        if theirs and (ollama.reads_text_alone(theirs) or not HUB_ID.fullmatch(model)):
+        if (theirs := ollama.find(said)) and (ollama.reads_text_alone(theirs) or not HUB_ID.fullmatch(model)):
             return theirs
         if HUB_ID.fullmatch(model) and (":" in model or not model.endswith(".gguf")):
             return pull(model, progress=progress)
@@ -81,7 +81,9 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 def packaged_name(model: str | Path) -> str | Path:
     """The name in PACKAGED that is meant, as Ollama reads names: in any case, also with a tag; or the name as it is."""
     bare = str(model).lower().removesuffix(":latest").replace("smollm2:135m", SMOLLM2)
-    return bare if isinstance(model, str) and bare in PACKAGED and not expanded(model).exists() else model
+    if not isinstance(model, str) or bare not in PACKAGED or expanded(model).exists():
+        return model
+    return model if ":" in model and ollama.find(model) else bare
 
 
 def _whole(path: Path) -> Path:
@@ -137,7 +139,7 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
         FileNotFoundError, ValueError, OSError: as in resolve.
         ValueError: it is a draft head, which earlier versions had.
     """
-    if draft == "bundled" or (draft == "auto" and model == "bundled"):
+    if draft == "bundled" or (draft == "auto" and packaged_name(model) == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     if draft in (None, "none", "auto"):
         return None
@@ -176,7 +178,7 @@ def several(
         if files.setdefault(name_of(model), path) != path:
             raise ValueError(f"two models are named {name_of(model)}")
     if folder is not None:
-        inside = _models_in(folder)
+        inside = [each for each in _models_in(folder) if parts_of(each)[0].is_file()]
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         if not inside:

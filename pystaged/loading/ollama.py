@@ -23,9 +23,9 @@ _MOST = 1 << 20  # bytes of a manifest
 
 def _folders() -> list[Path]:
     """Where it keeps models: the user's own, and those of its service on Linux."""
-    if own := os.environ.get("OLLAMA_MODELS"):
-        return [expanded(own)]
     with suppress(FileNotFoundError):
+        if own := os.environ.get("OLLAMA_MODELS"):
+            return [expanded(own)]
         return [expanded("~/.ollama/models"), Path("/usr/share/ollama/.ollama/models")]
     return []
 
@@ -43,7 +43,7 @@ def find(name: str) -> Path | None:
         if digest := _DIGEST.fullmatch(name):
             if (path := blobs / f"sha256-{digest[1]}").is_file():
                 return path
-        elif layers := _layers(folder / "manifests", name):
+        elif layers := _layers(folder / "manifests", name) or _layers(folder / "manifests", name.lower()):
             if _ADAPTER in layers:
                 raise ValueError(
                     f"Ollama's {name} has an adapter, and adapters are not read here; merge it into the model first"

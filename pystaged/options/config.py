@@ -340,8 +340,8 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
         if not isinstance(text, str):
-            what = "a dictionary, such as pydantic's Model.model_json_schema(), or JSON text"
-            raise TypeError(f"json_schema must be {what}, not {type(text).__name__}")
+            kind = f"{type(text).__name__}; pydantic's are Model.model_json_schema()"
+            raise TypeError(f"json_schema must be a dictionary or JSON text, not {kind}")
         try:
             text.encode()
         except UnicodeError:

@@ -79,7 +79,7 @@ def template(state: State, request: ChatRequest) -> dict[str, str]:
 
 def _thinks(state: State, request: ChatRequest) -> bool | None:
     """Whether the answer is to be reasoned; None for what the template prefers."""
-    effort = request.reasoning_effort
+    effort = request.reasoning_effort or None
     if effort not in (None, *_EFFORTS):
         raise ApiError(400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
     return state.settings.think if effort is None else effort != "none"

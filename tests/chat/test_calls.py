@@ -908,3 +908,11 @@ def test_calls_of_a_result_are_whole_and_valid() -> None:
     assert result.tool_calls[0] == call
     assert [json.loads(each["function"]["arguments"]) for each in result.tool_calls] == [json.loads(good), {}]
     assert result.message == {"role": "assistant", "content": text, "tokens": [1, 2]}
+
+
+@pytest.mark.parametrize("stop", ["\n", '"', "name"])
+def test_a_stop_string_is_no_part_of_a_call_that_is_cut(stop: str) -> None:
+    buffer = TextBuffer((stop,), TurnReader(form=HERMES))
+    assert buffer.push(b'<tool_call>\n{"name') == ""
+    buffer.finish(cut=True)
+    assert not buffer.stopped
