@@ -430,7 +430,7 @@ def test_prompts_that_are_none(engine: Engine) -> None:
         (
             {"json_schema": SimpleNamespace(model_json_schema=dict)},
             TypeError,
-            r"a dictionary, such as pydantic's Model.model_json_schema\(\), or",
+            "pydantic's are Model.model_json_schema",
         ),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"seed": "1"}, TypeError, "seed"),
