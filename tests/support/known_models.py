@@ -96,9 +96,7 @@ def _qwen35(heads: int, kv_heads: int, value_heads: int, tie: bool, **more: Any)
     )
 
 
-def _gemma4(
-    heads: int, kv: int | list[int], layers: int, window: int, more: Mapping[str, Any], **own: Any
-) -> RandomModel:
+def _gemma4(heads: int, kv: int | list[int], layers: int, window: int, more: Mapping[str, Any], **own: Any) -> Known:
     metadata = {
         "attention.head_count_kv": kv,
         "attention.sliding_window": window,
@@ -114,9 +112,10 @@ def _gemma4(
     }
     factors = np.array([1] * 64 + [1e30] * 192, dtype=np.float32)
     vectors = {"rope_freqs.weight": factors}
-    return RandomModel(
+    model = RandomModel(
         "gemma4", 64, layers, heads, head_dim=512, context=131072, metadata=metadata | more, vectors=vectors, **own
     )
+    return Known(model, "gemma4", "<bos>", "<turn|>", LOG, others=(*TURN, "<pad>", "<unk>"), adds=True)
 
 
 def _granite(heads: int, kv_heads: int, attention: float, logits: float, **more: Any) -> RandomModel:
@@ -201,26 +200,10 @@ MODELS: dict[str, Known] = {
         CARD,
         others=(*IM, "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ),
-    "Gemma 4 E4B": Known(
-        _gemma4(8, 2, 12, 512, E4B), "gemma4", "<bos>", "<turn|>", LOG, others=(*TURN, "<pad>", "<unk>"), adds=True
-    ),
-    "Gemma 4 12B": Known(
-        _gemma4(16, [8, 8, 8, 8, 8, 1], 6, 1024, {}, keys_are_values=True),
-        "gemma4",
-        "<bos>",
-        "<turn|>",
-        LOG,
-        others=(*TURN, "<pad>", "<unk>"),
-        adds=True,
-    ),
-    "Gemma 4 26B-A4B": Known(
-        _gemma4(16, [8, 8, 8, 8, 8, 2], 6, 1024, {}, keys_are_values=True, experts=(128, 8, 32, 0), fused_experts=True),
-        "gemma4",
-        "<bos>",
-        "<turn|>",
-        LOG,
-        others=(*TURN, "<pad>", "<unk>"),
-        adds=True,
+    "Gemma 4 E4B": _gemma4(8, 2, 12, 512, E4B),
+    "Gemma 4 12B": _gemma4(16, [8, 8, 8, 8, 8, 1], 6, 1024, {}, keys_are_values=True),
+    "Gemma 4 26B-A4B": _gemma4(
+        16, [8, 8, 8, 8, 8, 2], 6, 1024, {}, keys_are_values=True, experts=(128, 8, 32, 0), fused_experts=True
     ),
     "Gemma 3 1B": Known(
         RandomModel("gemma3", 64, 7, 4, 1, 256, context=32768, metadata=GEMMA3 | {"attention.sliding_window": 512}),
