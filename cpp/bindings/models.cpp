@@ -147,6 +147,7 @@ void add_models(py::module_& m) {
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
              py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
         .def("cut_head", &Model::cut_head, py::arg("rows"))
+        .def("reserve", &Model::reserve, py::arg("num_cells"))
         .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false, py::arg("last_row") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
@@ -163,9 +164,8 @@ void add_models(py::module_& m) {
         .def_property_readonly("devices",
                                [](const Model& self) {
                                    std::vector<std::string> names;
-                                   const DeviceMemory* memory = self.device_memory();
-                                   for (int i = 0; memory && i < memory->num_devices(); ++i) {
-                                       names.push_back(ggml_backend_dev_name(memory->devices()[i]));
+                                   for (ggml_backend_dev_t device : self.llama() ? self.llama()->devices() : Devices()) {
+                                       names.push_back(ggml_backend_dev_name(device));
                                    }
                                    return names;
                                })

@@ -283,7 +283,7 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("num_pending", waiting(&Session::num_pending))
         .def_property_readonly("closed", waiting(&Session::closed))
         .def_property_readonly("n_ctx", &Session::context)
-        .def_property_readonly("on_device", [](const Session& self) { return self.model().device_memory() != nullptr; })
+        .def_property_readonly("on_device", [](const Session& self) { return self.model().llama() != nullptr; })
         .def_property_readonly("num_bytes", waiting(&Session::num_bytes))
         .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
         .def_property_readonly("windowed_cell_bytes",

@@ -202,6 +202,10 @@ void GgufFile::fail(const std::string& what) const {
     throw ModelError(path_ + ": " + what);
 }
 
+void GgufFile::refuse(const std::string& what) const {
+    throw UnsupportedModelError(path_ + ": " + what);
+}
+
 int64_t GgufFile::key(const std::string& name) const {
     return gguf_find_key(context_.get(), name.c_str());
 }

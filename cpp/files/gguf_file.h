@@ -64,7 +64,9 @@ public:
     // Asks the system to begin reading it from the disk.
     void prefetch(const TensorView& tensor) const;
 
+    // Throw ModelError, UnsupportedModelError.
     [[noreturn]] void fail(const std::string& what) const;
+    [[noreturn]] void refuse(const std::string& what) const;
 
 private:
     GgufFile(const std::string& path, bool first);

@@ -6,14 +6,11 @@
 #include <stdexcept>
 
 #include "error.h"
-#include "ggml-cpu.h"
 #include "ggml-rpc.h"
 
 namespace pystaged {
 
 namespace {
-
-constexpr size_t kTensorsPerContext = 256;
 
 std::string lower(std::string text) {
     std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
@@ -116,79 +113,6 @@ void serve_devices(const std::string& endpoint, const std::string& device, int n
     Devices devices = find_devices(device);
     start(endpoint.c_str(), /*cache_dir=*/nullptr, static_cast<size_t>(num_threads), devices.size(), devices.data());
     throw DeviceError("cannot serve on " + endpoint + "; is the port taken?");
-}
-
-BufferPtr allocate(ggml_context* context, ggml_backend_dev_t device, const char* what) {
-    BufferPtr buffer(ggml_backend_alloc_ctx_tensors_from_buft(context, ggml_backend_dev_buffer_type(device)));
-    if (!buffer) {
-        size_t needed = 0, free_bytes = 0, total = 0;
-        for (ggml_tensor* t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
-            needed += ggml_nbytes(t);
-        }
-        ggml_backend_dev_memory(device, &free_bytes, &total);
-        throw DeviceError(std::string(what) + " of " + std::to_string(needed >> 20) + " MiB does not fit on device '" +
-                          ggml_backend_dev_name(device) + "', which has " + std::to_string(free_bytes >> 20) +
-                          " MiB free");
-    }
-    return buffer;
-}
-
-DeviceMemory::DeviceMemory(const Devices& devices) : devices_(devices), num_devices_(static_cast<int>(devices.size())) {
-    double sum = 0;
-    for (ggml_backend_dev_t device : devices_) {
-        size_t free_bytes = 0, total = 0;
-        ggml_backend_dev_memory(device, &free_bytes, &total);
-        sum += static_cast<double>(std::max<size_t>(free_bytes, 1));
-        shares_.push_back(sum);
-    }
-    for (double& share : shares_) {
-        share /= sum;
-    }
-    if (devices_.back() != cpu_device()) {
-        devices_.push_back(cpu_device());
-    }
-    contexts_.resize(devices_.size());
-}
-
-bool DeviceMemory::can_multiply(ggml_type type) {
-    return type == GGML_TYPE_F32 || (ggml_get_type_traits(type)->to_float && ggml_get_type_traits_cpu(type)->vec_dot);
-}
-
-int DeviceMemory::device_of(int layer, int num_layers) const {
-    const double middle = (layer + 0.5) / num_layers;
-    const auto found = std::lower_bound(shares_.begin(), shares_.end(), middle);
-    return std::min(static_cast<int>(found - shares_.begin()), num_devices_ - 1);
-}
-
-ggml_tensor* DeviceMemory::place(ggml_type type, int64_t cols, int64_t rows, int device, Source source) {
-    auto& contexts = contexts_[device];
-    if (contexts.empty() ||
-        ggml_used_mem(contexts.back().get()) + ggml_tensor_overhead() > ggml_get_mem_size(contexts.back().get())) {
-        contexts.emplace_back(ggml_init({ggml_tensor_overhead() * kTensorsPerContext, nullptr, /*no_alloc=*/true}));
-        if (!contexts.back()) {
-            throw std::bad_alloc();
-        }
-    }
-    ggml_tensor* tensor = rows == 1 ? ggml_new_tensor_1d(contexts.back().get(), type, cols)
-                                    : ggml_new_tensor_2d(contexts.back().get(), type, cols, rows);
-    placed_.push_back({tensor, std::move(source)});
-    return tensor;
-}
-
-void DeviceMemory::fill(const std::function<void()>& progress) {
-    for (size_t i = 0; i < contexts_.size(); ++i) {
-        for (const ContextPtr& context : contexts_[i]) {
-            buffers_.push_back(allocate(context.get(), devices_[i], "a part of the weights"));
-            ggml_backend_buffer_set_usage(buffers_.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        }
-    }
-    for (const auto& [tensor, source] : placed_) {
-        source([t = tensor](const void* data) { ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t)); });
-        if (progress) {
-            progress();
-        }
-    }
-    placed_.clear();
 }
 
 }  // namespace pystaged

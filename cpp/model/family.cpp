@@ -98,19 +98,19 @@ const Family& find_family(const GgufFile& file) {
     }
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
-            file.fail("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
+            file.refuse("architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." + recurrence.key +
                       "') in a way that is not supported; choose a model of attention alone, or one of: " + recurrent);
         }
     }
     if (found) {
         if (!found->has(kExperts) && file.has(name + ".expert_count") &&
             file.integer(name + ".expert_count", 0, 1 << 20) > 0) {
-            file.fail("architecture '" + name + "' is known without experts, but metadata '" + name +
+            file.refuse("architecture '" + name + "' is known without experts, but metadata '" + name +
                       ".expert_count' says that it has some; choose a dense model");
         }
         return *found;
     }
-    file.fail("architecture '" + name + "' is not supported; there are: " + names);
+    file.refuse("architecture '" + name + "' is not supported; there are: " + names);
 }
 
 }  // namespace pystaged

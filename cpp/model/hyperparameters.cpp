@@ -59,7 +59,7 @@ public:
                 continue;
             }
             if (found && value != *found && !may_differ) {
-                file_.fail("metadata '" + name(key) + "' differs between layers, which is not supported");
+                file_.refuse("metadata '" + name(key) + "' differs between layers, which is not supported");
             }
             if (values && (value < least || value > most)) {
                 file_.fail("metadata '" + name(key) + "' is " + std::to_string(value) + ", outside " +
@@ -255,7 +255,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
     if (scaling != "none" && scaling != "linear" && scaling != "yarn" && scaling != "longrope") {
-        file.fail("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
+        file.refuse("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
                   "', which is unknown; there are: none, linear, yarn, longrope");
     }
     const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
@@ -350,7 +350,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     if (family.has(kLatents)) {
         read_latents(file, keys, h, value_dim);
     } else if (value_dim != h.head_dim) {
-        file.fail("keys and values of different lengths are not supported");
+        file.refuse("keys and values of different lengths are not supported");
     }
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
         file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
@@ -358,7 +358,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     }
     const int windowed = differ ? keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim) : h.head_dim;
     if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
-        file.fail("keys and values of different lengths are not supported");
+        file.refuse("keys and values of different lengths are not supported");
     }
     const bool shares = differ && family.reads != Reads::joined_with_cells;
     const int own = h.num_layers - (shares ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);
@@ -580,17 +580,16 @@ float Hyperparameters::query_scale(int position) const {
 RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
     const size_t before = std::max(0, conv_taps - 1);
     switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return {before * width, before * width, size_t(width), size_t(width)};
+        case MixerKind::short_convolution: return {before * width, size_t(width)};
         case MixerKind::delta_net: {
-            const size_t channels = delta.channels(), tail = before * channels;
-            return {size_t(delta.values()) * delta.head_dim + tail, tail,
-                    channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes),
-                    channels + 2 * delta.value_heads};
+            const size_t channels = delta.channels();
+            return {size_t(delta.values()) * delta.head_dim + before * channels,
+                    channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes)};
         }
         case MixerKind::state_space: {
-            const size_t channels = space.channels(), tail = before * channels;
-            return {size_t(space.inner()) * space.state_dim + tail, tail,
-                    channels + space.keys() + space.inner() + padded(space.heads, kLanes), channels + space.heads};
+            const size_t channels = space.channels();
+            return {size_t(space.inner()) * space.state_dim + before * channels,
+                    channels + space.keys() + space.inner() + padded(space.heads, kLanes)};
         }
         default: return {};
     }

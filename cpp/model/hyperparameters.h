@@ -92,10 +92,8 @@ struct ExpertNumbers {
 
 // Floats of a recurrent layer; 0 of other layers.
 struct RecurrentSizes {
-    size_t state = 0;      // carried from row to row, the convolution's included
-    size_t tail = 0;       // of the state: the convolution's
-    size_t input = 0;      // of a row that update the state
-    size_t own_input = 0;  // of these: those from which a device computes the others
+    size_t state = 0;  // carried from row to row, the convolution's included
+    size_t input = 0;  // of a row that update the state
 };
 
 struct Hyperparameters {

@@ -59,7 +59,7 @@ PackedLoader::PackedLoader(const GgufFile& file, const Manifest& manifest, const
                      (PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0])) +
                       kAlignment);
         } catch (const std::invalid_argument& error) {
-            file.fail("tensor '" + tensor->name + "': " + error.what());
+            file.refuse("tensor '" + tensor->name + "': " + error.what());
         }
     }
     if (!packed) {
@@ -401,85 +401,6 @@ Experts PackedLoader::experts() {
         result.gate = linear(Role::shared_opening);
     }
     return result;
-}
-
-void DeviceLoader::begin_model() {
-    device_ = memory_.num_devices() - 1;
-}
-
-void DeviceLoader::begin_layer(int layer) {
-    layer_ = layer;
-    device_ = memory_.device_of(layer, numbers_.num_layers);
-}
-
-ggml_tensor* DeviceLoader::matrix(const TensorView& tensor, int device) {
-    if (!DeviceMemory::can_multiply(tensor.type)) {
-        file_.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
-                   ", which ggml cannot multiply");
-    }
-    return memory_.place(tensor.type, tensor.ne[0], tensor.ne[1], device,
-                         [this, tensor](const auto& copy) { copy(file_.read(tensor, num_threads_).data()); });
-}
-
-Vector DeviceLoader::floats(const std::vector<const TensorView*>& tensors, int device) {
-    std::vector<float> values = read_floats(file_, tensors);
-    const int64_t rows = tensors[0]->ne[1], cols = static_cast<int64_t>(values.size()) / rows;
-    return {{}, memory_.place(GGML_TYPE_F32, cols, rows, device, [values = std::move(values)](const auto& copy) {
-                copy(values.data());
-            })};
-}
-
-Linear DeviceLoader::token_embedding() {
-    return {{}, {}, matrix(manifest_.get(Role::token_embedding), memory_.cpu())};
-}
-
-// A head that is the embedding needs a copy of its own where that lies elsewhere.
-Linear DeviceLoader::head() {
-    if (!manifest_.find(Role::head) && memory_.cpu() == device_) {
-        return {};
-    }
-    return {{}, {}, matrix(*manifest_.head(), device_)};
-}
-
-Vector DeviceLoader::vector(Role role) {
-    const TensorView* tensor = find(role);
-    const bool looked_up = role == Role::position_embedding;
-    return tensor ? floats({tensor}, looked_up ? memory_.cpu() : device_) : Vector();
-}
-
-Linear DeviceLoader::linear(Role weight, Role bias) {
-    return {{}, vector(bias), matrix(*find(weight), device_)};
-}
-
-Attention DeviceLoader::attention() {
-    Attention result;
-    result.q_norm.weight = vector(Role::attn_q_norm);
-    result.k_norm.weight = vector(Role::attn_k_norm);
-    if (find(Role::attn_qkv)) {
-        result.qkv = {linear(Role::attn_qkv, Role::attn_qkv_bias)};
-        if (find(Role::attn_q_bias)) {
-            result.qkv[0].bias =
-                floats({find(Role::attn_q_bias), find(Role::attn_k_bias), find(Role::attn_v_bias)}, device_);
-        }
-    } else {
-        result.qkv = {linear(Role::attn_q, Role::attn_q_bias), linear(Role::attn_k, Role::attn_k_bias),
-                      linear(Role::attn_v, Role::attn_v_bias)};
-    }
-    result.output = linear(Role::attn_output, Role::attn_output_bias);
-    return result;
-}
-
-DeltaNet DeviceLoader::delta_inputs() {
-    DeltaNet result;
-    for (const Role role : {Role::delta_qkv, Role::delta_gate, Role::delta_beta, Role::delta_alpha}) {
-        result.input.push_back(linear(role));
-    }
-    return result;
-}
-
-Dense DeviceLoader::dense() {
-    return {find(Role::ffn_gate) ? linear(Role::ffn_gate, Role::ffn_gate_bias) : Linear(),
-            linear(Role::ffn_up, Role::ffn_up_bias), linear(Role::ffn_down, Role::ffn_down_bias)};
 }
 
 }  // namespace pystaged

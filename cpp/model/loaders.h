@@ -1,4 +1,4 @@
-// The two ways in which a file's tensors become a model's weights, with one interface.
+// How a file's tensors become a model's weights.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,6 @@ public:
     PackedLoader(const GgufFile& file, const Manifest& manifest, const Family& family, const Hyperparameters& numbers,
                  int num_threads, PackedContent& content, const PackedFile* packed = nullptr);
 
-    void begin_model() {}
     void begin_layer(int layer) { layer_ = layer; }
     Linear token_embedding() { return find(Role::token_embedding) ? linear(Role::token_embedding) : Linear(); }
     Linear head() { return manifest_.find(Role::head) ? linear(Role::head) : Linear(); }
@@ -76,43 +75,6 @@ private:
     const PackedFile* packed_;
     Memory arena_;
     size_t used_ = 0, buffer_bytes_ = 0;
-};
-
-// Places on ggml's devices; the data goes there when their memory is filled.
-class DeviceLoader {
-public:
-    DeviceLoader(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, DeviceMemory& memory,
-                 int num_threads)
-        : file_(file), manifest_(manifest), numbers_(numbers), memory_(memory), num_threads_(num_threads) {}
-
-    void begin_model();
-    void begin_layer(int layer);
-    // Lookups are by the CPU, so that only the rows looked up travel, not the table.
-    Linear token_embedding();
-    Linear head();
-    Vector vector(Role role);
-    Vector taps(Role role) { return vector(role); }
-    Vector per_head(Role role) { return vector(role); }
-    Norm norm(Role weight, Role bias) { return {vector(weight), vector(bias)}; }
-    Linear linear(Role weight) { return {{}, {}, matrix(*find(weight), device_)}; }
-    Linear linear(Role weight, Role bias);
-    Attention attention();
-    LatentAttention latent_attention() { return {}; }  // models that have it are not loaded into devices
-    DeltaNet delta_inputs();
-    Dense dense();
-    Experts experts() { return {}; }  // models that have them are not loaded into devices
-
-private:
-    const TensorView* find(Role role) const { return manifest_.find(role, role < Role::attn_norm ? 0 : layer_); }
-    ggml_tensor* matrix(const TensorView& tensor, int device);
-    // Floats of several tensors in a row; ggml's backends add and scale in F32 alone.
-    Vector floats(const std::vector<const TensorView*>& tensors, int device);
-
-    const GgufFile& file_;
-    const Manifest& manifest_;
-    const Hyperparameters& numbers_;
-    DeviceMemory& memory_;
-    int num_threads_, device_ = 0, layer_ = 0;
 };
 
 }  // namespace pystaged

@@ -8,7 +8,7 @@
 
 namespace pystaged {
 
-// When packed, the matrices that multiply the same row are joined into one if their types allow it.
+// The matrices that multiply the same row are joined into one if their types allow it.
 struct Attention {
     Norm q_norm, k_norm;
     Vector sinks;   // [heads], or none
@@ -34,14 +34,14 @@ struct LatentAttention {
 // W_input makes b, c and x of a row, in this order.
 struct ShortConvolution {
     std::vector<Linear> input;  // one
-    Vector taps;                // [taps][padded width], the oldest row's first; on devices, as all taps, [width][taps]
+    Vector taps;                // [taps][padded width], the oldest row's first
     Linear output;
 };
 
 // A gated delta net. Queries, keys and values are convolved over a few rows; each head's state maps keys to values, and
 // a row corrects what it has for its key.
 struct DeltaNet {
-    std::vector<Linear> input;  // on devices: of queries, keys and values; of gates; of betas; of alphas
+    std::vector<Linear> input;
     size_t qkv_at = 0, gate_at = 0, beta_at = 0, alpha_at = 0, stride = 0;  // where rows of their products have parts
     Vector taps;                                                            // [taps][channels], the oldest row's first
     Vector decay, step;                                                     // [heads of values]

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <optional>
 #include <stdexcept>
 
 #include "error.h"
 #include "machine/pool.h"
 #include "model/loaders.h"
 #include "model/manifest.h"
-#include "pass/device_pass.h"
 #include "pass/packed_pass.h"
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
@@ -96,13 +97,11 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     }
 }
 
-template <class Loader>
-ShortConvolution load_short_convolution(Loader& loader) {
+ShortConvolution load_short_convolution(PackedLoader& loader) {
     return {{loader.linear(Role::conv_input)}, loader.taps(Role::conv_taps), loader.linear(Role::conv_output)};
 }
 
-template <class Loader>
-DeltaNet load_delta_net(Loader& loader) {
+DeltaNet load_delta_net(PackedLoader& loader) {
     DeltaNet result = loader.delta_inputs();
     result.taps = loader.taps(Role::delta_taps);
     result.decay = loader.vector(Role::delta_decay);
@@ -112,8 +111,7 @@ DeltaNet load_delta_net(Loader& loader) {
     return result;
 }
 
-template <class Loader>
-StateSpace load_state_space(Loader& loader) {
+StateSpace load_state_space(PackedLoader& loader) {
     StateSpace result;
     result.input.push_back(loader.linear(Role::space_input));
     result.taps = loader.taps(Role::space_taps);
@@ -135,7 +133,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
       num_threads_(checked_threads(num_threads)),
       kv_type_(kv),
       lender_(std::move(lender)) {
-    if (lender_ && (lender_->device_memory() || !devices.empty())) {
+    if (lender_ && (lender_->llama() || !devices.empty())) {
         throw std::invalid_argument("embeddings are borrowed on the CPU's own kernels alone");
     }
     if (kv != KvType::f16 && !devices.empty()) {
@@ -145,21 +143,25 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     const GgufFile file(path);
     file_bytes_ = file.bytes();
     name_ = file.text("general.name", "");
+    if (!devices.empty()) {
+        load_llama(file, devices, progress);
+        return;
+    }
     family_ = &find_family(file);
     if (lender_) {
         if (family_->target && std::string(lender_->family().name) != family_->target) {
             file.fail("architecture '" + std::string(family_->name) + "' is a draft for '" + family_->target +
                       "' models, but the target is of architecture '" + lender_->family().name + "'");
         }
-        draft_family_ = *family_;
+        own_family_ = *family_;
         if (form.other_pairs) {
-            draft_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
+            own_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
         }
         if (family_->reads == Reads::nothing) {
-            draft_family_.reads = Reads::joined_with_tokens;
-            draft_family_.rules &= ~(kDeltaNets | kShortConvolutions | kStateSpaces);  // it attends
+            own_family_.reads = Reads::joined_with_tokens;
+            own_family_.rules &= ~(kDeltaNets | kShortConvolutions | kStateSpaces);  // it attends
         }
-        family_ = &draft_family_;
+        family_ = &own_family_;
     }
     numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
     if (form.other_feedback) {
@@ -167,43 +169,20 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     check_vocabulary(file, numbers_);
     const Manifest manifest(file, *family_, numbers_);
-    const char* const special = numbers_.delta.grouped        ? "delta nets with grouped values, which run"
-                                : family_->has(kLayersDiffer) ? "layers that differ, which run"
-                                : family_->has(kLatents)      ? "latent attention, which runs"
-                                : numbers_.experts.count > 0  ? "experts, which run"
-                                                              : nullptr;
-    if (special && !devices.empty()) {
-        file.fail("architecture '" + std::string(family_->name) + "' has " + special +
-                  " on the CPU's own kernels alone; load it with device 'cpu'");
-    }
     check_memory(file, manifest, numbers_, state_bytes());
     check_factors(file, manifest);
     head_tokens_ = read_head_tokens(file, manifest, numbers_);
     weight_types_ = manifest.types();
-    if (devices.empty()) {
-        load_packed(file, manifest, packed);
-        // All but what rows are looked up in, and Markov weights; the head may be borrowed.
-        weight_bytes_ = matrix_bytes_ + head().packed.bytes() - head_.packed.bytes() - token_embedding_.packed.bytes() -
-                        markov_.in.packed.bytes() - markov_.out.packed.bytes() -
-                        layer_embeddings_.tokens.packed.bytes();
-        for (const Layer& layer : layers_) {
-            if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
-                const Dense& any = experts->each[0];
-                weight_bytes_ -= (numbers_.experts.count - numbers_.experts.used) *
-                                 (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
-            }
-        }
-    } else {
-        device_memory_ = std::make_unique<DeviceMemory>(devices);
-        DeviceLoader loader(file, manifest, numbers_, *device_memory_, num_threads_);
-        load(loader);
-        device_memory_->fill(progress);
-        for (const TensorView* tensor : manifest.multiplied()) {
-            weight_bytes_ += tensor->bytes;
-        }
-        for (const TensorView* tensor : manifest.matrices()) {
-            matrix_bytes_ += tensor->bytes;
-            buffer_bytes_ = std::max(buffer_bytes_, tensor->bytes);
+    load_packed(file, manifest, packed);
+    // All but what rows are looked up in, and Markov weights; the head may be borrowed.
+    weight_bytes_ = matrix_bytes_ + head().packed.bytes() - head_.packed.bytes() - token_embedding_.packed.bytes() -
+                    markov_.in.packed.bytes() - markov_.out.packed.bytes() -
+                    layer_embeddings_.tokens.packed.bytes();
+    for (const Layer& layer : layers_) {
+        if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
+            const Dense& any = experts->each[0];
+            weight_bytes_ -= (numbers_.experts.count - numbers_.experts.used) *
+                             (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
         }
     }
     for (const TensorView* tensor : manifest.multiplied()) {
@@ -213,6 +192,46 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
+}
+
+// What libllama does not say is for those who ask about the model.
+void Model::load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress) {
+    llama_ = std::make_unique<LlamaModel>(file.path(), devices, num_threads_, progress);
+    const llama_model* model = llama_->get();
+    architecture_ = file.text("general.architecture");
+    own_family_.name = architecture_.c_str();
+    family_ = &own_family_;
+    const auto number = [&](const char* key, int otherwise) {
+        const std::optional<std::vector<int64_t>> values = file.integers(architecture_ + key);
+        return values && !values->empty() ? static_cast<int>(*std::max_element(values->begin(), values->end()))
+                                          : static_cast<int>(file.integer(architecture_ + key, 0, 1 << 30, otherwise));
+    };
+    numbers_.vocab_size = numbers_.head_size = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    numbers_.max_context = std::max(1, llama_model_n_ctx_train(model));
+    numbers_.width = llama_model_n_embd_out(model);
+    numbers_.num_layers = llama_model_n_layer(model);
+    numbers_.num_heads = llama_model_n_head(model);
+    numbers_.num_kv_heads = llama_model_n_head_kv(model);
+    numbers_.head_dim = number(".attention.key_length", numbers_.width / std::max(1, numbers_.num_heads));
+    numbers_.ffn_width = number(".feed_forward_length", 0);
+    const int experts = number(".expert_count", 0), used = number(".expert_used_count", 0);
+    std::map<std::string, size_t> types;
+    const bool has_head = file.has_tensor(kHeadName);
+    for (const std::string& name : file.tensor_names()) {
+        const TensorView tensor = file.tensor(name);
+        if (tensor.ne[1] == 1) {
+            continue;
+        }
+        types[ggml_type_name(tensor.type)] += tensor.bytes;
+        matrix_bytes_ += tensor.bytes;
+        // A pass reads all but what rows are looked up in, and of experts those that a row uses.
+        const bool is_expert = experts > 0 && name.find("_exps") != std::string::npos;
+        const size_t share = is_expert ? experts : 1, read = is_expert ? used : name != kEmbedding || !has_head;
+        weight_bytes_ += tensor.bytes / share * read;
+        num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
+    }
+    weight_types_.assign(types.begin(), types.end());
+    std::sort(weight_types_.begin(), weight_types_.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
 }
 
 void Model::load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed) {
@@ -250,9 +269,7 @@ void Model::save_packed(const std::string& path, const std::function<void()>& ch
     write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads_, check_interrupt);
 }
 
-template <class Loader>
-void Model::load(Loader& loader) {
-    loader.begin_model();
+void Model::load(PackedLoader& loader) {
     token_embedding_ = loader.token_embedding();
     head_ = loader.head();
     head_bias_ = loader.vector(Role::head_bias);
@@ -321,7 +338,7 @@ void Model::load(Loader& loader) {
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
-    if (device_memory_) {
+    if (llama_) {
         throw std::invalid_argument("hidden states are handed out by the CPU's own kernels alone");
     }
     for (size_t i = 0; i < layers.size(); ++i) {
@@ -357,8 +374,8 @@ void Model::cut_head(int rows) {
 }
 
 size_t Model::cell_bytes() const {
-    size_t bytes = 0;
-    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
+    size_t bytes = llama_ ? llama_->cell_bytes() : 0;
+    for (int layer = 0; !llama_ && layer < numbers_.num_layers; ++layer) {
         bytes += layer_cell_bytes(layer);
     }
     return bytes;
@@ -366,7 +383,7 @@ size_t Model::cell_bytes() const {
 
 size_t Model::windowed_cell_bytes() const {
     size_t bytes = 0;
-    for (int layer = 0; !device_memory_ && layer < numbers_.num_layers; ++layer) {
+    for (int layer = 0; !llama_ && layer < numbers_.num_layers; ++layer) {
         bytes += numbers_.layers[layer].windowed ? layer_cell_bytes(layer) : 0;
     }
     return bytes;
@@ -377,8 +394,7 @@ size_t Model::layer_cell_bytes(int index) const {
     if (!layer.stores(index)) {
         return 0;
     }
-    return device_memory_ ? 2 * sizeof(uint16_t) * layer.num_kv_heads * layer.head_dim
-                          : KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim, layer.value_dim);
+    return KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim, layer.value_dim);
 }
 
 int64_t Model::most_windowed() const {
@@ -386,16 +402,20 @@ int64_t Model::most_windowed() const {
 }
 
 size_t Model::state_bytes() const {
+    if (llama_) {
+        return (1 + llama_->num_back()) * llama_->state_bytes();
+    }
     size_t values = 0;
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        const RecurrentSizes sizes = numbers_.recurrent_sizes(layer);
-        values +=
-            device_memory_ ? 2 * DevicePass::kMostPending * sizes.own_input : RecurrentState::kFewRows * sizes.input;
+        values += RecurrentState::kFewRows * numbers_.recurrent_sizes(layer).input;
     }
     return 2 * kept_state_bytes() + values * sizeof(float);
 }
 
 size_t Model::kept_state_bytes() const {
+    if (llama_) {
+        return llama_->state_bytes();
+    }
     size_t values = 0;
     for (int layer = 0; layer < numbers_.num_layers; ++layer) {
         values += numbers_.recurrent_sizes(layer).state;
@@ -404,9 +424,9 @@ size_t Model::kept_state_bytes() const {
 }
 
 int Model::most_pending() const {
-    return !numbers_.is_recurrent() ? std::numeric_limits<int>::max()
-           : device_memory_         ? DevicePass::kMostPending
-                                    : RecurrentState::kMostPending;
+    return is_chained()              ? 1 + llama_->num_back()
+           : numbers_.is_recurrent() ? RecurrentState::kMostPending
+                                     : std::numeric_limits<int>::max();
 }
 
 const Vector& Model::rope_factors(int context) const {

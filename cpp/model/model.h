@@ -1,5 +1,5 @@
 // A model: hyperparameters and weights, immutable and shared by any number of sessions. Weights are packed for our
-// kernels, or lie as they are in the file in the memory of ggml's devices.
+// kernels, or libllama has them.
 #pragma once
 
 #include <functional>
@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "llama/llama_model.h"
 #include "machine/memory.h"
 #include "model/family.h"
 #include "model/feed_forward.h"
@@ -20,6 +21,7 @@
 namespace pystaged {
 
 class Executor;
+class PackedLoader;
 
 // A layer is mixers of the same rows and a feed-forward network, each a branch that is added to the residual stream;
 // some layers have no mixer, or no feed-forward network.
@@ -41,10 +43,10 @@ struct DraftForm {
 class Model {
 public:
     // Loads a GGUF file, or the first of several that belong together; `kernel` as in find_kernel(), `num_threads` 0
-    // for one per physical core. Throws ModelError for a file that is damaged, incomplete or of an architecture unknown
-    // here; std::invalid_argument for the rest. Weights are packed for the kernels where there are no `devices`; else
-    // layers are split over them by their memory, and `progress` is called after each tensor. Throws DeviceError where
-    // that memory is too small. `kv` is how sessions store keys and values; devices have F16 alone. `packed` is a file
+    // for one per physical core. Throws ModelError for a file that is damaged or incomplete, UnsupportedModelError where
+    // our kernels do not compute it; std::invalid_argument for the rest. Weights are packed for the kernels where there
+    // are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions store keys and values;
+    // libllama does as F16 alone. `packed` is a file
     // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. With
     // `lender`, the file is loaded as a draft of that target: it reads the target's hidden states, and borrows its
     // embedding and head where it has none of its own. Of a model's own file, the MTP layer is then loaded.
@@ -59,7 +61,7 @@ public:
     KvType kv_type() const { return kv_type_; }
     // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
     // judged, with `last_row` also of the last row of a reading, which is then judged, too; or of all, those of prompts
-    // too. Throws std::invalid_argument where there are no such layers, where they are on devices, and where there are
+    // too. Throws std::invalid_argument where there are no such layers, where libllama has them, and where there are
     // sessions.
     void tap(std::vector<int> layers, bool all_rows = false, bool last_row = false);
     // From now on a draft that borrows a head has logits of its first `rows` tokens alone; it reads the target's
@@ -89,7 +91,7 @@ public:
     // loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
     // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window,
-    // which keep them of `most_windowed` tokens of a text at most. Devices keep all.
+    // which keep them of `most_windowed` tokens of a text at most. libllama keeps all.
     size_t cell_bytes() const;
     size_t windowed_cell_bytes() const;
     int64_t most_windowed() const;
@@ -99,15 +101,18 @@ public:
     size_t kept_state_bytes() const;
     // Rows of a text's trees that may be pending: with recurrent layers, which keep their inputs, not any number.
     int most_pending() const;
-    // Whether the rows of a tree that are evaluated together must be a chain: a device's recurrent layers have no order
+    // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
     // of rows but that of time.
-    bool is_chained() const { return device_memory_ && numbers_.is_recurrent(); }
+    bool is_chained() const { return llama_ && llama_->is_recurrent(); }
     // As Manifest::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 
     // Null where the weights are packed.
-    const DeviceMemory* device_memory() const { return device_memory_.get(); }
+    const LlamaModel* llama() const { return llama_.get(); }
+    // From now on libllama's contexts have room for so many tokens of all texts together, at least.
+    void reserve(int num_cells) { num_reserved_ = num_cells; }
+    int num_reserved() const { return num_reserved_; }
 
     const Linear& token_embedding() const {
         return token_embedding_.present() ? token_embedding_ : lender_->token_embedding();
@@ -129,14 +134,15 @@ public:
 
 private:
     size_t layer_cell_bytes(int layer) const;
-    template <class Loader>
-    void load(Loader& loader);
+    void load(PackedLoader& loader);
+    void load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress);
     void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
 
     const Kernel& kernel_;
     int num_threads_;
     KvType kv_type_;
-    Family draft_family_;  // of a draft that reads hidden states
+    Family own_family_;         // of a draft that reads hidden states, or a model of libllama's
+    std::string architecture_;  // the latter's name
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
     size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;
@@ -145,7 +151,8 @@ private:
     bool is_mapped_ = false;
     PackedContent content_;
     Memory arena_;
-    std::unique_ptr<DeviceMemory> device_memory_;
+    std::unique_ptr<LlamaModel> llama_;
+    int num_reserved_ = 0;
     std::shared_ptr<const Model> lender_;
     Linear token_embedding_, head_;
     Fusion fusion_;

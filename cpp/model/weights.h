@@ -1,19 +1,17 @@
-// Weights as passes read them: packed for our kernels, or in the memory of ggml's devices.
+// Weights as our kernels read them.
 #pragma once
 
 #include <vector>
 
-#include "llama/devices.h"
 #include "weights/packed_matrix.h"
 
 namespace pystaged {
 
-// Floats of the host, padded with zeros like the rows they meet, or of a device. Empty where a model has none.
+// Padded with zeros like the rows they meet. Empty where a model has none.
 struct Vector {
     std::vector<float> values;
-    ggml_tensor* device = nullptr;
 
-    bool present() const { return device || !values.empty(); }
+    bool present() const { return !values.empty(); }
     const float* data() const { return values.empty() ? nullptr : values.data(); }
 };
 
@@ -26,9 +24,8 @@ struct Norm {
 struct Linear {
     PackedMatrix packed;
     Vector bias;
-    ggml_tensor* device = nullptr;
 
-    bool present() const { return device || packed.rows() > 0; }
+    bool present() const { return packed.rows() > 0; }
 };
 
 // How a draft joins hidden states with tokens: x = W [norm(embedding); norm(hidden states)]; and, unless these are what

@@ -1,15 +1,12 @@
 // How passes of a model are computed over rows of one or more texts.
 //
-// The model is written down once, in transformer.h. PackedPass runs its operations at once on our kernels, bit-exact on
-// the CPU, for several texts in a pass; DevicePasses records them as ggml's, for any device ggml knows, a text at a
-// time.
+// PackedPass runs the decoder of transformer.h on our kernels, bit-exact on the CPU; LlamaPass leaves it to libllama.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "model/model.h"
@@ -45,7 +42,7 @@ struct Pass {
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
     float* const* hidden = nullptr;        // [num_rows], where each row's taps go, [taps][width], or none
-    // [num_rows], where each row goes as the head would read it, [padded width], or none; none at all on devices.
+    // [num_rows], where each row goes as the head would read it, [padded width], or none.
     float* const* embeddings = nullptr;
     // [num_rows], another model's hidden states that this one reads, or none; where `of_target` says so those of all
     // layers that it reads of its target, else a row as wide as this model.
@@ -65,36 +62,21 @@ public:
     Backend& operator=(const Backend&) = delete;
 
     // For a text of `context` positions; more rows than that give trees at its end room for branches.
-    virtual std::unique_ptr<TextState> make_state(int num_rows, int context) const = 0;
+    virtual std::unique_ptr<TextState> make_state(int num_rows, int context) = 0;
     // Rows of one pass at most.
     virtual int max_rows() const = 0;
-    // Whether a pass takes rows of several texts; else it has one segment.
-    virtual bool mixes_texts() const = 0;
+    // The maxima of a row with a logit that is not finite are not all finite.
     virtual void compute(const Pass& pass) = 0;
-
-    // How many of a row's largest logits a pass brings back; 0 where it writes all of them to Pass::logits at once. The
-    // rest then stays on the device until read or until the text's next pass.
-    virtual int shortlist_size(const TextState&) const { return 0; }
-    // The largest logits of each row of a text's last pass, in no order: both [num_logits][shortlist_size()].
-    virtual void read_shortlist(const TextState&, int32_t*, float*) const { lacks("shortlists"); }
-    // All logits of a text's last pass and the maxima of their runs, laid out as Pass has them, where compute() has not
-    // written both already. The maxima of a row with a logit that is not finite are not all finite.
-    virtual void read_logits(const TextState&, float*, float*) const { lacks("logits to read"); }
     // Adds to each of n rows of logits what the token before it says, and finds their maxima; both laid out as in Pass.
     // For a model with Markov weights.
     virtual void add_markov(const int32_t* /*before*/, int /*n*/, float* /*logits*/, float* /*maxima*/) {
-        lacks("Markov weights");
+        throw std::logic_error("the backend has no Markov weights");
     }
 
 protected:
     explicit Backend(const Model& model) : model_(model) {}
 
     const Model& model_;
-
-private:
-    [[noreturn]] static void lacks(const char* what) {
-        throw std::logic_error(std::string("the backend has no ") + what);
-    }
 };
 
 }  // namespace pystaged

@@ -79,7 +79,7 @@ double PackedPass::bytes(const Hyperparameters& h) {
            (kMaxRows * (values + delta + fused + own + inputs + latents) + kFewRows * double(h.logits_stride()));
 }
 
-std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) const {
+std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) {
     return std::make_unique<PackedState>(model_, num_rows, context);
 }
 

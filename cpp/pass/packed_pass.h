@@ -25,11 +25,9 @@ public:
     // little memory.
     static constexpr int kMaxRows = 256;
 
-    std::unique_ptr<TextState> make_state(int num_rows, int context) const override;
+    std::unique_ptr<TextState> make_state(int num_rows, int context) override;
     int max_rows() const override { return kMaxRows; }
-    bool mixes_texts() const override { return true; }
     void compute(const Pass& pass) override;
-    void read_logits(const TextState&, float*, float*) const override {}  // compute() has written them
 
     // Rows of floats, and what is still to be done to them or was done already.
     struct Value {

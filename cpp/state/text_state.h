@@ -42,14 +42,14 @@ public:
     virtual void stretch(int /*length*/, int /*longer*/) {}
     // For a file: what to give resume() before its pieces are filled, for a text whose `length` rows are committed.
     virtual std::vector<int32_t> shape() const {
-        throw std::invalid_argument("texts on devices are not kept in files");
+        throw std::invalid_argument("texts that llama.cpp computes are not kept in files");
     }
     // The memory of a text of `length` rows, none of them pending, always in the same order.
     virtual std::vector<Piece> pieces(int /*length*/) { return {}; }
     // Becomes a text of `length` rows of that shape; its pieces are to be filled. Throws std::invalid_argument where no
     // text has it.
     virtual void resume(int /*length*/, const std::vector<int32_t>& /*shape*/) {
-        throw std::invalid_argument("texts on devices are not kept in files");
+        throw std::invalid_argument("texts that llama.cpp computes are not kept in files");
     }
     // Bytes that the first `length` rows take.
     virtual size_t num_bytes(int length) const = 0;

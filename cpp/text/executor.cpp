@@ -7,7 +7,7 @@
 
 #include "error.h"
 #include "machine/pool.h"
-#include "pass/device_pass.h"
+#include "pass/llama_pass.h"
 #include "pass/packed_pass.h"
 
 namespace pystaged {
@@ -27,10 +27,9 @@ void check_finite(const float* x, size_t n) {
     }
 }
 
-// The form that fits where the weights are.
 std::unique_ptr<Backend> make_backend(const Model& model) {
-    if (model.device_memory()) {
-        return std::make_unique<DevicePasses>(model);
+    if (model.llama()) {
+        return std::make_unique<LlamaPass>(model);
     }
     return std::make_unique<PackedPass>(model);
 }
@@ -39,16 +38,6 @@ std::unique_ptr<Backend> make_backend(const Model& model) {
 constexpr double kPeakDecay = 0.99;
 
 }  // namespace
-
-void check_shortlist(const Logits& logits, int vocab_size) {
-    for (const int32_t token : logits.shortlist) {
-        if (token < 0 || token >= vocab_size) {
-            throw DeviceError("the device answers a pass with token " + std::to_string(token) +
-                              ", outside the vocabulary of " + std::to_string(vocab_size) +
-                              "; it is out of order, use another one");
-        }
-    }
-}
 
 Executor::Executor(const Model& model)
     : model_(model),
@@ -97,7 +86,7 @@ Executor::Turn::~Turn() {
     executor_.called_.notify_all();
 }
 
-std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) {
+std::shared_ptr<Logits> Executor::make_logits(int num_rows) {
     const size_t floats = num_rows * model_.numbers().logits_stride();
     std::unique_ptr<Logits> logits;
     {
@@ -127,8 +116,6 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
         logits->values.resize(floats);
         logits->maxima.resize(floats / kRun);
     }
-    logits->shortlist.resize(num_rows * size_t(shortlist_size));
-    logits->shortlist_values.resize(logits->shortlist.size());
     // Whoever holds them last may be in a child of fork(), where a mutex can be locked for ever.
     return {logits.release(), [spare = spare_](Logits* used) {
                 std::unique_ptr<Logits> owned(used);
@@ -139,38 +126,11 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows, int shortlist_size) 
             }};
 }
 
-void Executor::read_shortlist(const TextState& text, Logits& logits) const {
-    backend_->read_shortlist(text, logits.shortlist.data(), logits.shortlist_values.data());
-    check_shortlist(logits, model_.numbers().vocab_size);
-}
-
-void Executor::read_logits(const TextState& text, Logits& logits) const {
-    backend_->read_logits(text, logits.values.data(), logits.maxima.data());
-}
-
 LogitsRow Executor::row(const Logits& logits, int row) const {
     const size_t stride = model_.numbers().logits_stride();
     const float* maxima = logits.maxima.data() + row * stride / kRun;
     check_finite(maxima, stride / kRun);
     return {logits.values.data() + row * stride, maxima, model_.numbers().head_size, static_cast<int>(stride)};
-}
-
-LogitsRow Executor::shortlisted_row(const Logits& logits, int row, int shortlist_size) {
-    const int stride = static_cast<int>(model_.numbers().logits_stride());
-    const size_t first = size_t(row) * shortlist_size;
-    check_finite(&logits.shortlist_values[first], shortlist_size);
-    sparse_logits_.resize(stride, -INFINITY);
-    sparse_maxima_.resize(stride / kRun, -INFINITY);
-    for (const int32_t token : sparse_tokens_) {
-        sparse_logits_[token] = sparse_maxima_[token / kRun] = -INFINITY;
-    }
-    sparse_tokens_.assign(&logits.shortlist[first], &logits.shortlist[first] + shortlist_size);
-    for (int i = 0; i < shortlist_size; ++i) {
-        const int32_t token = sparse_tokens_[i];
-        sparse_logits_[token] = logits.shortlist_values[first + i];
-        sparse_maxima_[token / kRun] = std::max(sparse_maxima_[token / kRun], sparse_logits_[token]);
-    }
-    return {sparse_logits_.data(), sparse_maxima_.data(), model_.numbers().head_size, stride};
 }
 
 void Executor::find_candidates(const std::vector<Judged>& rows) {

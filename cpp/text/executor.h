@@ -19,14 +19,7 @@ struct Logits {
     int num_rows = 0;
     Lines<float> values;  // [rows][logits stride]
     Lines<float> maxima;  // [rows][logits stride / kRun]
-    // [rows][shortlist size]: all that devices bring back at first.
-    std::vector<int32_t> shortlist;
-    std::vector<float> shortlist_values;
 };
-
-// Throws DeviceError where a shortlist, which may come from another machine, names tokens that are not in the
-// vocabulary.
-void check_shortlist(const Logits& logits, int vocab_size);
 
 // A judged row, and where its candidates go: the k likeliest next tokens, best first, short rows filled up with token
 // -1 and score -inf.
@@ -67,14 +60,9 @@ public:
     // One for each thread of the pool.
     Sampler& sampler(int worker) { return samplers_[worker]; }
     // Memory for so many rows, reused when nobody holds it any more.
-    std::shared_ptr<Logits> make_logits(int num_rows, int shortlist_size);
-    // Of a text's last pass. Throws DeviceError for what is no token.
-    void read_shortlist(const TextState& text, Logits& logits) const;
-    void read_logits(const TextState& text, Logits& logits) const;
-    // Throw ModelError where the row is not finite: only of rows that are used, as others may be of rejected guesses.
+    std::shared_ptr<Logits> make_logits(int num_rows);
+    // Throws ModelError where the row is not finite: only of rows that are used, as others may be of rejected guesses.
     LogitsRow row(const Logits& logits, int row) const;
-    // A row that is -inf but for its shortlist; until the next such call.
-    LogitsRow shortlisted_row(const Logits& logits, int row, int shortlist_size);
     void find_candidates(const std::vector<Judged>& rows);
 
 private:
@@ -92,8 +80,6 @@ private:
     std::unique_ptr<Backend> backend_;
     std::vector<Sampler> samplers_;
     std::shared_ptr<Spare> spare_;
-    std::vector<float> sparse_logits_, sparse_maxima_;
-    std::vector<int32_t> sparse_tokens_;
 
     std::mutex mutex_;
     std::condition_variable called_;

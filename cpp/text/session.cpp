@@ -208,7 +208,7 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
                                         " pending rows at most; commit or discard some before more are evaluated");
         }
         if (i > 0 && parent != index - 1 && model->is_chained()) {
-            throw std::invalid_argument("on devices, a model with recurrent layers evaluates chains: row " +
+            throw std::invalid_argument("llama.cpp evaluates chains of a model with recurrent layers: row " +
                                         std::to_string(index) + " has parent " + std::to_string(parent) +
                                         ", not the row before it");
         }
@@ -267,14 +267,6 @@ void Text::append_block(const std::vector<int32_t>& tokens) {
     }
 }
 
-// Brings back the logits that are still on the device, before another pass overwrites them or because they are needed.
-void Text::read_logits() {
-    if (const std::shared_ptr<Logits> logits = unread.lock()) {
-        executor->read_logits(*state, *logits);
-    }
-    unread.reset();
-}
-
 void Text::drop_from(size_t first) {
     pending.resize(std::min(first, pending.size()));
 }
@@ -289,9 +281,6 @@ const Text::Row& Text::judged_row(int row) const {
 
 LogitsRow Text::logits_row(int row) {
     const Row& judged = judged_row(row);
-    if (judged.logits == unread.lock()) {
-        read_logits();
-    }
     return executor->row(*judged.logits, judged.slot);
 }
 
@@ -318,33 +307,6 @@ Prefix Text::prefix(const Sampling& sampling, int row) const {
         }
     }
     return result;
-}
-
-// The largest logits of a row, best first, where its shortlist holds so many.
-bool Text::largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const {
-    const int size = shortlist_size();
-    if (k > size) {
-        return false;
-    }
-    const Row& judged = judged_row(row);
-    const LogitsRow shortlist = executor->shortlisted_row(*judged.logits, judged.slot, size);
-    for (const Candidate& found : executor->sampler(0).largest(shortlist, k)) {
-        *tokens++ = found.token;
-        *logits++ = found.score;
-    }
-    return true;
-}
-
-// Where the shortlist holds all that the sampling can choose, it alone is needed.
-LogitsRow Text::row_to_choose_from(const Sampling& sampling, bool masked, int row) {
-    const int size = shortlist_size();
-    const bool enough = sampling.temperature == 0 || (sampling.top_k > 0 && sampling.top_k <= size);
-    const bool needs_more = masked || sampling.rules || sampling.temperature_last || sampling.logprobs >= 0;
-    if (size == 0 || !enough || needs_more) {
-        return logits_row(row);
-    }
-    const Row& judged = judged_row(row);
-    return executor->shortlisted_row(*judged.logits, judged.slot, size);
 }
 
 void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
@@ -378,7 +340,7 @@ void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int3
     const int n = static_cast<int>(rows.size());
     const Executor::Turn computing(*text_.executor);
     const size_t stride = text_.model->numbers().logits_stride();
-    const std::shared_ptr<Logits> logits = text_.executor->make_logits(n, 0);
+    const std::shared_ptr<Logits> logits = text_.executor->make_logits(n);
     for (int i = 0; i < n; ++i) {
         const LogitsRow row = text_.logits_row(rows[i]);
         std::copy_n(row.logits, stride, logits->values.data() + i * stride);
@@ -412,7 +374,7 @@ Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, in
         const Mask mask = masks.row(row);
         LogitsRow logits;
         try {
-            logits = row_to_choose_from(sampling, mask.words != nullptr, row);
+            logits = logits_row(row);
         } catch (const ModelError&) {
             if (row == root) {
                 throw;

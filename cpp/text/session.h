@@ -74,14 +74,10 @@ struct Text {
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
     HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
-    int shortlist_size() const { return executor->backend().shortlist_size(*state); }
-    void read_logits();
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
     Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
     Prefix prefix(const Sampling& sampling, int row) const;
-    bool largest_of_shortlist(int row, int k, int32_t* tokens, float* logits) const;
-    LogitsRow row_to_choose_from(const Sampling& sampling, bool masked, int row);
 
     std::shared_ptr<const Model> model;
     const Text* target = nullptr;  // whose keys and values its rows attend to, of a draft without its own
@@ -92,7 +88,6 @@ struct Text {
     std::vector<Row> pending;
     HiddenRows hidden;             // see Session::hidden()
     UsedExperts experts;           // see Session::experts()
-    std::weak_ptr<Logits> unread;  // those of the last pass that are still on the device
 };
 
 class Session {

@@ -153,9 +153,6 @@ void Run::append() {
         }
         check(work->masks, judged, text.model->numbers().vocab_size);
         check_hidden(*work);
-        if (work->embeds && text.model->device_memory()) {
-            throw std::invalid_argument("embeddings are computed by the CPU's own kernels alone");
-        }
     }
     starts_.reserve(works_.size());
     for (size_t w = 0; w < works_.size(); ++w) {
@@ -202,7 +199,7 @@ std::vector<std::vector<Run::Piece>> Run::split() const {
         Text& text = text_of(i);
         const size_t end = text.pending.size(), judged = end - works_[i]->num_judged;
         for (size_t first = starts_[i], last; first < end; first = last) {
-            if (room == 0 || !backend.mixes_texts() || (is_block(*works_[i]) && room < end - first)) {
+            if (room == 0 || (is_block(*works_[i]) && room < end - first)) {
                 passes.emplace_back();
                 room = backend.max_rows();
             }
@@ -265,7 +262,6 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     std::vector<char> of_target;
     for (const Piece& span : spans) {
         Text& text = *span.text;
-        text.read_logits();
         if (span.first == span.last) {
             continue;
         }
@@ -297,16 +293,15 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     pass.embeddings = embeds ? embeddings.data() : nullptr;
     pass.inputs = inputs.data();
     pass.of_target = of_target.data();
-    Text& any = *pieces[0].text;  // of one model; on a device it is the only one
+    const Text& any = *pieces[0].text;  // of one model
     pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
     pass.interrupted = interrupted;
     const size_t expert_bytes = any.model->numbers().experts.num_bytes();
     std::vector<uint8_t> experts(pass.num_rows * expert_bytes);
     pass.experts = expert_bytes > 0 ? experts.data() : nullptr;
     std::shared_ptr<Logits> logits;
-    const int shortlist_size = any.shortlist_size();
     if (pass.num_logits > 0) {
-        logits = executor_->make_logits(pass.num_logits, shortlist_size);
+        logits = executor_->make_logits(pass.num_logits);
         pass.logits = logits->values.data();
         pass.maxima = logits->maxima.data();
     }
@@ -316,12 +311,6 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
     }
     if (!logits) {
         return;
-    }
-    if (shortlist_size > 0) {
-        executor_->read_shortlist(*any.state, *logits);
-        any.unread = logits;
-    } else {
-        executor_->read_logits(*any.state, *logits);
     }
     int slot = 0;
     for (const Piece& span : spans) {
@@ -414,7 +403,7 @@ void Run::follow(std::vector<Outcome>& outcomes) {
         }
     }
     const int all = text_of(0).model->num_threads();
-    const int threads = trees.size() > 1 && !greedy && executor_->backend().mixes_texts() ? all : 1;
+    const int threads = trees.size() > 1 && !greedy ? all : 1;
     ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
         const Work& work = *works_[trees[i]];
         outcomes[trees[i]].followed =
@@ -440,9 +429,7 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
                 continue;
             }
             try {
-                if (!text.largest_of_shortlist(row, work.k, tokens, scores)) {
-                    rows.push_back(text.judged(row, nullptr, {}, work.k, tokens, scores));
-                }
+                rows.push_back(text.judged(row, nullptr, {}, work.k, tokens, scores));
             } catch (const ModelError&) {  // a guess that is not finite has none
                 std::fill_n(tokens, work.k, -1);
                 std::fill_n(scores, work.k, -INFINITY);
@@ -483,7 +470,7 @@ std::vector<Outcome> run(const std::vector<const Work*>& works, const std::funct
         return {};
     }
     const Model& model = works[0]->session->model();
-    if (!model.device_memory()) {
+    if (!model.llama()) {
         ThreadPool::shared().wake(model.num_threads());  // as early as possible before a pass
     }
     Run run(works);

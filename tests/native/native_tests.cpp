@@ -107,17 +107,6 @@ void test_sampler() {
     }
 }
 
-void test_shortlist() {
-    pystaged::Logits logits;
-    logits.shortlist = {0, 99};
-    logits.shortlist_values = {1, 2};
-    check_shortlist(logits, 100);
-    for (const int32_t token : {100, -1, INT32_MAX, INT32_MIN}) {
-        logits.shortlist[1] = token;
-        CHECK_THROWS(DeviceError, (check_shortlist(logits, 100), 0));
-    }
-}
-
 void test_math() {
     for (int i = 0; i < 1000; ++i) {
         const double x = std::exp(random_float(20)), y = random_float(100);
@@ -474,16 +463,12 @@ void test_works(const std::string& path, const Kernel& kernel) {
 void test_bare_backend(const std::string& path) {
     struct Bare : Backend {
         explicit Bare(const Model& model) : Backend(model) {}
-        std::unique_ptr<TextState> make_state(int, int) const override { return nullptr; }
+        std::unique_ptr<TextState> make_state(int, int) override { return nullptr; }
         int max_rows() const override { return 1; }
-        bool mixes_texts() const override { return false; }
         void compute(const Pass&) override {}
     };
     const Model model(path, "", 1);
     Bare backend(model);
-    const PackedState text(model, 16, 16);
-    CHECK_THROWS(std::logic_error, (backend.read_shortlist(text, nullptr, nullptr), 0));
-    CHECK_THROWS(std::logic_error, (backend.read_logits(text, nullptr, nullptr), 0));
     CHECK_THROWS(std::logic_error, (backend.add_markov(nullptr, 0, nullptr, nullptr), 0));
 }
 
@@ -682,7 +667,6 @@ int main(int argc, char** argv) {
     const std::string path = argv[1];
 #ifndef __SANITIZE_THREAD__  // under which they take very long or may not fork, and have no threads of their own
     test_sampler();
-    test_shortlist();
     test_math();
     test_rope();
 #ifndef _WIN32

@@ -1,0 +1,117 @@
+#include "llama/llama_model.h"
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <stdexcept>
+
+#include "error.h"
+#include "files/gguf_file.h"
+
+namespace pystaged {
+
+namespace {
+
+// Enough for the guesses that pay where passes over more rows are slow; each costs the memory of a state.
+constexpr int kMostBack = 7;
+
+struct Loading {
+    const std::function<void()>& progress;
+    std::exception_ptr error;
+};
+
+bool go_on(float, void* data) {
+    auto& loading = *static_cast<Loading*>(data);
+    try {
+        if (loading.progress) {
+            loading.progress();
+        }
+    } catch (...) {
+        loading.error = std::current_exception();
+    }
+    return !loading.error;
+}
+
+}  // namespace
+
+LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_threads,
+                       const std::function<void()>& progress)
+    : devices_(devices), num_threads_(num_threads) {
+    Devices used;
+    for (ggml_backend_dev_t device : devices) {
+        if (ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            used.push_back(device);
+        }
+    }
+    llama_model_params params = llama_model_default_params();
+    params.n_gpu_layers = used.empty() ? 0 : -1;
+    used.push_back(nullptr);
+    params.devices = used.data();
+    // Repacked weights crash on some CPUs.
+    params.use_extra_bufts = false;
+    Loading loading{progress, nullptr};
+    params.progress_callback = go_on;
+    params.progress_callback_user_data = &loading;
+    std::string reason;
+    {
+        LogCapture log;
+        model_.reset(llama_model_load_from_file(path.c_str(), params));
+        reason = log.first_error();
+    }
+    if (loading.error) {
+        std::rethrow_exception(loading.error);
+    }
+    if (!model_) {
+        throw ModelError(path + ": llama.cpp does not load it: " + (reason.empty() ? "it does not say why" : reason));
+    }
+    if (!llama_model_has_decoder(get()) || llama_model_has_encoder(get()) || llama_model_is_diffusion(get())) {
+        throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");
+    }
+    measure(path);
+}
+
+bool LlamaModel::is_recurrent() const {
+    return llama_model_is_recurrent(get()) || llama_model_is_hybrid(get());
+}
+
+LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_ids, int num_back) const {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = num_cells;
+    params.n_batch = params.n_ubatch = num_rows;
+    params.n_seq_max = num_ids;
+    params.n_rs_seq = num_back;
+    params.n_outputs_max_per_seq = 0;
+    params.n_threads = params.n_threads_batch = num_threads_;
+    params.pooling_type = LLAMA_POOLING_TYPE_NONE;
+    params.kv_unified = params.swa_full = params.no_perf = true;
+    LogCapture log;
+    LlamaContextPtr context(llama_init_from_model(get(), params));
+    if (!context) {
+        const std::string& said = log.first_error();
+        throw DeviceError("llama.cpp makes no context of " + std::to_string(num_cells) + " tokens" +
+                          (said.empty() ? "" : ": " + said) + "; is there enough memory?");
+    }
+    return context;
+}
+
+// From a text of one token, and then of two.
+void LlamaModel::measure(const std::string& path) {
+    const LlamaContextPtr context = make_context(256, 2, 1, is_recurrent() ? 1 : 0);
+    if (!llama_get_memory(context.get())) {
+        throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");
+    }
+    num_back_ = llama_n_rs_seq(context.get()) > 0 ? kMostBack : 0;
+    std::array<size_t, 2> bytes{};
+    for (size_t& each : bytes) {
+        LogCapture log;
+        llama_token token = 0;
+        if (llama_decode(context.get(), llama_batch_get_one(&token, 1)) != 0) {
+            throw DeviceError(path + ": llama.cpp's first pass fails: " + log.first_error());
+        }
+        each = llama_state_seq_get_size(context.get(), 0);
+    }
+    cell_bytes_ = bytes[1] - std::min(bytes[0], bytes[1]);
+    state_bytes_ = is_recurrent() ? bytes[0] - std::min(cell_bytes_, bytes[0]) : 0;
+}
+
+}  // namespace pystaged

@@ -1,0 +1,593 @@
+#include "pass/llama_pass.h"
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "error.h"
+#include "files/gguf_file.h"
+#include "machine/pool.h"
+#include "weights/product.h"
+
+namespace pystaged {
+
+namespace {
+
+constexpr int kMostIds = 256;  // of libllama
+constexpr int kCells = 256;    // a context has whole runs of them
+// Of all states of recurrent layers in a context, where that leaves room for kLeastTexts.
+constexpr size_t kStateBytes = size_t(1) << 30;
+constexpr int kLeastTexts = 8;
+constexpr size_t kFewRows = 16;  // that may be read once more beside a text's own rows
+constexpr llama_state_seq_flags kPartial = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+
+size_t begins_alike(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
+    return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
+}
+
+}  // namespace
+
+struct LlamaPass::Batch {
+    std::vector<llama_token> tokens;
+    std::vector<llama_pos> positions;
+    std::vector<std::vector<llama_seq_id>> ids;
+    std::vector<int8_t> outputs;
+
+    // Returns where it is.
+    int add(int32_t token, int position, std::vector<llama_seq_id> of, bool is_output) {
+        tokens.push_back(token);
+        positions.push_back(position);
+        ids.push_back(std::move(of));
+        outputs.push_back(is_output);
+        return static_cast<int>(tokens.size()) - 1;
+    }
+};
+
+// Rows of a text in a pass.
+struct LlamaPass::Part {
+    LlamaText* text;
+    int first;  // of its pending rows
+    bool is_reading;
+    std::vector<int> rows;  // of the pass
+
+    int num_judged(const Pass& pass) const {
+        const auto is_judged = [&](int row) { return row >= pass.num_rows - pass.num_logits; };
+        return static_cast<int>(std::count_if(rows.begin(), rows.end(), is_judged));
+    }
+};
+
+// ---- A text ----
+
+LlamaText::LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num_rows) {
+    const int id = pass.take_id();
+    if (id < 0) {
+        throw DeviceError("llama.cpp has room for the states of no more texts at once; end one first");
+    }
+    sequences_.push_back({id});
+    pass.texts_.push_back(this);
+}
+
+LlamaText::~LlamaText() {
+    if (pass_.process_ != process_id()) {
+        return;  // a child of fork(), where somebody may hold the lock for ever
+    }
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    forget();
+    llama_memory_seq_rm(pass_.memory_, sequences_[0].id, -1, -1);
+    pass_.free_ids_.push_back(sequences_[0].id);
+    pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
+}
+
+std::vector<int32_t> LlamaText::tokens_to(int row) const {
+    std::vector<int32_t> tokens = committed_;
+    for (; row >= 0; row = rows_[row].parent) {
+        tokens.push_back(rows_[row].token);
+    }
+    std::reverse(tokens.begin() + committed_.size(), tokens.end());
+    return tokens;
+}
+
+void LlamaText::forget() {
+    const auto give_back = [&](int id) {
+        llama_memory_seq_rm(pass_.memory_, id, -1, -1);
+        pass_.free_ids_.push_back(id);
+    };
+    for (size_t i = 1; i < sequences_.size(); ++i) {
+        give_back(sequences_[i].id);
+    }
+    if (shadow_ >= 0) {
+        give_back(std::exchange(shadow_, -1));
+        shadow_length_ = 0;
+    }
+    sequences_.resize(1);
+    sequences_[0] = {sequences_[0].id};
+    for (Row& row : rows_) {
+        row.id = -1;
+    }
+    held_.clear();
+    last_rows_ = 0;
+    kept_.cut(0);
+}
+
+void LlamaText::drop(int first) {
+    for (Sequence& sequence : sequences_) {
+        if (sequence.tail < first) {
+            continue;
+        }
+        while (sequence.tail >= first) {
+            sequence.tail = rows_[sequence.tail].parent;
+        }
+        const int end = sequence.tail < 0 ? static_cast<int>(committed_.size()) : rows_[sequence.tail].position + 1;
+        llama_memory_seq_rm(pass_.memory_, sequence.id, end, -1);
+    }
+    rows_.resize(std::min<size_t>(first, rows_.size()));
+}
+
+int LlamaText::sequence_behind(int row) {
+    if (row >= 0 && rows_[row].id < 0) {
+        return -1;
+    }
+    const auto find = [&](const auto& fits) {
+        return static_cast<int>(std::find_if(sequences_.begin(), sequences_.end(), fits) - sequences_.begin());
+    };
+    int found = find([&](const Sequence& s) { return s.is_leaf && s.tail == row; });
+    if (found < static_cast<int>(sequences_.size())) {
+        return found;
+    }
+    found = find([](const Sequence& s) { return !s.is_leaf; });
+    if (found == static_cast<int>(sequences_.size())) {
+        const int id = pass_.take_id();
+        if (id < 0) {
+            return -1;
+        }
+        sequences_.push_back({id});
+    }
+    Sequence& sequence = sequences_[found];
+    const int length = static_cast<int>(committed_.size());
+    if (sequence.length < length) {
+        llama_memory_seq_cp(pass_.memory_, sequences_[0].id, sequence.id, sequence.length, length);
+        sequence.length = length;
+    }
+    if (row >= 0) {
+        llama_memory_seq_cp(pass_.memory_, rows_[row].id, sequence.id, length, rows_[row].position + 1);
+    }
+    sequence.is_leaf = true;
+    return found;
+}
+
+std::vector<std::vector<int>> LlamaText::find_ids(int first) {
+    const int end = static_cast<int>(rows_.size());
+    std::vector<std::vector<int>> ids(end - first);
+    std::vector<char> has_children(end - first);
+    for (int row = first; row < end; ++row) {
+        if (rows_[row].parent >= first) {
+            has_children[rows_[row].parent - first] = true;
+        }
+    }
+    for (int leaf = first; leaf < end; ++leaf) {
+        int behind = leaf;
+        while (behind >= first) {
+            behind = rows_[behind].parent;
+        }
+        const int index = has_children[leaf - first] ? -1 : sequence_behind(behind);
+        if (index < 0) {
+            continue;
+        }
+        Sequence& sequence = sequences_[index];
+        sequence.tail = leaf;
+        for (int row = leaf; row >= first; row = rows_[row].parent) {
+            ids[row - first].push_back(sequence.id);
+            if (rows_[row].id < 0) {
+                rows_[row].id = sequence.id;
+            }
+        }
+    }
+    return ids;
+}
+
+void LlamaText::keep(int length, const std::vector<int32_t>& path, bool) {
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    const int end = length + static_cast<int>(path.size());
+    Sequence& own = sequences_[0];
+    const int last = path.empty() ? -1 : path.back(), source = last < 0 ? own.id : rows_[last].id;
+    if (!pass_.is_recurrent_ && own.length == length) {
+        if (own.tail != last) {
+            llama_memory_seq_rm(pass_.memory_, own.id, source == own.id ? end : length, -1);
+        }
+        if (source >= 0 && source != own.id) {
+            llama_memory_seq_cp(pass_.memory_, source, own.id, length, end);
+        }
+        own.length = source >= 0 ? end : length;
+        for (size_t i = 1; i < sequences_.size(); ++i) {
+            if (sequences_[i].is_leaf) {
+                llama_memory_seq_rm(pass_.memory_, sequences_[i].id, length, -1);
+                sequences_[i].is_leaf = false;
+            }
+        }
+    }
+    for (Sequence& sequence : sequences_) {
+        sequence.tail = -1;
+    }
+    for (const int32_t row : path) {
+        committed_.push_back(rows_[row].token);
+    }
+    rows_.clear();
+}
+
+int LlamaText::reachable(int length) const {
+    if (!pass_.is_recurrent_) {
+        return length;
+    }
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    const int held = static_cast<int>(held_.size()), most = std::min(pass_.num_back_, last_rows_ - 1);
+    const bool is_near = held <= length || held - length <= most;
+    if (is_near && begins_alike(held_, committed_) >= static_cast<size_t>(std::min(held, length))) {
+        return length;
+    }
+    const int alike = static_cast<int>(std::min(begins_alike(held_, committed_), static_cast<size_t>(length)));
+    return std::max(kept_.reachable(alike), shadow_length_ <= alike ? shadow_length_ : 0);
+}
+
+int LlamaText::cut(int length) {
+    length = reachable(length);
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    drop(0);
+    committed_.resize(length);
+    kept_.cut(length);
+    for (Sequence& sequence : sequences_) {
+        if (sequence.length > length) {
+            llama_memory_seq_rm(pass_.memory_, sequence.id, length, -1);
+            sequence.length = length;
+        }
+    }
+    return length;
+}
+
+int LlamaText::copy(const TextState& other, int length) {
+    const auto& from = static_cast<const LlamaText&>(other);
+    length = from.reachable(length);
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    committed_.assign(from.committed_.begin(), from.committed_.begin() + length);
+    if (&from.pass_ != &pass_) {
+        return length;  // in a child of fork(), where nothing has been read
+    }
+    if (!pass_.is_recurrent_) {
+        sequences_[0].length = std::min(length, from.sequences_[0].length);
+        llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, 0, sequences_[0].length);
+        return length;
+    }
+    // States at other lengths are found there when the next pass is computed.
+    llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, -1, -1);
+    held_ = from.held_;
+    last_rows_ = from.last_rows_;
+    kept_.copy(from.kept_);
+    return length;
+}
+
+void LlamaText::stretch(int, int longer) {
+    const std::lock_guard<std::mutex> lock(pass_.mutex_);
+    committed_.resize(longer, committed_.back());
+}
+
+size_t LlamaText::num_bytes(int length) const {
+    const Model& model = pass_.model_;
+    return model.cell_bytes() * length + model.state_bytes() + kept_.all().size() * model.kept_state_bytes();
+}
+
+bool LlamaText::go_back(const std::vector<int32_t>& tokens) {
+    const int id = sequences_[0].id, length = static_cast<int>(begins_alike(held_, tokens));
+    const int rows = static_cast<int>(held_.size()) - length;
+    if (rows == 0) {
+        return false;
+    }
+    const bool is_near = rows <= std::min(pass_.num_back_, std::exchange(last_rows_, 0) - 1);
+    if (is_near && llama_memory_seq_rm(pass_.memory_, id, length, -1)) {
+        end_at(length);
+        return true;
+    }
+    const int kept = kept_.reachable(length);
+    if (shadow_length_ <= length && shadow_length_ > kept) {
+        llama_memory_seq_rm(pass_.memory_, id, -1, -1);
+        llama_memory_seq_cp(pass_.memory_, shadow_, id, -1, -1);
+        end_at(shadow_length_);
+        return false;
+    }
+    const KeptStates::Values* values = kept_.at(kept);
+    const size_t bytes = values ? values->size() * sizeof(float) : 0;
+    const auto* data = values ? reinterpret_cast<const uint8_t*>(values->data()) : nullptr;
+    if (values && llama_state_seq_set_data_ext(pass_.context_.get(), data, bytes, id, kPartial) > 0 &&
+        llama_memory_seq_rm(pass_.memory_, id, kept, -1)) {
+        end_at(kept);
+        return false;
+    }
+    llama_memory_seq_rm(pass_.memory_, id, -1, -1);
+    end_at(0);
+    return false;
+}
+
+void LlamaText::end_at(int length) {
+    held_.resize(length);
+    if (shadow_length_ > length) {
+        shadow_length_ = 0;  // which nobody goes back to
+    }
+}
+
+void LlamaText::cast_shadow() {
+    shadow_ = shadow_ < 0 ? pass_.take_id() : shadow_;
+    if (shadow_ >= 0) {
+        llama_memory_seq_rm(pass_.memory_, shadow_, -1, -1);
+        llama_memory_seq_cp(pass_.memory_, sequences_[0].id, shadow_, -1, -1);
+        shadow_length_ = static_cast<int>(held_.size());
+    }
+}
+
+void LlamaText::has_read() {
+    if (!pass_.is_recurrent_) {
+        return;
+    }
+    const size_t before = held_.size();
+    held_ = tokens_to(static_cast<int>(rows_.size()) - 1);
+    last_rows_ = static_cast<int>(held_.size() - before);
+}
+
+void LlamaText::keep_state() {
+    const int id = sequences_[0].id;
+    const size_t bytes = llama_state_seq_get_size_ext(pass_.context_.get(), id, kPartial);
+    auto values = std::make_shared<KeptStates::Values>((bytes + sizeof(float) - 1) / sizeof(float));
+    auto* data = reinterpret_cast<uint8_t*>(values->data());
+    if (llama_state_seq_get_data_ext(pass_.context_.get(), data, bytes, id, kPartial) == bytes) {
+        kept_.keep({static_cast<int>(held_.size()), std::move(values)});
+    }
+}
+
+// ---- A pass ----
+
+LlamaPass::LlamaPass(const Model& model)
+    : Backend(model),
+      process_(process_id()),
+      is_recurrent_(model.llama()->is_recurrent()),
+      num_back_(model.llama()->num_back()) {}
+
+LlamaPass::~LlamaPass() = default;
+
+std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!context_) {
+        const size_t state = model_.state_bytes() * (1 + num_back_);
+        const int num_ids = is_recurrent_ ? std::clamp<int>(kStateBytes / std::max<size_t>(1, state), 2 * kLeastTexts,
+                                                            kMostIds / 4)
+                                          : kMostIds;
+        const int cells = std::max(model_.num_reserved(), 2 * num_rows);
+        context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMaxRows, num_ids, num_back_);
+        memory_ = llama_get_memory(context_.get());
+        llama_set_abort_callback(context_.get(), is_interrupted, this);
+        for (int id = num_ids - 1; id >= 0; --id) {
+            free_ids_.push_back(id);
+        }
+    }
+    return std::make_unique<LlamaText>(*this, num_rows);
+}
+
+int LlamaPass::take_id() {
+    for (auto text = texts_.begin(); free_ids_.empty() && text != texts_.end(); ++text) {
+        auto& sequences = (*text)->sequences_;
+        if (sequences.size() > 1 && !sequences.back().is_leaf) {
+            llama_memory_seq_rm(memory_, sequences.back().id, -1, -1);
+            free_ids_.push_back(sequences.back().id);
+            sequences.pop_back();
+        }
+    }
+    if (free_ids_.empty()) {
+        return -1;
+    }
+    const int id = free_ids_.back();
+    free_ids_.pop_back();
+    return id;
+}
+
+bool LlamaPass::is_interrupted(void* self) {
+    auto& pass = *static_cast<LlamaPass*>(self);
+    try {
+        if (pass.interrupted_ && !pass.interruption_) {
+            (*pass.interrupted_)();
+        }
+    } catch (...) {
+        pass.interruption_ = std::current_exception();
+    }
+    return pass.interruption_ != nullptr;
+}
+
+// After a pass that failed nobody knows what libllama has: all texts are read again.
+void LlamaPass::decode(const Batch& batch) {
+    const int num_rows = static_cast<int>(batch.tokens.size());
+    std::vector<int32_t> counts;
+    std::vector<llama_seq_id*> ids;
+    for (const std::vector<llama_seq_id>& of : batch.ids) {
+        counts.push_back(static_cast<int32_t>(of.size()));
+        ids.push_back(const_cast<llama_seq_id*>(of.data()));
+    }
+    const llama_batch rows{num_rows,
+                           const_cast<llama_token*>(batch.tokens.data()),
+                           nullptr,
+                           const_cast<llama_pos*>(batch.positions.data()),
+                           counts.data(),
+                           ids.data(),
+                           const_cast<int8_t*>(batch.outputs.data())};
+    std::string said;
+    int status = 0;
+    {
+        LogCapture log;
+        try {
+            status = llama_decode(context_.get(), rows);
+            llama_synchronize(context_.get());
+        } catch (const std::exception& error) {
+            said = error.what();
+            status = -1;
+        }
+        said = said.empty() ? log.first_error() : said;
+    }
+    if (status == 0) {
+        return;
+    }
+    if (status < 0 || (status == 2 && is_recurrent_)) {
+        for (LlamaText* text : texts_) {
+            text->forget();
+        }
+        llama_memory_clear(memory_, false);
+    }
+    if (interruption_) {
+        std::rethrow_exception(std::exchange(interruption_, nullptr));
+    }
+    if (status == 1) {
+        throw DeviceError("the context of " + std::to_string(llama_n_ctx(context_.get())) +
+                          " tokens for all texts is full; end one, or give them more memory (kv_memory, --kv-memory)");
+    }
+    throw DeviceError("a pass of llama.cpp failed" + (said.empty() ? "" : ": " + said));
+}
+
+void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t length) {
+    LlamaText::Sequence& own = text.sequences_[0];
+    const auto has = [&] { return is_recurrent_ ? text.held_.size() : static_cast<size_t>(own.length); };
+    while (has() < length) {
+        const size_t first = has();
+        size_t last = std::min(first + kMaxRows, length);
+        const std::vector<int>& asked = text.kept_.asked();
+        const auto next = std::upper_bound(asked.begin(), asked.end(), static_cast<int>(first));
+        last = next == asked.end() ? last : std::min(last, static_cast<size_t>(*next));
+        Batch batch;
+        for (size_t i = first; i < last; ++i) {
+            batch.add(tokens[i], static_cast<int>(i), {own.id}, false);
+        }
+        decode(batch);
+        if (!is_recurrent_) {
+            own.length = static_cast<int>(last);
+            continue;
+        }
+        text.held_.insert(text.held_.end(), tokens.begin() + first, tokens.begin() + last);
+        text.last_rows_ = 0;
+        if (text.kept_.is_asked(static_cast<int>(last))) {
+            text.keep_state();
+        }
+    }
+}
+
+void LlamaPass::compute(const Pass& pass) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    interrupted_ = pass.interrupted;
+    interruption_ = nullptr;
+    std::vector<Part> parts = parts_of(pass);
+    std::vector<int> at(pass.num_rows, -1);  // in the batch
+    Batch batch;
+    try {
+        for (Part& part : parts) {
+            const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(part, pass, batch) : find_ids(part);
+            for (size_t i = 0; i < part.rows.size(); ++i) {
+                const int row = part.rows[i];
+                if (!ids[i].empty()) {
+                    const bool is_output = pass.embeddings || row >= pass.num_rows - pass.num_logits;
+                    at[row] = batch.add(pass.tokens[row], pass.positions[row], ids[i], is_output);
+                }
+            }
+        }
+        llama_set_embeddings(context_.get(), pass.embeddings != nullptr);
+        decode(batch);
+    } catch (...) {
+        for (const Part& part : parts) {
+            part.text->drop(part.first);
+            part.text->kept_.cut(static_cast<int>(part.text->committed_.size()));
+        }
+        throw;
+    }
+    for (const Part& part : parts) {
+        part.text->has_read();
+    }
+    write_outputs(pass, at);
+}
+
+// Appends the rows to those that are pending.
+std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
+    std::vector<Part> parts;
+    for (const Segment& segment : pass.segments) {
+        auto* text = static_cast<LlamaText*>(segment.state);
+        if (&text->pass_ != this) {
+            throw std::runtime_error("the process forked since the session was opened; open another session");
+        }
+        auto part = std::find_if(parts.begin(), parts.end(), [&](const Part& known) { return known.text == text; });
+        if (part == parts.end()) {
+            text->drop(segment.first_pending);
+            part = parts.insert(part, {text, segment.first_pending, segment.is_reading, {}});
+        }
+        for (int row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {
+            text->rows_.push_back({pass.tokens[row], pass.parents[row], pass.positions[row]});
+            part->rows.push_back(row);
+        }
+    }
+    return parts;
+}
+
+std::vector<std::vector<int>> LlamaPass::find_ids(const Part& part) {
+    LlamaText& text = *part.text;
+    read(text, text.committed_, text.committed_.size());
+    return text.find_ids(part.first);
+}
+
+// Of a text with recurrent layers, whose rows are a chain: goes back to where that begins, and reads what is missing.
+std::vector<std::vector<int>> LlamaPass::go_on(const Part& part, const Pass& pass, Batch& batch) {
+    LlamaText& text = *part.text;
+    const int behind = text.rows_[part.first].parent, id = text.sequences_[0].id;
+    std::vector<int32_t> tokens = text.tokens_to(behind);
+    const size_t begin = tokens.size();
+    const bool rolled_back = text.go_back(tokens);
+    if (!part.is_reading && behind >= 0 && !rolled_back && text.shadow_length_ < static_cast<int>(text.committed_.size())) {
+        text.cast_shadow();
+    }
+    for (const int row : part.rows) {
+        tokens.push_back(pass.tokens[row]);
+    }
+    // States are kept between passes.
+    size_t read_to = begin - text.held_.size() > kFewRows ? begin : text.held_.size();
+    for (const int asked : text.kept_.asked()) {
+        const bool is_judged = asked > static_cast<int>(tokens.size()) - part.num_judged(pass);
+        if (part.is_reading && asked > static_cast<int>(begin) && !is_judged) {
+            read_to = std::max<size_t>(read_to, asked);
+        }
+    }
+    read(text, tokens, read_to);
+    for (size_t i = text.held_.size(); i < begin; ++i) {
+        batch.add(tokens[i], static_cast<int>(i), {id}, pass.embeddings != nullptr);
+    }
+    std::vector<std::vector<int>> ids(part.rows.size(), {id});
+    for (size_t i = begin; i < text.held_.size(); ++i) {
+        ids[i - begin].clear();
+    }
+    return ids;
+}
+
+void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& at) {
+    const Hyperparameters& h = model_.numbers();
+    std::vector<const float*> rows;
+    for (int row = 0; row < pass.num_rows; ++row) {
+        const float* values = pass.embeddings ? llama_get_embeddings_ith(context_.get(), at[row]) : nullptr;
+        if (values) {
+            std::copy_n(values, h.width, pass.embeddings[row]);
+        }
+        if (row >= pass.num_rows - pass.num_logits) {
+            rows.push_back(at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]));
+        }
+    }
+    const size_t vocab = h.vocab_size, stride = h.logits_stride();
+    ThreadPool::shared().run(pass.num_logits, model_.num_threads(), [&](int i, int) {
+        float *logits = pass.logits + i * stride, *maxima = pass.maxima + i * stride / kRun;
+        if (rows[i]) {
+            std::copy_n(rows[i], vocab, logits);
+            find_maxima(model_.kernel(), logits, static_cast<int>(vocab), static_cast<int>(stride), maxima);
+        } else {
+            std::fill_n(logits, stride, -INFINITY);
+            std::fill_n(maxima, stride / kRun, -INFINITY);
+        }
+    });
+}
+
+}  // namespace pystaged
