@@ -12,6 +12,9 @@ _Ints = Sequence[int] | NDArray[np.integer]
 class ModelError(OSError):
     """A model file that is missing, damaged or not supported."""
 
+class UnsupportedModelError(ModelError):
+    """A model that pystaged's kernels do not compute; llama.cpp may."""
+
 class DeviceError(OSError):
     """A device that is missing, has too little memory, or failed in a pass."""
 
@@ -298,6 +301,8 @@ class Model:
     @property
     def taps(self) -> list[int]:
         """The layers after which sessions store hidden states, from 1."""
+    def reserve(self, num_cells: int) -> None:
+        """Let contexts of llama.cpp have room for so many tokens of all sessions together."""
     def tap(self, layers: Sequence[int], all_rows: bool = False, last_row: bool = False) -> None:
         """Let sessions store the hidden states after these layers, ascending from 1: those of rows with logits; with
         `last_row` also of the last row of a prefill; with `all_rows` of every row. Raises ValueError if there are no

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Tokenizer, file_identity
-from pystaged.backends.devices import open_session
-from pystaged.decoding.contexts import FREE_SHARE, ContextPool
+from pystaged.backends.devices import devices, open_session, reserve
+from pystaged.decoding.contexts import FREE_SHARE, SPARE_CELLS, ContextPool
 from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.scheduler import Scheduler
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pystaged.sampling.grammars import GrammarConstraint, Grammars
 
 
+_USUAL_CONTEXT = 8192  # positions of a context, by default
+_TEXTS = 4  # full ones that llama.cpp has room for, by default
 _LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told by the length, too
 
 
@@ -51,15 +53,14 @@ class Runtime:
         n_ctx = options["n_ctx"]
         if options["long_context"] and n_ctx == 0:
             n_ctx = _long_context(bundle)
-        free, on_device = bundle.free_memory(), [bool(each.devices) for each in bundle.models]
+        free = bundle.free_memory()
         self.contexts = ContextPool(
             lambda source, length: decoders.decoder(n_ctx, policy, source, length),
-            options["kv_memory"],
+            _reserve(bundle, n_ctx) or options["kv_memory"],
             free=free,
-            on_device=on_device,
         )
         self.n_ctx = self.contexts.n_ctx
-        if self.contexts.full_bytes > free and not any(on_device):
+        if self.contexts.full_bytes > free and not any(model.devices for model in bundle.models):
             report(
                 f"a full context of {self.n_ctx:,} tokens takes {self.contexts.full_bytes / 1e9:.1f} GB, and "
                 f"{free / 1e9:.1f} GB are free; a smaller n_ctx (--n-ctx) keeps a long text from filling the memory"
@@ -164,7 +165,8 @@ class Runtime:
         bundle, model = self.bundle, self.bundle.target
         if config.progress:  # a result must not keep the user's function alive
             config = replace(config, progress=None)
-        return Origin(bundle.file, model.name, bundle.vocabulary, bundle.device, model.kv, self.n_ctx, prompt, config)
+        device, inexact = bundle.device, bundle.inexact
+        return Origin(bundle.file, model.name, bundle.vocabulary, device, model.kv, self.n_ctx, prompt, config, inexact)
 
     def _constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
         """The constraint for a grammar; None for none. Raises as Grammars does."""
@@ -176,6 +178,22 @@ class Runtime:
 
                 self._grammars = Grammars(self.tokenizer)
         return self._grammars.constraint(grammar)
+
+
+def _reserve(bundle: Bundle, n_ctx: int) -> int:
+    """Let llama.cpp have room for the texts of an engine; returns the bytes that they may take, 0 without llama.cpp."""
+    on_devices = [model for model in bundle.models if model.devices]
+    if not on_devices:
+        return 0
+    token_bytes = sum(model.cell_bytes for model in bundle.models)
+    context_bytes = (SPARE_CELLS + (n_ctx or min(bundle.target.max_context, _USUAL_CONTEXT))) * token_bytes
+    gpus = {device.name: device.free_bytes for device in devices() if device.is_gpu}
+    free = sum(gpus.get(name, 0) for name in on_devices[0].devices) or bundle.free_memory()
+    memory = bundle.options["kv_memory"] or min(_TEXTS * context_bytes, free // FREE_SHARE)
+    memory = max(memory, context_bytes)
+    for model in on_devices:
+        reserve(model, memory // max(1, token_bytes))
+    return memory + sum(model.state_bytes for model in bundle.models) * _TEXTS
 
 
 def _long_context(bundle: Bundle) -> int:

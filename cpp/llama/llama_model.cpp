@@ -12,7 +12,9 @@ namespace pystaged {
 
 namespace {
 
-// Enough for the guesses that pay where passes over more rows are slow; each costs the memory of a state.
+// Of the states of recurrent layers in a context; each text has one for every row that it may go back, and one more.
+// More rows than kMostBack seldom pay.
+constexpr size_t kStateBytes = size_t(1) << 30;
 constexpr int kMostBack = 7;
 
 struct Loading {
@@ -100,7 +102,6 @@ void LlamaModel::measure(const std::string& path) {
     if (!llama_get_memory(context.get())) {
         throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");
     }
-    num_back_ = llama_n_rs_seq(context.get()) > 0 ? kMostBack : 0;
     std::array<size_t, 2> bytes{};
     for (size_t& each : bytes) {
         LogCapture log;
@@ -112,6 +113,10 @@ void LlamaModel::measure(const std::string& path) {
     }
     cell_bytes_ = bytes[1] - std::min(bytes[0], bytes[1]);
     state_bytes_ = is_recurrent() ? bytes[0] - std::min(cell_bytes_, bytes[0]) : 0;
+    if (llama_n_rs_seq(context.get()) > 0) {
+        const size_t fitting = kStateBytes / std::max<size_t>(1, kMostStates * state_bytes_);
+        num_back_ = static_cast<int>(std::clamp<size_t>(fitting, 2, kMostBack + 1)) - 1;
+    }
 }
 
 }  // namespace pystaged

@@ -18,6 +18,8 @@ using LlamaContextPtr = std::unique_ptr<llama_context, FreeLlama>;
 
 class LlamaModel {
 public:
+    static constexpr int kMostStates = 16;  // texts of a context, where layers are recurrent
+
     // Loads a GGUF file, its layers split over the devices by their free memory; `progress` is called now and then and
     // may throw. Throws ModelError for what libllama does not load or is no causal decoder, DeviceError where a device
     // fails.

@@ -196,6 +196,15 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
 
 // What libllama does not say is for those who ask about the model.
 void Model::load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress) {
+    try {
+        // libllama ends the process on some damaged files.
+        const Family& family = find_family(file);
+        const Hyperparameters numbers = read_hyperparameters(file, family, nullptr);
+        check_vocabulary(file, numbers);
+        check_factors(file, Manifest(file, family, numbers));
+    } catch (const UnsupportedModelError&) {
+        // Only libllama knows what belongs into this file.
+    }
     llama_ = std::make_unique<LlamaModel>(file.path(), devices, num_threads_, progress);
     const llama_model* model = llama_->get();
     architecture_ = file.text("general.architecture");

@@ -17,9 +17,6 @@ namespace {
 
 constexpr int kMostIds = 256;  // of libllama
 constexpr int kCells = 256;    // a context has whole runs of them
-// Of all states of recurrent layers in a context, where that leaves room for kLeastTexts.
-constexpr size_t kStateBytes = size_t(1) << 30;
-constexpr int kLeastTexts = 8;
 constexpr size_t kFewRows = 16;  // that may be read once more beside a text's own rows
 constexpr llama_state_seq_flags kPartial = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
@@ -355,11 +352,8 @@ LlamaPass::~LlamaPass() = default;
 std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!context_) {
-        const size_t state = model_.state_bytes() * (1 + num_back_);
-        const int num_ids = is_recurrent_ ? std::clamp<int>(kStateBytes / std::max<size_t>(1, state), 2 * kLeastTexts,
-                                                            kMostIds / 4)
-                                          : kMostIds;
-        const int cells = std::max(model_.num_reserved(), 2 * num_rows);
+        const int num_ids = is_recurrent_ ? LlamaModel::kMostStates : kMostIds;
+        const int reserved = model_.num_reserved(), cells = std::max(num_rows, reserved > 0 ? reserved : 2 * num_rows);
         context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMaxRows, num_ids, num_back_);
         memory_ = llama_get_memory(context_.get());
         llama_set_abort_callback(context_.get(), is_interrupted, this);

@@ -1,4 +1,4 @@
-"""Devices by name: "cpu" has pystaged's kernels, all others run ggml's operations."""
+"""Devices by name: "cpu" has pystaged's kernels, all others run llama.cpp."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str 
     if device.startswith("rpc:"):
         return cast(Model, RemoteModel(path, kernel, num_threads, device))
     return Model(path, kernel, num_threads, device, kv=kv)
+
+
+def reserve(model: Model, num_cells: int) -> None:
+    """Let llama.cpp's context of a model have room for so many tokens of all texts together."""
+    if isinstance(model, RemoteModel):
+        model.servers.call("reserve", num_cells)
+    else:
+        model.reserve(num_cells)
 
 
 def close_model(model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Models on RPC servers: ggml's RPC client in a child process, and stand-ins for Model and Session.
+"""Models that llama.cpp splits over RPC servers, in a child process, and stand-ins for Model and Session.
 
 ggml aborts the process when a server dies or its answer is invalid. The client therefore runs in a child process, whose
 end raises an exception here.
@@ -147,7 +147,7 @@ class RemoteModel:
 class RemoteSession:
     """Stands in for _core.Session."""
 
-    # Devices keep all tokens in layers with a sliding window.
+    # llama.cpp keeps all tokens in layers with a sliding window.
     windowed_cell_bytes = most_windowed = 0
 
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:

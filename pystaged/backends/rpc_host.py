@@ -1,4 +1,4 @@
-"""The child process that runs ggml's RPC client; if ggml aborts it, the parent only loses a connection."""
+"""The child process that runs llama.cpp with ggml's RPC client; if ggml aborts it, the parent only loses a connection."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class Host:
         self._model = _core.Model(path, kernel, num_threads, device, self._beat)
         names = [name for name, value in vars(_core.Model).items() if isinstance(value, property)]
         return {name: getattr(self._model, name) for name in names}
+
+    def reserve(self, num_cells: int) -> None:
+        """As Model.reserve."""
+        self._model.reserve(num_cells)
 
     def open(self, n_ctx: int) -> tuple[int, int]:
         """Open a session; returns its number and its n_ctx."""

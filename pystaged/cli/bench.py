@@ -263,6 +263,7 @@ def lossless(
     Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
     """
     bundle, texts = _open(model, draft, quantization, prompts, limit)
+    bundle.check_exact()
     session = Session(bundle.target)
     ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
     decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}

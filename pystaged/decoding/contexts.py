@@ -29,7 +29,6 @@ _MOST_KEPT = 8  # states kept of a text, however small they are
 # States are kept so many tokens before the end of a prompt: the next prompt may differ in the last tokens, which begin
 # an answer, or in the question at its end.
 _BEFORE_END = (16, 256)
-_ON_DEVICES = 8  # full contexts, by default
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
@@ -66,24 +65,23 @@ class _Loan(NamedTuple):
 
 
 class _Cells:
-    """Memory of sessions like this one. whole: whether all positions are allocated at once, as on devices. num_kept:
-    states of recurrent layers that are kept of a text."""
+    """Memory of sessions like this one. num_kept: states of recurrent layers that are kept of a text."""
 
-    def __init__(self, session: Session, whole: bool, num_kept: int) -> None:
-        self.cell_bytes, self.whole, self._n_ctx = session.cell_bytes, whole, session.n_ctx
+    def __init__(self, session: Session, num_kept: int) -> None:
+        self.cell_bytes, self._n_ctx = session.cell_bytes, session.n_ctx
         self._windowed_bytes, self._most_windowed = session.windowed_cell_bytes, session.most_windowed
         self._state_bytes = session.state_bytes + num_kept * session.kept_state_bytes
         self._spare = SPARE_CELLS * session.cell_bytes
 
     def needed(self, tokens: int) -> int:
         """Bytes for a sequence of this many tokens."""
-        tokens = self._n_ctx if self.whole else min(tokens, self._n_ctx)
+        tokens = min(tokens, self._n_ctx)
         behind = max(0, tokens - self._most_windowed) * self._windowed_bytes
         return self._spare + self._state_bytes + self.cell_bytes * tokens - behind
 
     def held(self, session: Session) -> int:
         """Bytes that a session holds."""
-        return self.needed(0) if self.whole else self._spare + session.num_bytes
+        return self._spare + session.num_bytes
 
 
 class ContextPool:
@@ -91,9 +89,8 @@ class ContextPool:
 
     The KV caches of all contexts take at most `memory` bytes. A sequence counts with its prompt and max_tokens, a
     context at rest with its contents; layers with a sliding window hold fewer than all tokens, and recurrent layers
-    states of a fixed size. On devices a context counts with all its positions, which are allocated at once. A single
-    sequence may exceed the bound if no other context is lent. Contexts at rest are cut to make room, the least recently
-    used first, each from its end.
+    states of a fixed size. A single sequence may exceed the bound if no other context is lent. Contexts at rest are cut
+    to make room, the least recently used first, each from its end.
 
     A recurrent layer can only go back to states that it has kept. They are kept shortly before the end of each prompt,
     where a prompt turned out to differ from another one, and at the last user turn; as many as a share of `memory`
@@ -104,9 +101,8 @@ class ContextPool:
     Args:
         make: copies the first tokens and the learnt state of a context, or makes an empty one for None; the constructor
             calls it once. Raises DeviceError or MemoryError if there is no room.
-        memory: bytes; None for a quarter of `free`, but enough for one full context; on devices, enough for 8.
+        memory: bytes; None for a quarter of `free`, but enough for one full context.
         free: free bytes of this machine's memory.
-        on_device: for each session of a context, the target's first, whether it is on a device.
 
     Attributes:
         prompts: keeps ended texts on disk; None for none.
@@ -118,7 +114,6 @@ class ContextPool:
         memory: int | None = None,
         *,
         free: int = 0,
-        on_device: Sequence[bool] = (False, False),
     ) -> None:
         self._make = make
         self.prompts: Prompts | None = None
@@ -127,12 +122,9 @@ class ContextPool:
         kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
-        self._cells = [
-            _Cells(session, whole, self._num_kept) for session, whole in zip(first.sessions, on_device, strict=False)
-        ]
+        self._cells = [_Cells(session, self._num_kept) for session in first.sessions]
         self.full_bytes = self._needed(first.target.n_ctx)
-        usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // FREE_SHARE, self.full_bytes)
-        self.memory = memory or usual
+        self.memory = memory or max(free // FREE_SHARE, self.full_bytes)
         self.n_ctx = first.target.n_ctx  # positions of each context
         self._at_rest = {first: self._held(first)}  # least recently used first
         self._lent: list[_Loan] = []
@@ -192,7 +184,12 @@ class ContextPool:
                 if source in self._at_rest and self.num_bytes + need > self.memory:
                     self._wake(source, length)
                 else:
-                    source = self._begin(source, length)
+                    try:
+                        source = self._begin(source, length)
+                    except DeviceError:
+                        if not self._lent or must:
+                            raise
+                        return Wait.MEMORY
             if not goes_on or source not in self._anchors:
                 self._anchors[source] = len(prompt) - 1 - _BEFORE_END[0]
             self._lent.append(_Loan(weakref.ref(source), prompt, need, {common}))
@@ -292,7 +289,7 @@ class ContextPool:
     def _shrink(self, context: Decoder, excess: int) -> None:
         """Cut about `excess` bytes or fewer from a context at rest; free it if too little would be left."""
         tokens, cells = self._at_rest[context].tokens, self._cells[0]
-        length = 0 if cells.whole else max(0, len(tokens) - -(-excess // max(1, cells.cell_bytes)))
+        length = max(0, len(tokens) - -(-excess // max(1, cells.cell_bytes)))
         kept = tokens[: context.target.reachable(length)]
         if len(kept) < _LEAST_KEPT or self._covers(kept, but=context):
             self._free(context)

@@ -22,11 +22,11 @@ def pooling_of(metadata: Any) -> Pooling:
 
 
 def embed(model: Model, tokens: Sequence[NDArray[np.int32]], pooling: Pooling, normalize: bool) -> NDArray[np.float32]:
-    """Embed texts, one after the other; see Engine.embed. Raises ValueError for a model on a device."""
+    """Embed texts, one after the other; see Engine.embed. Raises ValueError for a model on RPC servers."""
     if pooling not in _OF_FILE.values():
         raise ValueError(f'pooling must be "mean", "cls" or "last", not {pooling!r}')
-    if model.devices:
-        raise ValueError('embeddings are computed on the CPU alone; load the model with device="cpu"')
+    if not isinstance(model, Model):
+        raise ValueError("RPC servers compute no embeddings; load the model on a device of this machine")
     found = np.zeros((len(tokens), model.width))
     for i, text in enumerate(tokens):
         session = Session(model, len(text))

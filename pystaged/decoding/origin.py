@@ -20,6 +20,7 @@ class Origin:
     """The inputs of a text: the fields of its Receipt that are known before it is generated.
 
     file: the model's file as it was when it was loaded; it is hashed when a receipt needs the hash. prompt: int32[n].
+    inexact: why no receipt is made of it; "" for none.
     """
 
     file: SeenModel
@@ -30,3 +31,4 @@ class Origin:
     n_ctx: int
     prompt: NDArray[np.int32]
     config: GenerationConfig
+    inexact: str = ""

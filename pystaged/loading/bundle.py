@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pystaged._core import DeviceError, Model, ModelError, Tokenizer
+from pystaged._core import DeviceError, Model, ModelError, Tokenizer, UnsupportedModelError
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.cost import chain_speedup
 from pystaged.drafting.lookups import NgramCost
@@ -33,6 +33,7 @@ from pystaged.platform.seen import SeenModel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_LLAMA = "ggml-cpu"  # the device of models that pystaged's kernels do not compute
 _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
 
 
@@ -51,6 +52,7 @@ class Bundle:
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
         costs: seconds of passes, measured or loaded.
+        inexact: why texts of the target are not exact, where its kind is not for pystaged's kernels; else "".
     """
 
     def __init__(self, model: str | Path, **options: Unpack[LoadFields]) -> None:
@@ -82,12 +84,19 @@ class Bundle:
             for name in devices:
                 try:
                     loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)
+                except UnsupportedModelError as error:
+                    why = str(error).removeprefix(f"{path}: ").partition(";")[0]
+                    report(f"{path.name} runs by llama.cpp: not exact, drafts from n-grams and draft models only ({why})")
+                    if path == self.path:
+                        self.inexact = f"{path.name} runs by llama.cpp, because {why}"
+                    loaded[_LLAMA] = _load(path, tokenizer, options["num_threads"], _LLAMA, kv, None)
                 except DeviceError as error:
                     if not loaded and name == devices[-1]:
                         raise
                     report(f"passed over: {error}")
             return loaded
 
+        self.inexact = ""
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}
         self.draft_path: Path | None = None
@@ -95,7 +104,7 @@ class Bundle:
         self.substitutes: dict[int, int] = {}
         self.draft_mask = -1
         only = next(iter(targets.values()))  # of several devices none is for a draft that reads hidden states
-        for path in filter(None, [given] if is_chosen else self._usual_drafts(device, draft_device, report)):
+        for path in filter(None, [given] if is_chosen else self._usual_drafts(only, device, draft_device, report)):
             try:
                 if reads_target(path, self.tokenizer.metadata):
                     self.features = load_features(path, only, self.path, self.tokenizer, report)
@@ -122,9 +131,11 @@ class Bundle:
         if self._kept:
             weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
 
-    def _usual_drafts(self, device: str, draft_device: str, report: Callable[[str], None]) -> Iterator[Path | None]:
+    def _usual_drafts(
+        self, target: Model, device: str, draft_device: str, report: Callable[[str], None]
+    ) -> Iterator[Path | None]:
         """The drafts to try where none is named, the best first."""
-        on_cpu = device == "cpu" and draft_device in ("cpu", "auto")
+        on_cpu = device == "cpu" and not target.devices and draft_device in ("cpu", "auto")
         if on_cpu:
             yield find_distilled(self.path, self.tokenizer, report)
             yield own_layer(self.path, self.tokenizer)
@@ -134,6 +145,11 @@ class Bundle:
     def models(self) -> list[Model]:
         """The target, and the draft if that is a model."""
         return [model for model in (self.target, self.draft, self.features) if model is not None]
+
+    def check_exact(self) -> None:
+        """Raise ValueError if texts of the target are not exact, because pystaged's kernels do not compute it."""
+        if self.inexact:
+            raise ValueError(f"{self.inexact}: its texts are not promised to be the same again")
 
     def free_memory(self) -> int:
         """Bytes of memory free for contexts on this machine, estimated."""
@@ -211,7 +227,7 @@ def _load(
 ) -> Model:
     """Load a model; with `kept`, map its weights from the weight cache and report the cache's problems to it."""
     kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    if device == "cpu":
+    if device in ("cpu", _LLAMA):
         _check_memory(path)
     try:
         if kept and device == "cpu":

@@ -44,7 +44,9 @@ def measure_passes(model: Model, text: NDArray[np.int32], seconds: float = SAMPL
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
     room = model.max_context - most_rows
-    cells = min(_CELLS, room) if room >= _LEAST_CELLS else 0
+    # llama.cpp would really read so many tokens.
+    cells = min(_CELLS, room) if room >= _LEAST_CELLS and not model.devices else 0
+    most_rows = min(most_rows, model.most_pending)
     sessions: dict[int, Session] = {}
     tokens = np.resize(text, most_rows)
     clock = time.perf_counter if model.devices else time.thread_time

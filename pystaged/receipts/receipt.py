@@ -69,11 +69,13 @@ class Receipt:
         """Make the receipt of a text. The first one reads the model's file to hash it.
 
         Raises:
-            ValueError: the text was cancelled.
+            ValueError: the text was cancelled, or the model has no receipts.
             OSError: the model's file cannot be read, or was changed since it was loaded.
         """
         if finish_reason == "cancelled":
             raise ValueError("a cancelled text has no receipt; to end a text early, use max_tokens")
+        if origin.inexact:
+            raise ValueError(f"a receipt promises an exact text, and {origin.inexact}")
         file = origin.file
         return cls(
             current_versions(origin.config.grammar),

@@ -64,12 +64,14 @@ def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Diffe
         The first difference, None if the text is the same.
 
     Raises:
-        ValueError: the model, kv or n_ctx differs from the receipt's, or the model lacks its tokens or options.
+        ValueError: the model, kv or n_ctx differs from the receipt's, the model lacks its tokens or options, or is not
+            exact; see Bundle.check_exact.
         ContextFullError, DeviceLostError: as in Engine.stream.
         OSError: the model's file cannot be read, or was changed since it was loaded.
     """
     runtime = engine.runtime
     check_model(receipt, runtime.bundle.file)
+    runtime.bundle.check_exact()
     for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
         if expected != found:
             raise ValueError(

@@ -380,20 +380,6 @@ def test_the_source_is_taken_itself_where_a_copy_has_no_room() -> None:
     assert texts.sources[-1][1] == 0
 
 
-def test_on_devices_contexts_take_all_their_memory() -> None:
-    texts = Simulation(2 * FULL, on_device=(True, True))
-    first, second = texts.begin([1]), texts.begin([2] * 40)
-    assert first is not None
-    assert second is not None
-    assert texts.begin([3]) is None
-    texts.pool.give_back(first)
-    texts.pool.give_back(second)
-    # Cutting would bring nothing.
-    assert texts.begin([4] * 50) is not None
-    assert texts.at_rest == [[2] * 39]
-    assert Simulation(on_device=(True, False)).pool.memory == 8 * FULL
-
-
 def test_a_device_may_have_less_room_than_the_bound() -> None:
     texts = Simulation(10**6, room=2)
     texts.run([1] * 50)
