@@ -7,6 +7,7 @@
 
 #include "error.h"
 #include "files/gguf_file.h"
+#include "llama/tokenizer.h"
 
 namespace pystaged {
 
@@ -39,6 +40,7 @@ bool go_on(float, void* data) {
 LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_threads,
                        const std::function<void()>& progress)
     : devices_(devices), num_threads_(num_threads) {
+    check_vocabulary(GgufFile(path));
     Devices used;
     for (ggml_backend_dev_t device : devices) {
         if (ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) {
@@ -49,6 +51,7 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
     params.n_gpu_layers = used.empty() ? 0 : -1;
     used.push_back(nullptr);
     params.devices = used.data();
+    params.check_tensors = true;
     // Repacked weights crash on some CPUs.
     params.use_extra_bufts = false;
     Loading loading{progress, nullptr};

@@ -69,7 +69,8 @@ void call_deep(size_t bytes, const std::function<void()>& work) {
 
 constexpr const char* kMaskToken = "pystaged.pard_token";
 
-// libllama asserts, and so aborts, on some malformed vocabularies; those are refused here first.
+}  // namespace
+
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
     if (model != "gpt2" && model != "gemma4" && model != "llama") {
@@ -100,8 +101,6 @@ void check_vocabulary(const GgufFile& file) {
         file.integer(name, 0, last, 0);
     }
 }
-
-}  // namespace
 
 void Tokenizer::Free::operator()(llama_model* model) const {
     llama_model_free(model);

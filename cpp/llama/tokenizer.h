@@ -13,6 +13,11 @@ struct llama_vocab;
 
 namespace pystaged {
 
+class GgufFile;
+
+// libllama asserts, and so aborts, on some malformed vocabularies; they are refused here first. Throws ModelError.
+void check_vocabulary(const GgufFile& file);
+
 class Tokenizer {
 public:
     // Loads the vocabulary alone. Throws ModelError when the file has none that is usable.

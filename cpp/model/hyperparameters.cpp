@@ -255,7 +255,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
     if (scaling != "none" && scaling != "linear" && scaling != "yarn" && scaling != "longrope") {
-        file.refuse("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
+        file.fail("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
                   "', which is unknown; there are: none, linear, yarn, longrope");
     }
     const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
@@ -350,7 +350,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     if (family.has(kLatents)) {
         read_latents(file, keys, h, value_dim);
     } else if (value_dim != h.head_dim) {
-        file.refuse("keys and values of different lengths are not supported");
+        file.fail("keys and values of different lengths are not supported");
     }
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
         file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
@@ -358,7 +358,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     }
     const int windowed = differ ? keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim) : h.head_dim;
     if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
-        file.refuse("keys and values of different lengths are not supported");
+        file.fail("keys and values of different lengths are not supported");
     }
     const bool shares = differ && family.reads != Reads::joined_with_cells;
     const int own = h.num_layers - (shares ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);

@@ -258,7 +258,7 @@ int LlamaText::copy(const TextState& other, int length) {
     // States at other lengths are found there when the next pass is computed.
     llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, -1, -1);
     held_ = from.held_;
-    last_rows_ = from.last_rows_;
+    from.last_rows_ = 0;  // libllama would take rows back for both
     kept_.copy(from.kept_);
     return length;
 }
@@ -317,6 +317,7 @@ void LlamaText::cast_shadow() {
         llama_memory_seq_rm(pass_.memory_, shadow_, -1, -1);
         llama_memory_seq_cp(pass_.memory_, sequences_[0].id, shadow_, -1, -1);
         shadow_length_ = static_cast<int>(held_.size());
+        last_rows_ = 0;
     }
 }
 
@@ -396,6 +397,9 @@ bool LlamaPass::is_interrupted(void* self) {
 // After a pass that failed nobody knows what libllama has: all texts are read again.
 void LlamaPass::decode(const Batch& batch) {
     const int num_rows = static_cast<int>(batch.tokens.size());
+    if (num_rows == 0) {
+        return;
+    }
     std::vector<int32_t> counts;
     std::vector<llama_seq_id*> ids;
     for (const std::vector<llama_seq_id>& of : batch.ids) {

@@ -74,7 +74,7 @@ private:
     // Of recurrent layers: all tokens that libllama has of the text's own sequence, and how many of them the last pass
     // read.
     std::vector<int32_t> held_;
-    int last_rows_ = 0;
+    mutable int last_rows_ = 0;
     int shadow_ = -1, shadow_length_ = 0;  // another sequence, which ended there
     KeptStates kept_;                      // of recurrent layers, as libllama writes them
 };

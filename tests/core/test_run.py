@@ -427,36 +427,32 @@ def test_a_fork_keeps_the_rope_factors_of_its_context(tmp_path: Path) -> None:
     assert not np.array_equal(crowd[0].logits(1), crowd[1].logits(1))
 
 
-def test_devices_take_texts_in_turns(model_of: Model) -> None:
+def test_texts_of_llama_cpp_share_a_pass(model_of: Model) -> None:
+    """Their logits are those of each alone, but for the rounding of ggml's attention."""
     model = model_of(threads=1, device="ggml-cpu")
     tree = ([5, 6, 7, 6], [-1, 0, 0, 1])
-    # A path that leaves gaps, so that cells lie out of order.
     source = text(model, PREFIX[:40])
     source.evaluate([1, 2, 3, 4], [-1, 0, 0, 2])
     source.commit([0, 2, 3])
     crowd, alone = ([source.fork(length) for length in (43, 42, 10, 0)] for _ in range(2))
-    for sampling in SAMPLINGS:
-        works = [Work.propose(crowd[0], *tree, 3, 2, sampling), Work.verify(crowd[1], *tree, sampling)]
-        works += [Work.read(crowd[2], PREFIX[:100]), Work.verify(crowd[3], *tree, sampling)]
-        found = _core.run(works)
-        alone[0].evaluate(*tree, 3)
-        expected = [alone[0].candidates([1, 2, 3], 2, sampling), alone[1].verify(*tree, sampling), None]
-        alone[2].prefill(PREFIX[:100])
-        expected.append(alone[3].verify(*tree, sampling))
-        for result, wanted in zip(found, expected, strict=True):
-            for a, b in zip(result or (), wanted or (), strict=True):
-                np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(logits(crowd[0], [1, 2, 3]), logits(alone[0], [1, 2, 3]))
-        for session in (crowd[0], alone[0]):
-            session.discard()
-    source.rewind(42)
-    fork = source.fork(42)
-    for session in (source, fork):
-        session.evaluate([9], [-1])
-    np.testing.assert_array_equal(source.logits(0), fork.logits(0))
+    works = [Work.propose(session, *tree, 3, 2, GREEDY) for session in crowd[:2]]
+    _core.run([*works, Work.read(crowd[2], PREFIX[:100]), Work.propose(crowd[3], *tree, 4, 2, GREEDY)])
+    for session in (*alone[:2], alone[3]):
+        session.evaluate(*tree)
+    alone[2].prefill(PREFIX[:100])
+    for mine, other, rows in zip(crowd, alone, ([1, 2, 3], [1, 2, 3], [], [0, 1, 2, 3]), strict=True):
+        for row in rows:
+            np.testing.assert_allclose(mine.logits(row), other.logits(row), atol=0.1)
+        mine.discard()
+        other.discard()
+        assert mine.tokens.tolist() == other.tokens.tolist()
+        for session in (mine, other):
+            session.evaluate([9], [-1])
+        np.testing.assert_allclose(mine.logits(0), other.logits(0), atol=0.1)
+        mine.discard()
     with pytest.raises(ValueError, match="token 300"):
         _core.run([Work.read(crowd[2], [1]), Work.read(crowd[3], [300])])
-    assert len(crowd[2].tokens) == 310
+    assert len(crowd[2].tokens) == 110
 
 
 @pytest.mark.slow

@@ -388,8 +388,7 @@ def test_a_device_may_have_less_room_than_the_bound() -> None:
     assert texts.at_rest == [[3] * 50]
     assert texts.begin([4] * 50) is not None
     assert texts.begin([5] * 50) is not None
-    with pytest.raises(DeviceError, match="no room on the device"):
-        texts.begin([6] * 50)
+    assert texts.begin([6] * 50) is None
 
 
 def test_the_default_bound() -> None:
@@ -702,10 +701,10 @@ def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
     fork = session.fork(20)
     for each in (fork, whole):
         each.evaluate([7, 8], [-1, 0])
-    np.testing.assert_array_equal(fork.logits(1), whole.logits(1))
+    np.testing.assert_allclose(fork.logits(1), whole.logits(1), atol=0.02)
     prompt = list(range(40))
     with pystaged.load(path, device="ggml-cpu", policy=FixedPolicy(1, 1, 1)) as engine:
-        assert engine.kv_memory == 8 * engine.context_bytes
+        assert engine.kv_memory == 4 * engine.context_bytes
         engine.generate([*prompt, 1], max_tokens=30)
         assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
         assert len(engine.runtime.contexts._at_rest) == 2

@@ -10,7 +10,7 @@ from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
-from support.families import CASES, ON_DEVICES
+from support.families import CASES
 from support.gguf_parts import (
     ARRAY,
     BOOL,
@@ -231,7 +231,7 @@ class Gguf(Target):
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
-            yield self._case(name, data, is_device=name not in CASES or name in ON_DEVICES)
+            yield self._case(name, data, is_device=True)
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))

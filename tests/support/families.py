@@ -285,5 +285,3 @@ CASES: dict[str, RandomModel] = {
         metadata={"expert_weights_norm": True, "expert_weights_scale": 2.5},
     ),
 }
-# Those that run on other devices, too.
-ON_DEVICES = [case for case, model in CASES.items() if model.family != "gemma4" and not model.experts[0]]
