@@ -1,0 +1,80 @@
+"""Every causal decoder that libllama has and our kernels lack: trees by LlamaPass against libllama itself, which decodes
+one token after another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import run_python
+
+# In a process of its own: what a tree's nodes, and the text that goes on from there, differ at most.
+CHILD = """
+import json
+import sys
+from pathlib import Path
+import numpy as np
+sys.path.append(sys.argv[3])
+from support.any_model import Asking
+from support.logits import llama_context, llama_pass
+from pystaged._core import Model, Session
+path = Path(sys.argv[2])
+asking = Asking(sys.argv[1], path)
+asking.load()
+model = Model(path, num_threads=1, device="ggml-cpu")
+session, rng = Session(model, 200), np.random.default_rng(1)
+text = rng.integers(0, 256, 30).tolist()
+session.prefill(text)
+if model.is_chained:
+    parents = list(range(-1, model.most_pending - 1))
+else:
+    parents = [-1, 0, 0, 1, 1, 2, 5, 6, 6, 0, 9, 9, 7, 12]
+tree = rng.integers(0, 256, len(parents)).tolist()
+
+def way(row):
+    return [*way(parents[row]), row] if row >= 0 else []
+
+def one_by_one(tokens):
+    with llama_context(path, num_threads=1) as context:
+        return [llama_pass(context, [token], i)[0] for i, token in enumerate(tokens)][-1]
+
+def logprobs(logits):
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+def gap(found, tokens):
+    return float(np.abs(logprobs(found) - logprobs(one_by_one(tokens))).max())
+
+session.evaluate(tree, parents)
+gaps = [gap(session.logits(row), text + [tree[i] for i in way(row)]) for row in range(len(tree))]
+kept = way(len(tree) - 1)
+session.commit(kept)
+text += [tree[i] for i in kept]
+fork = session.fork(len(text))
+for each in (session, fork):
+    each.evaluate([5], [-1])
+    gaps.append(gap(each.logits(0), [*text, 5]))
+session.discard()
+session.rewind(20)
+session.prefill(text[len(session.tokens) : 25])
+session.evaluate([7], [-1])
+gaps.append(gap(session.logits(0), [*text[:25], 7]))
+print(json.dumps([gaps, float(session.logits(0).std())]))
+"""
+SOME = "falcon gemma mamba mpt phimoe jamba qwen3vlmoe"
+MORE = """
+arcee arctic baichuan bailingmoe bitnet bloom chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx deci deepseek
+deepseek2-ocr ernie4_5 exaone exaone-moe exaone4 gemma3n glm4 gptneox granite_swa grok grovemoe hunyuan-dense hunyuan-
+moe hunyuan_vl hy_v3 internlm2 jais jais2 maincoder mamba2 mellum mimo2 minicpm minicpm3 muse-glimmer nanbeige
+nemotron olmo openelm orion pangu-embedded phi2 plamo plamo3 qwen qwen2vl qwen3vl refact seed_oss spark2_5 starcoder
+step35 talkie xverse
+"""
+
+
+@pytest.mark.parametrize("family", [*SOME.split(), *(pytest.param(each, marks=pytest.mark.slow) for each in MORE.split())])
+def test_trees_are_libllamas_own(tmp_path: Path, family: str) -> None:
+    done = run_python(CHILD, family, tmp_path / "model.gguf", Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    gaps, spread = json.loads(done.stdout.splitlines()[-1])
+    assert spread > 0.01
+    assert max(gaps) <= 0.03, gaps
