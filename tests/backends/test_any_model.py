@@ -64,14 +64,17 @@ print(json.dumps([gaps, float(session.logits(0).std())]))
 SOME = "falcon gemma mamba mpt phimoe jamba qwen3vlmoe"
 MORE = """
 arcee arctic baichuan bailingmoe bitnet bloom chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx deci deepseek
-deepseek2-ocr ernie4_5 exaone exaone-moe exaone4 gemma3n glm4 gptneox granite_swa grok grovemoe hunyuan-dense hunyuan-
-moe hunyuan_vl hy_v3 internlm2 jais jais2 maincoder mamba2 mellum mimo2 minicpm minicpm3 muse-glimmer nanbeige
+deepseek2-ocr ernie4_5 exaone exaone-moe exaone4 gemma3n glm4 gptneox granite_swa grok grovemoe hunyuan-dense
+hunyuan-moe hunyuan_vl hy_v3 internlm2 jais jais2 maincoder mamba2 mellum mimo2 minicpm minicpm3 muse-glimmer nanbeige
 nemotron olmo openelm orion pangu-embedded phi2 plamo plamo3 qwen qwen2vl qwen3vl refact seed_oss spark2_5 starcoder
 step35 talkie xverse
 """
 
 
-@pytest.mark.parametrize("family", [*SOME.split(), *(pytest.param(each, marks=pytest.mark.slow) for each in MORE.split())])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in MORE.split()]
+
+
+@pytest.mark.parametrize("family", [*SOME.split(), *SLOW])
 def test_trees_are_libllamas_own(tmp_path: Path, family: str) -> None:
     done = run_python(CHILD, family, tmp_path / "model.gguf", Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr[-2000:]

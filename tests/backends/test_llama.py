@@ -1,0 +1,146 @@
+"""Models that our kernels refuse run by llama.cpp, and say so; sequence ids, cells and passes that run out or fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from support import random_models
+from support.commands import here
+from support.logits import llama_context, llama_pass
+from support.random_models import RandomModel, write
+
+import pystaged
+from pystaged import DeviceError, FixedPolicy
+from pystaged._core import Model, Sampling, Session, UnsupportedModelError, Work, run
+from pystaged.receipts.receipt import Receipt
+
+LLAMA = RandomModel("llama", width=256, ffn_width=256, head_dim=32, heads=8, kv_heads=4)
+# Where blocks of a type have their scales, and what is 0.01 there; elsewhere all bytes mean something.
+SCALES = {
+    "IQ1_S": (0, np.float16(0.01).tobytes()),
+    "IQ2_XXS": (0, np.float16(0.01).tobytes()),
+    "IQ3_XXS": (0, np.float16(0.01).tobytes()),
+    "IQ3_S": (0, np.float16(0.01).tobytes()),
+    "TQ2_0": (64, np.float16(0.05).tobytes()),
+    "NVFP4": (0, bytes([0x10] * 4)),
+}
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return random_blocks(tmp_path / "unknown.gguf", "IQ3_S", monkeypatch)
+
+
+def random_blocks(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose matrices are random blocks of a type that the gguf package does not make."""
+    rng, (at, scale) = np.random.default_rng(0), SCALES[kind]
+    size, block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+
+    def made(values: npt.NDArray[np.float32], quantization: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+        del quantization
+        blocks = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // size, block), np.uint8)
+        blocks[..., at : at + len(scale)] = list(scale)
+        return blocks.reshape(*values.shape[:-1], -1)
+
+    monkeypatch.setattr(random_models.quants, "quantize", made)
+    model = RandomModel(**{**vars(LLAMA), "quantization": kind, "tie": False, "types": {"token_embd": kind}})
+    return write(path, model)
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_types_that_our_kernels_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = random_blocks(tmp_path / "model.gguf", kind, monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=kind.lower()):
+        Model(path)
+    session, text, tree = Session(Model(path, num_threads=1, device="ggml-cpu"), 100), [*range(20)], [7, 8, 9]
+    session.prefill(text)
+    session.evaluate(tree, [-1, 0, 0])
+    for row, way in enumerate(([7], [7, 8], [7, 9])):
+        with llama_context(path, num_threads=1) as context:
+            expected = [llama_pass(context, [token], i)[0] for i, token in enumerate([*text, *way])][-1]
+        assert expected.std() > 0.01
+        np.testing.assert_allclose(session.logits(row), expected, atol=0.05 * expected.std())
+
+
+def test_an_engine_says_what_is_not_exact(unknown: Path, tmp_path: Path) -> None:
+    said = list[str]()
+    with pystaged.load(unknown, report=said.append, num_threads=1, policy=FixedPolicy(4, 4, 12)) as engine:
+        assert [line for line in said if "not exact, drafts from n-grams and draft models only" in line]
+        assert engine.model.devices == ["CPU"]
+        result = engine.generate([1, 2, 3] * 5, max_tokens=30)
+        assert len(result.tokens) == 30 or result.finish_reason == "stop"
+        with pytest.raises(ValueError, match="a receipt promises an exact text, and .* runs by llama.cpp"):
+            assert result.receipt
+        many = engine.generate([1, 2, 3] * 5, n=3, max_tokens=20, temperature=1.0)
+        assert len({tuple(each.tokens) for each in many}) > 1
+        scored = engine.score([1, 2, 3, 4])
+        assert np.isfinite(scored.logprobs[1:]).all()
+        assert np.linalg.norm(engine.embed(["words"])[0]) == pytest.approx(1, abs=1e-3)
+        kept = Receipt.load(Path(__file__).parent.parent / "data/greedy.receipt")
+        with pytest.raises(ValueError, match="the receipt is of"):
+            pystaged.repeat(engine, kept)
+    done = here("bench", "lossless", "-m", unknown, "--limit", "1")
+    assert done.returncode
+    assert b"not promised to be the same again" in done.stderr
+
+
+def test_more_leaves_than_ids(unknown: Path) -> None:
+    """The first 256 leaves are verified; what leads to no leaf is left out."""
+    session = Session(Model(unknown, num_threads=1, device="ggml-cpu"), 100)
+    session.prefill(range(10))
+    tree = np.arange(1 + 280) % 300
+    parents = [-1] + [0] * 280
+    path, tokens, found, scores = session.verify(tree, parents, Sampling(), 1)
+    assert len(path) == len(tokens) >= 1
+    assert (found[:257, 0] >= 0).all()
+    assert (found[257:, 0] == -1).all()
+    assert np.isneginf(scores[257:, 0]).all()
+    assert session.tokens.tolist() == [*range(10), *tree[path].tolist()]
+
+
+def test_ids_of_texts_at_rest_are_taken_from_them(unknown: Path) -> None:
+    model = Model(unknown, num_threads=1, device="ggml-cpu")
+    crowd = [Session(model, 40) for _ in range(8)]
+    tree, parents = [1, *range(2, 42)], [-1] + [0] * 40
+    for session in crowd:
+        session.prefill([5, 6])
+        session.verify(tree, parents, Sampling())
+    for session in crowd:
+        _, _, found, _ = session.verify(tree, parents, Sampling(), 1)
+        assert (found >= 0).all()
+
+
+def test_cells_run_out(unknown: Path) -> None:
+    """Whoever needs them gets an error, and all others go on."""
+    model = Model(unknown, num_threads=1, device="ggml-cpu")
+    model.reserve(1000)
+    crowd = [Session(model, 400) for _ in range(3)]
+    for token, session in enumerate(crowd[:2]):
+        session.prefill([token] * 390)
+    fork = crowd[0].fork(390)
+    with pytest.raises(DeviceError, match=r"context of 1024 tokens for all texts is full"):
+        crowd[2].prefill([4] * 390)
+    assert len(crowd[2].tokens) == 0
+    for session in (crowd[0], fork):
+        session.evaluate([7], [-1])
+    np.testing.assert_allclose(crowd[0].logits(0), fork.logits(0), atol=1e-3)
+    crowd[1].close()
+    crowd[2].prefill([4] * 390)
+
+
+def test_what_fails_leaves_texts_as_they_were(unknown: Path) -> None:
+    model = Model(unknown, num_threads=1, device="ggml-cpu")
+    session, plain = Session(model, 400), Session(model, 400)
+    for each in (session, plain):
+        each.prefill(range(20))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        run([Work.read(session, [1, 2]), Work.read(plain, [1, 10**6])])
+    for each in (session, plain):
+        assert len(each.tokens) == 20
+        each.evaluate([9], [-1])
+    np.testing.assert_allclose(session.logits(0), plain.logits(0), atol=1e-3)
