@@ -161,14 +161,15 @@ void add_models(py::module_& m) {
                 self.save_packed(bytes, check_signals);
             },
             py::arg("path"))
-        .def_property_readonly("devices",
-                               [](const Model& self) {
-                                   std::vector<std::string> names;
-                                   for (ggml_backend_dev_t device : self.llama() ? self.llama()->devices() : Devices()) {
-                                       names.push_back(ggml_backend_dev_name(device));
-                                   }
-                                   return names;
-                               })
+        .def_property_readonly(
+            "devices",
+            [](const Model& self) {
+                std::vector<std::string> names;
+                for (ggml_backend_dev_t device : self.llama() ? self.llama()->devices() : Devices()) {
+                    names.push_back(ggml_backend_dev_name(device));
+                }
+                return names;
+            })
         .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Model::num_threads)

@@ -176,8 +176,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     load_packed(file, manifest, packed);
     // All but what rows are looked up in, and Markov weights; the head may be borrowed.
     weight_bytes_ = matrix_bytes_ + head().packed.bytes() - head_.packed.bytes() - token_embedding_.packed.bytes() -
-                    markov_.in.packed.bytes() - markov_.out.packed.bytes() -
-                    layer_embeddings_.tokens.packed.bytes();
+                    markov_.in.packed.bytes() - markov_.out.packed.bytes() - layer_embeddings_.tokens.packed.bytes();
     for (const Layer& layer : layers_) {
         if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
             const Dense& any = experts->each[0];
@@ -240,7 +239,8 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
     }
     weight_types_.assign(types.begin(), types.end());
-    std::sort(weight_types_.begin(), weight_types_.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+    std::sort(weight_types_.begin(), weight_types_.end(),
+              [](const auto& a, const auto& b) { return a.second > b.second; });
 }
 
 void Model::load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed) {

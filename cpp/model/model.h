@@ -43,13 +43,13 @@ struct DraftForm {
 class Model {
 public:
     // Loads a GGUF file, or the first of several that belong together; `kernel` as in find_kernel(), `num_threads` 0
-    // for one per physical core. Throws ModelError for a file that is damaged or incomplete, UnsupportedModelError where
-    // our kernels do not compute it; std::invalid_argument for the rest. Weights are packed for the kernels where there
-    // are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions store keys and values;
-    // libllama does as F16 alone. `packed` is a file
-    // of save_packed(), or where one will be: it is mapped instead of packing where it has this model's weights. With
-    // `lender`, the file is loaded as a draft of that target: it reads the target's hidden states, and borrows its
-    // embedding and head where it has none of its own. Of a model's own file, the MTP layer is then loaded.
+    // for one per physical core. Throws ModelError for a file that is damaged or incomplete, UnsupportedModelError
+    // where our kernels do not compute it; std::invalid_argument for the rest. Weights are packed for the kernels where
+    // there are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions store keys and
+    // values; libllama does as F16 alone. `packed` is a file of save_packed(), or where one will be: it is mapped
+    // instead of packing where it has this model's weights. With `lender`, the file is loaded as a draft of that
+    // target: it reads the target's hidden states, and borrows its embedding and head where it has none of its own. Of
+    // a model's own file, the MTP layer is then loaded.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
           std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});

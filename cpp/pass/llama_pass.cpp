@@ -15,8 +15,8 @@ namespace pystaged {
 
 namespace {
 
-constexpr int kMostIds = 256;  // of libllama
-constexpr int kCells = 256;    // a context has whole runs of them
+constexpr int kMostIds = 256;    // of libllama
+constexpr int kCells = 256;      // a context has whole runs of them
 constexpr size_t kFewRows = 16;  // that may be read once more beside a text's own rows
 constexpr llama_state_seq_flags kPartial = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
@@ -538,7 +538,8 @@ std::vector<std::vector<int>> LlamaPass::go_on(const Part& part, const Pass& pas
     std::vector<int32_t> tokens = text.tokens_to(behind);
     const size_t begin = tokens.size();
     const bool rolled_back = text.go_back(tokens);
-    if (!part.is_reading && behind >= 0 && !rolled_back && text.shadow_length_ < static_cast<int>(text.committed_.size())) {
+    if (!part.is_reading && behind >= 0 && !rolled_back &&
+        text.shadow_length_ < static_cast<int>(text.committed_.size())) {
         text.cast_shadow();
     }
     for (const int row : part.rows) {

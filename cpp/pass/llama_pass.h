@@ -2,8 +2,8 @@
 //
 // One of its contexts holds all texts, each under a sequence id of its own. The leaves of a tree have further ones, so
 // that each is a sequence that begins with the text; a row carries the ids of all leaves below it. There are 256: rows
-// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers have one id
-// and chains.
+// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers have one
+// id and chains.
 #pragma once
 
 #include <exception>
@@ -58,8 +58,8 @@ private:
     std::vector<std::vector<int>> find_ids(int first);
     // The index of a sequence that ends with a pending row, or the committed tokens; -1 where there is none.
     int sequence_behind(int row);
-    // Of recurrent layers: makes the text's own sequence one that begins like these tokens. Returns whether libllama took
-    // back the last rows.
+    // Of recurrent layers: makes the text's own sequence one that begins like these tokens. Returns whether libllama
+    // took back the last rows.
     bool go_back(const std::vector<int32_t>& tokens);
     void end_at(int length);
     void cast_shadow();

@@ -86,8 +86,8 @@ struct Text {
     std::unique_ptr<TextState> state;  // null once closed
     std::vector<int32_t> committed;
     std::vector<Row> pending;
-    HiddenRows hidden;             // see Session::hidden()
-    UsedExperts experts;           // see Session::experts()
+    HiddenRows hidden;    // see Session::hidden()
+    UsedExperts experts;  // see Session::experts()
 };
 
 class Session {

@@ -1,4 +1,5 @@
-"""The child process that runs llama.cpp with ggml's RPC client; if ggml aborts it, the parent only loses a connection."""
+"""The child process that runs llama.cpp with ggml's RPC client; if ggml aborts it, the parent only loses a
+connection."""
 
 from __future__ import annotations
 

@@ -86,7 +86,9 @@ class Bundle:
                     loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)
                 except UnsupportedModelError as error:
                     why = str(error).removeprefix(f"{path}: ").partition(";")[0]
-                    report(f"{path.name} runs by llama.cpp: not exact, drafts from n-grams and draft models only ({why})")
+                    report(
+                        f"{path.name} runs by llama.cpp: not exact, drafts from n-grams and draft models only ({why})"
+                    )
                     if path == self.path:
                         self.inexact = f"{path.name} runs by llama.cpp, because {why}"
                     loaded[_LLAMA] = _load(path, tokenizer, options["num_threads"], _LLAMA, kv, None)

@@ -1,5 +1,5 @@
-"""Every causal decoder that libllama has and our kernels lack: trees by LlamaPass against libllama itself, which decodes
-one token after another."""
+"""Causal decoders that libllama has and our kernels lack: trees by LlamaPass against libllama itself, which decodes one
+token after another."""
 
 from __future__ import annotations
 

@@ -67,14 +67,14 @@ def test_types_that_our_kernels_lack(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(session.logits(row), expected, atol=0.05 * expected.std())
 
 
-def test_an_engine_says_what_is_not_exact(unknown: Path, tmp_path: Path) -> None:
+def test_an_engine_says_what_is_not_exact(unknown: Path) -> None:
     said = list[str]()
     with pystaged.load(unknown, report=said.append, num_threads=1, policy=FixedPolicy(4, 4, 12)) as engine:
         assert [line for line in said if "not exact, drafts from n-grams and draft models only" in line]
         assert engine.model.devices == ["CPU"]
         result = engine.generate([1, 2, 3] * 5, max_tokens=30)
         assert len(result.tokens) == 30 or result.finish_reason == "stop"
-        with pytest.raises(ValueError, match="a receipt promises an exact text, and .* runs by llama.cpp"):
+        with pytest.raises(ValueError, match=r"a receipt promises an exact text, and .* runs by llama\.cpp"):
             assert result.receipt
         many = engine.generate([1, 2, 3] * 5, n=3, max_tokens=20, temperature=1.0)
         assert len({tuple(each.tokens) for each in many}) > 1

@@ -1,4 +1,4 @@
-"""Recurrent layers by libllama: whatever a text went through, it goes on as our kernels decode its tokens one by one."""
+"""Recurrent layers by libllama: whatever a text went through, it goes on as our kernels decode its tokens."""
 
 from __future__ import annotations
 

@@ -40,15 +40,7 @@ ASKED: dict[str, Any] = {
     "ssm.inner_size": 128,
     "ssm.state_size": 16,
     "ssm.time_step_rank": 8,
-    "wkv.head_size": 16,
-    "time_mix_extra_dim": 16,
-    "time_decay_extra_dim": 16,
-    "shortconv.l_cache": 3,
-    "kda.head_dim": 16,
-    "attention.q_lora_rank": 32,
     "attention.kv_lora_rank": 32,
-    "attention.key_length_mla": 32,
-    "attention.value_length_mla": 32,
     "rope.scaling.original_context_length": 512,
     "rope.dimension_sections": [2, 2, 4, 0],
     "logit_scale": 1.0,
@@ -58,24 +50,12 @@ ASKED: dict[str, Any] = {
     "attn_logit_softcapping": 30.0,
     "final_logit_softcapping": 30.0,
 }
-MIXTURES = (
-    "llama4 grok qwen3vlmoe phimoe cohere2moe dbrx arctic deepseek deepseek2-ocr exaone-moe bailingmoe dots1 afmoe "
-    "laguna hunyuan-moe hy_v4 smallthinker grovemoe minimax-01 minimax-m2 minimax-m3 kimi-linear kimi-k3 mellum "
-    "deepseek32 glm-dsa mimo2 step35 bailingmoe3 mistral4 qwen4exp dots3note"
-).split()
-MLA = {"attention.head_count_kv": 1, "attention.key_length": 48, "attention.value_length": 32} | {
-    key: ASKED[key] for key in ("attention.key_length_mla", "attention.value_length_mla")
-}
-# What the smallest plain model of an architecture has otherwise.
-OWN: dict[str, dict[str, Any]] = {
-    "jamba": {"attention.head_count_kv": [0, 4]},
-    "plamo2": {"attention.head_count_kv": [0, 4], "attention.head_count": [0, 4]},
-    "kimi-linear": {"attention.head_count_kv": [0, 4]},
-    "gemma3n": {"attention.shared_kv_layers": 0},
-    "deepseek32": MLA,
-    "glm-dsa": MLA,
-    "mistral4": MLA,
-}
+MIXTURES = """
+phimoe cohere2moe dbrx arctic deepseek deepseek2-ocr exaone-moe bailingmoe hunyuan-moe grovemoe grok mellum mimo2
+qwen3vlmoe step35
+""".split()
+# Layers without attention.
+OWN: dict[str, dict[str, Any]] = {"jamba": {"attention.head_count_kv": [0, 4]}}
 Floats = npt.NDArray[np.float32]
 
 
@@ -97,7 +77,9 @@ class Asking:
         for _ in range(400):
             self._write()
             self.said = ""
-            model = llama_cpp.llama_model_load_from_file(str(self.path).encode(), llama_cpp.llama_model_default_params())
+            model = llama_cpp.llama_model_load_from_file(
+                str(self.path).encode(), llama_cpp.llama_model_default_params()
+            )
             if model:
                 llama_cpp.llama_model_free(model)
                 return
