@@ -52,6 +52,8 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
     used.push_back(nullptr);
     params.devices = used.data();
     params.check_tensors = true;
+    // A mapped file that another program shortens ends the process.
+    params.load_mode = LLAMA_LOAD_MODE_NONE;
     // Repacked weights crash on some CPUs.
     params.use_extra_bufts = false;
     Loading loading{progress, nullptr};

@@ -200,7 +200,9 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         const Family& family = find_family(file);
         const Hyperparameters numbers = read_hyperparameters(file, family, nullptr);
         check_vocabulary(file, numbers);
-        check_factors(file, Manifest(file, family, numbers));
+        const Manifest manifest(file, family, numbers);
+        check_memory(file, manifest, numbers, 0);
+        check_factors(file, manifest);
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
     }

@@ -93,11 +93,6 @@ def test_weights_of_a_pass(tmp_path: Path) -> None:
     assert more.matrix_bytes == all_used.matrix_bytes + 2 * 4 * expert * 4
 
 
-def test_experts_need_our_kernels(path: Path) -> None:
-    with pytest.raises(ModelError, match="has experts, which run on the CPU's own kernels alone"):
-        Model(path, device="ggml-cpu")
-
-
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(), SamplingConfig(temperature=0.4, seed=3)], ids=["greedy", "warm"]
 )

@@ -268,7 +268,9 @@ def test_scales_that_are_not_finite(
     at, code = INFINITE[kind]
     whole = Gguf(random_gguf(kind, width=256, heads=4, layers=1, vocab_size=257, context=16).read_bytes())
     path = write(tmp_path / "bad.gguf", whole, set_weights("blk.0.ffn_down.weight", at, struct.pack(code, value)))
-    with pytest.raises(ModelError, match=r"bad.gguf: tensor 'blk.0.ffn_down.weight' holds .* not finite.* damaged"):
+    with pytest.raises(
+        ModelError, match=r"bad.gguf: .*tensor 'blk.0.ffn_down.weight' (holds .* not finite.* damaged|has invalid data)"
+    ):
         _core.Model(path, device=device)
 
 
@@ -276,12 +278,12 @@ def test_scales_that_are_not_finite(
 @pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_norm.bias", "position_embd.weight"])
 def test_floats_that_are_not_finite(small: Gguf, tmp_path: Path, name: str, device: str) -> None:
     path = write(tmp_path / "bad.gguf", small, set_weights(name, 4, struct.pack("<f", float("-inf"))))
-    with pytest.raises(ModelError, match=f"tensor '{name}' holds .* not finite"):
+    with pytest.raises(ModelError, match=f"tensor '{name}' (holds .* not finite|has invalid data)"):
         _core.Model(path, device=device)
 
 
-# Of a device come only the largest logits, as long as they are enough.
-@pytest.mark.parametrize(("number", "device"), [(3e38, "cpu"), (-3e38, "cpu"), (3e38, "ggml-cpu")])
+@pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
+@pytest.mark.parametrize("number", [3e38, -3e38])
 def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, device: str) -> None:
     """Finite weights, infinite sums: one column of the embedding times a huge normed value."""
     entries, tensors = list(small.entries), list(small.tensors)
@@ -297,35 +299,6 @@ def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, 
     session.evaluate([5], [-1])
     with pytest.raises(ModelError, match="logits of a pass are not finite"):
         session.candidates([0], 2, _core.Sampling())
-
-
-def test_logits_that_are_not_finite_and_stay_on_the_device(small: Gguf, tmp_path: Path) -> None:
-    """They are refused whenever they are needed."""
-    entries, tensors = list(small.entries), list(small.tensors)
-    set_weights("output_norm.bias", 0, struct.pack("<f", -3e38))(entries, tensors)
-    # Of one token; the largest logits are finite.
-    for token in range(257):
-        set_weights("token_embd.weight", 4 * 32 * token, struct.pack("<f", 1e6 if token == 7 else 0))(entries, tensors)
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(assemble(entries, tensors))
-    session = _core.Session(_core.Model(path, device="ggml-cpu"))
-    greedy = _core.Sampling()
-    session.evaluate([5], [-1])
-    first = session.follow(greedy)[1].tolist()
-    for call in (
-        lambda: session.logits(0),
-        lambda: session.candidates([0], 2, _core.Sampling(1.0)),
-        lambda: session.logits(0),
-    ):
-        with pytest.raises(ModelError, match="logits of a pass are not finite"):
-            call()
-        assert (session.tokens.tolist(), session.num_pending) == ([], 1)
-    session.evaluate([6], [0])
-    with pytest.raises(ModelError, match="logits of a pass are not finite"):
-        session.logits(0)
-    assert session.follow(greedy)[1].tolist() == first
-    session.discard()
-    assert session.verify([5], [-1], greedy)[1].tolist() == first
 
 
 TRUNCATED_WHILE_READ = """

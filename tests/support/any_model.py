@@ -50,10 +50,23 @@ ASKED: dict[str, Any] = {
     "attn_logit_softcapping": 30.0,
     "final_logit_softcapping": 30.0,
 }
-MIXTURES = """
-phimoe cohere2moe dbrx arctic deepseek deepseek2-ocr exaone-moe bailingmoe hunyuan-moe grovemoe grok mellum mimo2
-qwen3vlmoe step35
-""".split()
+MIXTURES = {
+    "phimoe",
+    "cohere2moe",
+    "dbrx",
+    "arctic",
+    "deepseek",
+    "deepseek2-ocr",
+    "exaone-moe",
+    "bailingmoe",
+    "hunyuan-moe",
+    "grovemoe",
+    "grok",
+    "mellum",
+    "mimo2",
+    "qwen3vlmoe",
+    "step35",
+}
 # Layers without attention.
 OWN: dict[str, dict[str, Any]] = {"jamba": {"attention.head_count_kv": [0, 4]}}
 Floats = npt.NDArray[np.float32]
