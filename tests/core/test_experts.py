@@ -10,7 +10,7 @@ from support.decoding import Text, step
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, ModelError, RecycledCandidates, Session, Work, run
+from pystaged._core import Model, RecycledCandidates, Session, Work, run
 from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import GainPolicy

@@ -317,7 +317,7 @@ def test_truncated_while_it_is_read(random_gguf: Callable[..., Path], tmp_path: 
     path.write_bytes(random_gguf("F16", width=256, layers=2, vocab_size=300).read_bytes())
     done = run_python(TRUNCATED_WHILE_READ, path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"short.gguf: tensor '.*' cannot be read: the file became shorter", done.stdout)
+    assert re.search(r"short.gguf: .*unexpectedly reached end of file", done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
