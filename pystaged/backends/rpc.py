@@ -26,7 +26,7 @@ _ROWS = 64  # rows of one prefill pass
 _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
 KEPT = ...  # stands in calls for the sampling that the host has stored
-_PROPERTIES = ("tokens", "num_pending", "closed")
+_PROPERTIES = ("tokens", "num_bytes", "num_pending", "closed")
 _METHODS = ("evaluate", "commit", "discard", "keep_states", "rewind", "stretch", "logits")
 
 
