@@ -111,6 +111,10 @@ KNOWN = (
         "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
         called="llama3370b",
     ),
+    *_reading("llama", "minicpm5", 2048, 42, "openbmb/MiniCPM5-2B-DSpark"),
+    *_reading("lfm2", "lfm2", 2048, 16, "LiquidAI/LFM2.5-1.2B-Instruct-DSpark", called="lfm2512binstruct"),
+    *_reading("lfm2", "lfm2", 2048, 30, "LiquidAI/LFM2.5-2.6B-DSpark"),
+    *_reading("lfm2moe", "lfm2", 2048, 24, "LiquidAI/LFM2.5-8B-A1B-DSpark", called="lfm258ba1b"),
     # Parallel drafts (PARD), each trained for all targets of its family.
     KnownDraft("llama", "llama-bpe", 2048, "amd/PARD-Llama-3.2-1B"),
     KnownDraft("qwen2", "qwen2", 896, "amd/PARD-Qwen2.5-0.5B"),
