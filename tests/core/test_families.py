@@ -514,7 +514,7 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     "unknown": (
         RandomModel("mpt"),
         None,
-        "architecture 'mpt' is not supported; run it with llama.cpp, or choose a model of one of: gpt2, llama, mistral3",
+        "architecture 'mpt' is not supported; run it with llama.cpp, or choose a model of one of: gpt2, llama, mi",
     ),
     "experts-shared-beside-dense": (
         replace(CASES["gemma4-experts"], experts=(8, 2, 32, 32)),
