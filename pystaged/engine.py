@@ -167,7 +167,8 @@ class Engine:
         return _write(self.runtime, [self._answer(messages, options)], n)
 
     def stream_chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> Stream:
-        """Stream an answer to the last message of a conversation, until the model ends its turn.
+        """Stream an answer to the last message of a conversation, until the model ends its turn; if that is an answer
+        without calls, its continuation.
 
         Earlier answers are not prefilled again if they are in `messages` as GenerationResult.message.
 
@@ -257,7 +258,7 @@ class Engine:
         of_template = {name: given.pop(name) for name in ("tools", "template", "template_options") if name in given}
         config, chat_format = GenerationConfig(**given), self.chat_format
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        prompt = chat_format.encode(messages, **of_template)
+        prompt = chat_format.encode(messages, **of_template, continues=True)
         return self.runtime.sequence(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:

@@ -132,8 +132,11 @@ def _too_long(error: ApiError, most: int) -> ApiError:
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
-    if request.messages[-1].role == "assistant":
-        raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
+    last = request.messages[-1]
+    if last.role == "assistant" and any(
+        block.type == "tool_use" for block in last.content if not isinstance(block, str)
+    ):
+        raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     if all(message.role == "system" for message in request.messages):
         raise unsupported("messages", "there must be a message of the user")
     messages = _system(state, request.system or "")

@@ -280,7 +280,7 @@ def test_calls_after_reasoning() -> None:
         ("text", 'Then {"</think>": "<think>"}.\n'),
     ]
     assert split(text, form=HERMES, thinking=THINK) == expected
-    assert split(text.removeprefix("<think>"), form=HERMES, thinking=THINK, is_open=True) == expected
+    assert split(text.removeprefix("<think>"), form=HERMES, thinking=THINK, begun="reasoning") == expected
     assert split("no <think>a</think>", thinking=THINK) == [("text", "no <think>a</think>")]
     assert split("<think>\n\n</think>\n\nYes ", thinking=THINK) == [("text", "Yes ")]
     assert split("<think>on and on </thi", thinking=THINK) == [("reasoning", "on and on </thi")]
@@ -598,7 +598,11 @@ FRAGMENTS = [
 @settings(max_examples=150)
 @given(st.sampled_from(FORMS), st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join), st.booleans())
 def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: str, thinks: bool) -> None:
-    options: dict[str, Any] = {"form": form, "thinking": THINK if thinks else None, "is_open": thinks and len(text) % 2}
+    options: dict[str, Any] = {
+        "form": form,
+        "thinking": THINK if thinks else None,
+        "begun": "reasoning" if thinks and len(text) % 2 else None,
+    }
     for kind, *rest in split(text, **options):
         if kind in ("reasoning", "text"):
             assert rest[0]
