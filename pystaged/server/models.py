@@ -124,11 +124,8 @@ class Models:
 
     @asynccontextmanager
     async def lent(self, name: str | None, keep_alive: float | None = None) -> AsyncIterator[State]:
-        """The state of a model, which stays loaded while the block runs. Raises ApiError.
-
-        Args:
-            keep_alive: seconds that it stays after that, below 0 for ever; None for what the settings say.
-        """
+        """The state of a model, which stays loaded while the block runs, and keep_alive seconds longer: below 0 for
+        ever, None for what the settings say. Raises ApiError."""
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
