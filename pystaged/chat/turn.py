@@ -226,7 +226,7 @@ def _turn(
         source.text = mark + source.text if is_inside else source.text
         if (yield from form.parse(source, form, schemas)):
             yield from source.space()
-        elif source.text or not source.is_cut:
+        elif not source.has_cut:
             source.text = source.text.removeprefix(mark) if is_inside else source.text
             yield "text", space + mark
 
@@ -242,7 +242,7 @@ def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Sche
             header, mark = yield from source.collected(marks)
         if mark in HARMONY.begins:
             if not (yield from HARMONY.parse(source, HARMONY, schemas)):
-                if source.text or not source.is_cut:
+                if not source.has_cut:
                     yield "text", mark
                 break
         elif mark:
@@ -264,6 +264,6 @@ def _begins_header(source: Source) -> Parser[bool]:
 def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:
     """Whether a mark comes next, after white space; if so, read it."""
     space = yield from source.space()
-    found = yield from source.starts(mark)
+    found = yield from source.starts(mark, drops=False)
     source.text = source.text[len(mark) :] if found and takes else space + source.text
     return found
