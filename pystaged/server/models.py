@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -197,6 +198,8 @@ class Models:
             self.metrics.passed(state.engine.passes)
             with anyio.CancelScope(shield=True):  # nobody else would close it
                 await run_sync(state.engine.close)
+            del state
+            await run_sync(gc.collect)  # answers refer to themselves, and to the model: its memory would go much later
 
     def leave(self, name: str | None) -> str:
         """Unload a model after its texts, without waiting; returns its name. Raises ApiError."""
