@@ -132,11 +132,6 @@ def _too_long(error: ApiError, most: int) -> ApiError:
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
-    last = request.messages[-1]
-    if last.role == "assistant" and any(
-        block.type == "tool_use" for block in last.content if not isinstance(block, str)
-    ):
-        raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     if all(message.role == "system" for message in request.messages):
         raise unsupported("messages", "there must be a message of the user")
     messages = _system(state, request.system or "")
@@ -145,6 +140,8 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
             messages += _system(state, message.content)
         else:
             messages += _answered(message) if message.role == "assistant" else _asked(message)
+    if "tool_calls" in messages[-1]:
+        raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     tools = request.tools or []
     more: dict[str, Any] = {
