@@ -76,8 +76,11 @@ _READING: dict[tuple[str, str, int, int, str], tuple[str, ...]] = {
         "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-Specforge",
         "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
     ),
-    ("llama", "minicpm5", 2048, 42, ""): ("openbmb/MiniCPM5-2B-DSpark",),
-    ("lfm2", "lfm2", 2048, 16, "lfm2512binstruct"): ("LiquidAI/LFM2.5-1.2B-Instruct-DSpark",),
+    ("llama", "minicpm5", 2048, 42, ""): ("openbmb/MiniCPM5-2B-DSpark", "openbmb/MiniCPM5-2B-DSpark-GGUF"),
+    ("lfm2", "lfm2", 2048, 16, "lfm2512binstruct"): (
+        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
+        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark-GGUF",
+    ),
     ("lfm2", "lfm2", 2048, 30, ""): ("LiquidAI/LFM2.5-2.6B-DSpark",),
     ("lfm2moe", "lfm2", 2048, 24, "lfm258ba1b"): ("LiquidAI/LFM2.5-8B-A1B-DSpark",),
 }
