@@ -46,7 +46,8 @@ class Thinking(NamedTuple):
         return prompt.rstrip().endswith(self.begin)
 
 
-Begun = Literal["reasoning", "text"] | None
+Begun = Literal["thinking", "reasoning", "text"] | None
+"""Where an answer begins: where its reasoning does, in the middle of that or of its text; None for its beginning."""
 CHANNELS = Thinking("<|channel|>analysis<|message|>", "<|end|>")
 """gpt-oss's reasoning: messages in a channel of their own, among others."""
 _THINKING = (
@@ -82,17 +83,13 @@ class Dialect:
         return cls(form, thinking, controls)
 
     def begun(self, prompt: Sequence[int], tokenizer: Tokenizer, answer: Message | None = None) -> Begun:
-        """Where a prompt ends, inside of reasoning or of text; None for the beginning of an answer.
-
-        Args:
-            answer: the message that the prompt ends with.
-        """
+        """Where the answer to a prompt begins. answer: the message that the prompt ends with."""
         text = prefill_of(answer, self.thinking) if answer else ""
         if text.strip():
             is_open = self.thinking and self.thinking.begins(text) and self.thinking.end not in text
             return "reasoning" if is_open else "text"
         end = tokenizer.decode(prompt[-_ENOUGH:], special=True)
-        return "reasoning" if self.thinking and self.thinking.opens(end) else None
+        return "thinking" if self.thinking and self.thinking.opens(end) else None
 
 
 @dataclass
@@ -117,7 +114,7 @@ class TurnReader:
 
     Args:
         thinking: marks of reasoning; None to leave it in the text.
-        begun: the part in which the answer begins.
+        begun: where the answer begins.
         form: of calls; None to leave them in the text.
         schemas: of the tools' arguments.
     """
@@ -211,9 +208,9 @@ def _turn(
     if thinking == CHANNELS:
         yield from _messages(source, begun, form, schemas)
         return
-    is_new = begun is None
-    if thinking and (begun == "reasoning" or (is_new and (yield from _begins(source, thinking.begin)))):
-        yield from source.space()
+    if thinking and begun != "text" and (begun or (yield from _begins(source, thinking.begin))):
+        if begun != "reasoning":
+            yield from source.space()
         yield from source.until((thinking.end,), "reasoning", trims=True)
         yield from source.space()
     if form is None:
@@ -236,7 +233,7 @@ def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Sche
     marks = ("<|message|>", *(HARMONY.begins if form is HARMONY else ()))
     while begun or (yield from _begins_header(source)):
         if begun:
-            header, mark = "analysis" if begun == "reasoning" else "final", "<|message|>"
+            header, mark = "final" if begun == "text" else "analysis", "<|message|>"
             begun = None
         else:
             header, mark = yield from source.collected(marks)

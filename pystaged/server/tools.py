@@ -18,7 +18,7 @@ from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
 class Manner:
     """How an answer is written and read.
 
-    dialect: the model's. splits: whether reasoning is apart. begun: the part in which the prompt ends.
+    dialect: the model's. splits: whether reasoning is apart. begun: where the answer begins.
     schemas: of the arguments of the tools on offer; None for no tools.
     """
 
@@ -92,7 +92,7 @@ def reasoning(
     """
     thinking, asked = manner.dialect.thinking, request.reasoning_budget_tokens
     budget = limit if asked is None else asked if asked >= 0 else None
-    is_open = manner.begun == "reasoning"
+    is_open = manner.begun in ("thinking", "reasoning")
     if thinking is None or (budget is None and not (has_grammar and is_open)):
         return None
     closing = encode_continuation(tokenizer, thinking.closing).tolist()

@@ -296,7 +296,7 @@ def test_calls_after_reasoning() -> None:
         ("text", 'Then {"</think>": "<think>"}.\n'),
     ]
     assert split(text, form=HERMES, thinking=THINK) == expected
-    assert split(text.removeprefix("<think>"), form=HERMES, thinking=THINK, begun="reasoning") == expected
+    assert split(text.removeprefix("<think>"), form=HERMES, thinking=THINK, begun="thinking") == expected
     assert split("no <think>a</think>", thinking=THINK) == [("text", "no <think>a</think>")]
     assert split("<think>\n\n</think>\n\nYes ", thinking=THINK) == [("text", "Yes ")]
     assert split("<think>on and on </thi", thinking=THINK) == [("reasoning", "on and on </thi")]
@@ -617,7 +617,7 @@ def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: s
     options: dict[str, Any] = {
         "form": form,
         "thinking": THINK if thinks else None,
-        "begun": "reasoning" if thinks and len(text) % 2 else None,
+        "begun": "thinking" if thinks and len(text) % 2 else None,
     }
     for kind, *rest in split(text, **options):
         if kind in ("reasoning", "text"):

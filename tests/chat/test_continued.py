@@ -140,7 +140,8 @@ def test_a_cut_answer_goes_on_with_the_same_tokens(random_gguf: Callable[..., Pa
 @pytest.mark.parametrize(
     ("thinking", "where", "text", "expected"),
     [
-        (THINK, "reasoning", "so.\n</think>\n\nFour", [("reasoning", "so."), ("text", "Four")]),
+        (THINK, "reasoning", " so.\n</think>\n\nFour", [("reasoning", " so."), ("text", "Four")]),
+        (THINK, "thinking", "\nso.\n</think>\n\nFour", [("reasoning", "so."), ("text", "Four")]),
         (THINK, "text", " is 4. <think>", [("text", " is 4. <think>")]),
         (THINK, "text", "<think>", [("text", "<think>")]),
         (CHANNELS, "text", " is 4.<|end|>", [("text", " is 4.")]),

@@ -230,7 +230,7 @@ def test_reasoning_is_not_counted_anew_with_each_token(monkeypatch: pytest.Monke
             counted.append(len(text))
             return text.split()
 
-    answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), "reasoning")
+    answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), "thinking")
     answer.readers, answer.tokenizer, answer._counted = [reader], cast("Any", Words()), {}
     written = 1000
     monkeypatch.setattr(answer, "stats", lambda: [SimpleNamespace(new_tokens=written)])
