@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
     from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth, TreePolicy
     from pystaged.decoding.tree import Stage, TokenTree
-    from pystaged.engine import Engine, chat, generate, load, stream
+    from pystaged.engine import Engine, generate, load, stream
     from pystaged.options.config import SamplingConfig
     from pystaged.receipts.receipt import Receipt
     from pystaged.receipts.repeating import Difference, repeat
@@ -59,7 +59,6 @@ __all__ = [
     "TokenLogprob",
     "TokenTree",
     "TreePolicy",
-    "chat",
     "devices",
     "generate",
     "load",
@@ -99,8 +98,6 @@ sys.meta_path.insert(0, _LibrariesFirst)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "chat":
-        return import_module("pystaged.chat")  # a room of this name, which can be called
     for module, names in _MODULES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(f"pystaged.{module}"), name)

@@ -64,10 +64,6 @@ class Options(LoadOptions, TextOptions, total=False):
     """Options of `generate` and `stream`."""
 
 
-class OptionsOfChat(LoadOptions, ChatOptions, total=False):
-    """Options of the function `chat`."""
-
-
 class Engine:
     """A loaded model with its drafters. Thread-safe: texts that are generated at once, from one thread or several, are
     decoded as a batch, and each is the same as alone.
@@ -381,27 +377,15 @@ def generate(
 ) -> GenerationResult | list[GenerationResult]:
     """Load a model, continue a prompt or several, and close the model; to generate more often, use `load`. Options and
     errors as in Engine and Engine.generate."""
-    loading, given = _split(options, Options)
-    config = GenerationConfig(**given)
+    loading, config = _split(options)
     with load(model, **loading) as engine:
         return _generate(engine.runtime, prompt, n, config)
-
-
-def chat(
-    messages: Sequence[Message] | str, *, model: str | Path | None = None, **options: Unpack[OptionsOfChat]
-) -> GenerationResult:
-    """Load a model, answer the last message of a conversation, and close the model; to ask more often, use `load`.
-    Options and errors as in Engine and Engine.chat."""
-    loading, given = _split(options, OptionsOfChat)
-    with load(model, **loading) as engine:
-        return engine.stream_chat(messages, **given).finish()
 
 
 def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
     """Load a model, stream the continuation of a prompt, and close the model at its end. Options and errors as in
     Engine and Engine.stream."""
-    loading, given = _split(options, Options)
-    config = GenerationConfig(**given)
+    loading, config = _split(options)
     engine = load(model, **loading)
     try:
         return OwningStream(engine.runtime.scheduler, engine.runtime.sequence(prompt, config), engine.close)
@@ -426,12 +410,12 @@ def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> Genera
     return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
 
 
-def _split(options: Mapping[str, Any], kind: type[Any]) -> tuple[LoadOptions, Any]:
-    """Split options, whose names are checked, into those of `load` and the others."""
-    check_options(options, kind)
-    given = dict(options)
+def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:
+    """Split options into those of `load` and checked ones of a generation."""
+    check_options(options, Options)
+    given: dict[str, Any] = {**options}
     loading = {key: given.pop(key) for key in LoadOptions.__annotations__ if key in given}
-    return cast(LoadOptions, loading), given
+    return cast(LoadOptions, loading), GenerationConfig(**given)
 
 
 def _warn(line: str) -> None:

@@ -6,8 +6,6 @@ import codecs
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -584,18 +582,6 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
         pystaged.generate(PROMPT, model=path, n_cxt=20)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"there is no option 'temperature'; the options are draft, .*n_ctx"):
         pystaged.load(path, temperature=1.0)  # type: ignore[call-arg]
-
-
-def test_chat_is_a_function_and_a_room(path: Path) -> None:
-    """In either order: the room is imported by name, or not at all."""
-    options: dict[str, Any] = {"n_ctx": 80, "report": lambda _: None, "policy": FixedPolicy(1, 1, 1)}
-    with pystaged.load(path, **options) as engine:
-        expected = engine.chat("Hello", max_tokens=5).tokens
-    assert pystaged.chat("Hello", model=path, max_tokens=5, **options).tokens == expected
-    for first in ("", "import pystaged.chat.turn;"):
-        code = f"import pystaged; {first} pystaged.chat('x', model=3.5, tools=[], nonsense=1)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert "there is no option 'nonsense'; the options are draft, " in done.stderr
 
 
 def test_results_can_be_pickled_and_copied(engine: Engine) -> None:

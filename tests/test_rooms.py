@@ -20,7 +20,7 @@ ROOMS = {
     "platform": 900,
     "options": 1050,
     "sampling": 1250,
-    "chat": 2680,
+    "chat": 2660,
     "decoding": 3600,
     "drafting": 2400,
     "backends": 400,
