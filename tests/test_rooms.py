@@ -117,6 +117,11 @@ def test_nothing_reaches_into_private_parts_of_others() -> None:
         assert not re.search(r"\b(engine|runtime|scheduler|bundle|sequence|stream)\._[a-z]", text), file
 
 
+def test_the_engine_is_the_one_way_in() -> None:
+    for file in SOURCE.rglob("*.py"):
+        assert file.name == "engine.py" or not re.search(r"engine\.runtime\b", file.read_text("utf-8")), file
+
+
 def test_every_room_is_named_here() -> None:
     found = {file.parent.name for file in SOURCE.glob("*/__init__.py")}
     assert found - {"models"} == ROOMS.keys()  # which an installed package has inside

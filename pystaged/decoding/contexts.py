@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import common_prefix
 
 _MOST_AT_REST = 64  # each new sequence searches all of them, and each reserves the address range of a full context
@@ -59,7 +59,7 @@ class _Loan(NamedTuple):
     """A lent context, referred to weakly so that the loan ends with it; its prompt, int32[n], and the most bytes that
     the sequence can fill. partings: after how many tokens other texts are known to differ from the prompt."""
 
-    context: weakref.ref[Decoder]
+    context: weakref.ref[Context]
     prompt: NDArray[np.int32]
     num_bytes: int
     partings: set[int]
@@ -114,7 +114,7 @@ class ContextPool:
 
     def __init__(
         self,
-        make: Callable[[Decoder | None, int], Decoder],
+        make: Callable[[Context | None, int], Context],
         memory: int | None = None,
         *,
         free: int = 0,
@@ -139,7 +139,7 @@ class ContextPool:
         # For each context, the number of tokens after which recurrent layers keep a state for the next user turn: at
         # that turn a template may drop the reasoning after it. Prompts that extend the whole text, as after tool calls,
         # leave it unchanged.
-        self._anchors = weakref.WeakKeyDictionary[Decoder, int]()
+        self._anchors = weakref.WeakKeyDictionary[Context, int]()
         self.closed = False
 
     def check_open(self) -> None:
@@ -154,7 +154,7 @@ class ContextPool:
 
     def take(
         self, prompt: NDArray[np.int32], max_tokens: int, *, most_reused: int, must: bool = False
-    ) -> Decoder | Wait:
+    ) -> Context | Wait:
         """Lend a context for a prompt, int32[n], and max_tokens more; or return a reason to wait and ask again later.
 
         The context holds the longest prefix of the prompt that any context holds, lent ones included; their sequences
@@ -199,7 +199,7 @@ class ContextPool:
             self._keep_states(source, self._lent[-1])
             return source
 
-    def give_back(self, context: Decoder) -> None:
+    def give_back(self, context: Context) -> None:
         """End a loan and keep the context at rest; if the pool is closed, free it."""
         with self._lock:
             self._lent = [loan for loan in self._lent if loan.context() is not context]
@@ -225,13 +225,13 @@ class ContextPool:
         finally:  # Ctrl-C ends the writing
             self.forget()
 
-    def _keep(self, context: Decoder, *, last: bool = False) -> None:
+    def _keep(self, context: Context, *, last: bool = False) -> None:
         """Keep a context's text on disk."""
         if self.prompts:
             with suppress(*_OUT_OF_REACH, MemoryError):
                 self.prompts.keep(context.sessions, last=last)
 
-    def _rest(self, context: Decoder) -> None:
+    def _rest(self, context: Context) -> None:
         """Keep a context at rest, unless another one at rest can rewind to its tokens."""
         try:
             self.check_open()
@@ -279,7 +279,7 @@ class ContextPool:
             self._free(context)
         self._make_room(0)
 
-    def _make_room(self, need: int, spared: Decoder | None = None) -> None:
+    def _make_room(self, need: int, spared: Context | None = None) -> None:
         """Cut and free contexts at rest until `need` more bytes are within the bound, or none is left to cut."""
         for context in list(self._at_rest):
             # The bytes that a cut frees in layers with a sliding window are known only afterwards.
@@ -289,7 +289,7 @@ class ContextPool:
                     return
                 self._shrink(context, excess)
 
-    def _shrink(self, context: Decoder, excess: int) -> None:
+    def _shrink(self, context: Context, excess: int) -> None:
         """Cut about `excess` bytes or fewer from a context at rest; free it if too little would be left."""
         tokens, cells = self._at_rest[context].tokens, self._cells[0]
         length = 0 if cells.whole else max(0, len(tokens) - -(-excess // max(1, cells.cell_bytes)))
@@ -302,12 +302,12 @@ class ContextPool:
         _cut(context, len(kept))
         self._at_rest[context] = self._held(context)
 
-    def _wake(self, context: Decoder, length: int) -> None:
+    def _wake(self, context: Context, length: int) -> None:
         """Take a context from rest and keep its first `length` tokens."""
         del self._at_rest[context]
         _cut(context, length)
 
-    def _begin(self, source: Decoder | None, length: int) -> Decoder:
+    def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
         try:
             return self._make(source, length)
@@ -319,11 +319,11 @@ class ContextPool:
             self._free(context)
         return self._make(source, 0)
 
-    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Decoder | None, int, int]:
+    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Context | None, int, int]:
         """The context that can rewind to the longest prefix of the prompt, that prefix's length, and the length of the
         longest prefix that any context holds. Among equal contexts: one at rest, then one that the prefix nearly fills,
         then the one used last."""
-        best: Decoder | None = None
+        best: Context | None = None
         most, longest = (-1, False, False), 0
         for context, held, common, length, rests in self._contents(prompt):
             longest = max(longest, common)
@@ -347,7 +347,7 @@ class ContextPool:
                 return True
         return False
 
-    def _keep_states(self, context: Decoder, loan: _Loan) -> None:
+    def _keep_states(self, context: Context, loan: _Loan) -> None:
         """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
         # A prefill keeps all of them until it ends, so their number is limited here, too.
         partings = nlargest(self._num_kept, loan.partings)
@@ -356,7 +356,7 @@ class ContextPool:
             if session.kept_state_bytes:
                 session.keep_states(wanted, self._num_kept, self._anchors[context])
 
-    def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Decoder, int, int, int, bool]]:
+    def _contents(self, prompt: NDArray[np.int32]) -> Iterator[tuple[Context, int, int, int, bool]]:
         """All contexts: tokens held, those that the prompt begins with, how many of these it can rewind to, and whether
         it is at rest."""
         for loan in self._lent:
@@ -370,12 +370,12 @@ class ContextPool:
             common = common_prefix(tokens, prompt)
             yield context, len(tokens), common, context.target.reachable(common), True
 
-    def _covers(self, tokens: NDArray[np.int32], but: Decoder | None = None) -> Decoder | None:
+    def _covers(self, tokens: NDArray[np.int32], but: Context | None = None) -> Context | None:
         """A context at rest that can rewind to exactly these tokens."""
         others = ((other, held.tokens) for other, held in self._at_rest.items() if other is not but)
         return next((other for other, held in others if _reaches(other, held, tokens)), None)
 
-    def _free(self, context: Decoder) -> None:
+    def _free(self, context: Context) -> None:
         if self._at_rest.pop(context, None):
             context.close()
 
@@ -383,20 +383,20 @@ class ContextPool:
         """Bytes of a context with this many tokens."""
         return sum(cells.needed(tokens) for cells in self._cells)
 
-    def _held(self, context: Decoder) -> _Held:
+    def _held(self, context: Context) -> _Held:
         sessions = context.sessions
         tokens = [session.tokens for session in sessions]  # of all sessions, to raise if any is in a call
         num_bytes = sum(cells.held(session) for cells, session in zip(self._cells, sessions, strict=True))
         return _Held(tokens[0], num_bytes)
 
 
-def _cut(context: Decoder, length: int) -> None:
+def _cut(context: Context, length: int) -> None:
     """Keep the first tokens of each session of a context; a draft's may hold fewer."""
     for session in context.sessions:
         session.rewind(min(len(session.tokens), length))
 
 
-def _reaches(context: Decoder, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
+def _reaches(context: Context, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
     """Whether a context that holds the tokens `held` can rewind to exactly `beginning`."""
     length = len(beginning)
     return np.array_equal(beginning, held[:length]) and context.target.reachable(length) == length

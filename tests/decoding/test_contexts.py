@@ -25,9 +25,9 @@ import pystaged
 import pystaged.drafting.context
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.decoding.account import OPENING
+from pystaged.decoding.context import Context
 from pystaged.decoding.contexts import SPARE_CELLS, ContextPool, Wait
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.loading.costs import Costs
 
 TEXTS = int(os.environ.get("PYSTAGED_TEST_TEXTS", "2000"))  # of the test of memory
@@ -159,12 +159,12 @@ class Simulation:
         **options: Any,
     ) -> None:
         self._session = session
-        self.made: list[Decoder] = []
-        self.sources: list[tuple[Decoder | None, int]] = []
+        self.made: list[Context] = []
+        self.sources: list[tuple[Context | None, int]] = []
         self._room = room  # contexts that there may be
         self.pool = ContextPool(self._make, memory, **options)
 
-    def _make(self, source: Decoder | None, length: int) -> Decoder:
+    def _make(self, source: Context | None, length: int) -> Context:
         self.made = [context for context in self.made if not context.target.closed]
         if len(self.made) >= self._room:
             raise DeviceError("no room on the device")
@@ -175,16 +175,16 @@ class Simulation:
             target, draft = (
                 cast(_core.Session, self._session(*shape)) for shape in ((CELL, N_CTX), (DRAFT_CELL, DRAFT_N_CTX))
             )
-        context = Decoder(target, cast(Any, SimulatedDrafter(cast(Any, draft))))
+        context = Context(target, cast(Any, SimulatedDrafter(cast(Any, draft))))
         self.made.append(context)
         return context
 
-    def take(self, prompt: Sequence[int], max_tokens: int, *, must: bool = False) -> Decoder | None:
+    def take(self, prompt: Sequence[int], max_tokens: int, *, must: bool = False) -> Context | None:
         """A context, None where the text has to wait for one."""
         taken = self.pool.take(np.array(prompt, np.int32), max_tokens, most_reused=len(prompt) - 1, must=must)
         return None if isinstance(taken, Wait) else taken
 
-    def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Decoder | None:
+    def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Context | None:
         """Take a context and bring it to a prompt; the draft only in part."""
         context = self.take(prompt, max_tokens)
         if context is not None:
@@ -194,7 +194,7 @@ class Simulation:
             self.fill(context, prompt[:-1])
         return context
 
-    def fill(self, context: Decoder, tokens: Sequence[int], drafted: float = 1.0) -> None:
+    def fill(self, context: Context, tokens: Sequence[int], drafted: float = 1.0) -> None:
         for session, length in zip(context.sessions, (len(tokens), int(drafted * len(tokens))), strict=True):
             cast(Any, session).tokens = np.array(tokens[: min(length, session.n_ctx)], np.int32)
 
@@ -278,7 +278,7 @@ def test_a_text_that_runs_is_forked() -> None:
 def test_what_another_text_is_just_reading_is_waited_for() -> None:
     texts = Simulation(10**6)
 
-    def take(prompt: Sequence[int], *, must: bool = False) -> Decoder | None:
+    def take(prompt: Sequence[int], *, must: bool = False) -> Context | None:
         return texts.take(prompt, 5, must=must)
 
     first = take([*SYSTEM, 1])
@@ -472,7 +472,7 @@ prompts = st.builds(
 def test_the_bound_holds_at_every_moment(
     session: type[SimulatedSession], memory: int, events: list[tuple[list[int], int, float] | int]
 ) -> None:
-    texts, lent = Simulation(memory, session=session), list[tuple[Decoder, list[int], int, float]]()
+    texts, lent = Simulation(memory, session=session), list[tuple[Context, list[int], int, float]]()
     for event in events:
         if isinstance(event, int):
             if lent:
@@ -569,8 +569,8 @@ def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> Non
     with pystaged.load(random_gguf(), draft=None) as engine:
         pool, prompt = engine.runtime.contexts, np.arange(5, dtype=np.int32)
         empty, closed = (pool.take(prompt, 5, most_reused=4) for _ in range(2))
-        assert isinstance(empty, Decoder)
-        assert isinstance(closed, Decoder)
+        assert isinstance(empty, Context)
+        assert isinstance(closed, Context)
         closed.close()
         pool.give_back(empty)
         pool.give_back(closed)
@@ -630,7 +630,7 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
     with ThreadPoolExecutor(4) as threads:
         with held(bundled):
             reading = [threads.submit(stream.finish) for stream in streams]
-            wait_until(lambda: all(stream.sequence.is_open for stream in streams))
+            wait_until(lambda: all(stream.text.is_open for stream in streams))
         results = [each.result(600) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == cold(bundled, prompt, 20, SamplingConfig())
@@ -676,9 +676,9 @@ def test_a_state_is_kept_where_waiting_prompts_part(hybrid: Path) -> None:
         with held(engine):
             # While it runs the others arrive, so that all of them are there before any prompt is read.
             threads.submit(running.finish)
-            wait_until(lambda: running.sequence.decoder)
+            wait_until(lambda: running.text.context)
             reading = [threads.submit(stream.finish) for stream in streams]
-            wait_until(lambda: all(stream.sequence.is_open for stream in streams))
+            wait_until(lambda: all(stream.text.is_open for stream in streams))
         results = [each.result(600) for each in reading]
         assert sorted(result.stats.reused_tokens for result in results) == [0, 200, 200]
 
@@ -692,9 +692,9 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         tree = drafted(old.drafter, SamplingConfig(0.5), 3)
         assert len(tree) > 1
         old.drafter.advance([int(tree.tokens[1])])
-        begun = engine.runtime.decoders.decoder(0, None, old, 5)
+        begun = engine.runtime.factory.context(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
-        new = engine.runtime.decoders.decoder(0, None)
+        new = engine.runtime.factory.context(0, None)
         learnt, source, first = (cast(Any, each.drafter)._learnt for each in (begun, old, new))
         for greedy in (True, False):
             mine, other = learnt[greedy].calibration, source[greedy].calibration

@@ -22,15 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.commands import assert_refused, environment, here, run
-from support.decoding import drafted
+from support.decoding import drafted, generate
 from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import GainPolicy
-from pystaged.decoding.stepper import generate
 from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.drafter import TreeDrafter
@@ -780,5 +779,5 @@ def test_sampled_texts_are_those_of_lone_contexts(draft: Path) -> None:
     assert len(found) == 80
     for i in (0, 17, 63, 64, 79):
         sampling = SamplingConfig(1.5, seed=(3 << 32) + i * length)
-        steps = generate(Decoder(Session(model)), np.zeros(1, np.int32), sampling, length)
+        steps = generate(Context(Session(model)), np.zeros(1, np.int32), sampling, length)
         assert found[i].tolist() == [token for step in steps for token in step.tokens]

@@ -1,0 +1,61 @@
+"""A context: where texts are decoded, one at a time, and what is learnt from them."""
+
+from __future__ import annotations
+
+from pystaged._core import Session
+from pystaged.decoding.account import Account, Meter
+from pystaged.decoding.cost import PassCost
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.policy import BatchLoad
+from pystaged.decoding.requests import Clocks
+
+
+class Context:
+    """The target's session, the drafter with its sessions, and the account. It is lent to one text at a time.
+
+    Between steps the target's session holds all tokens of the text but the last, the root of the next tree.
+
+    Args:
+        target: the session to decode in; nobody else may use it meanwhile.
+        drafter: proposes the trees; None for plain decoding.
+        cost: processor seconds of a target pass, refined here, to decide whether drafting pays. With None every step
+            drafts.
+        batch: the batch that shares the passes; by default one text alone.
+        meter: measures the time of drafting; shared with the drafter.
+        clocks: wall time and processor time.
+    """
+
+    def __init__(
+        self,
+        target: Session,
+        drafter: Drafter | None = None,
+        *,
+        cost: PassCost | None = None,
+        batch: BatchLoad | None = None,
+        meter: Meter | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.batch = batch or BatchLoad()
+        self.clocks = clocks or Clocks()
+        self.meter = meter or Meter(self.clocks.processor)
+        self.account = Account(cost, self.batch, self.meter)
+        self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The target's session, then those of the drafter."""
+        return [self.target, *(self.drafter.sessions() if self.drafter else [])]
+
+    def inherit(self, other: Context) -> None:
+        """Copy the learnt state of another context with the same proposers."""
+        self.account.inherit(other.account)
+        if self.drafter and other.drafter:
+            self.drafter.inherit(other.drafter)
+
+    def close(self) -> None:
+        """Close the sessions of target and drafter."""
+        for session in self.sessions:
+            session.close()
