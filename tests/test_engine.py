@@ -616,7 +616,7 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine.runtime.contexts._at_rest) <= 5
+    assert len(engine.runtime.contexts._idle) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
@@ -782,7 +782,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
     assert len(lost) == 2
-    assert lost[0] not in engine.runtime.contexts._at_rest
+    assert lost[0] not in engine.runtime.contexts._idle
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

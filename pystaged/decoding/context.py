@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pystaged._core import Session
 from pystaged.decoding.account import Account, Meter
 from pystaged.decoding.cost import PassCost
@@ -43,6 +46,7 @@ class Context:
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
+        self.anchor = -1  # where the last user turn began; recurrent layers keep a state there
 
     @property
     def sessions(self) -> list[Session]:
@@ -54,6 +58,16 @@ class Context:
         self.account.inherit(other.account)
         if self.drafter and other.drafter:
             self.drafter.inherit(other.drafter)
+
+    def cut(self, length: int) -> None:
+        """Keep the first tokens of each session; a draft's may hold fewer."""
+        for session in self.sessions:
+            session.rewind(min(len(session.tokens), length))
+
+    def reaches(self, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
+        """Whether it can rewind to exactly `beginning`. held: the tokens that it holds."""
+        length = len(beginning)
+        return np.array_equal(beginning, held[:length]) and self.target.reachable(length) == length
 
     def close(self) -> None:
         """Close the sessions of target and drafter."""

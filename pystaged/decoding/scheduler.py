@@ -172,14 +172,16 @@ class Scheduler:
         if text.is_over:
             return
         try:
-            text.end(error)
-            if context := text.context:
-                text.context = None
-                if isinstance(error, DeviceError):
-                    self._contexts.forget()
-                else:
-                    self._contexts.give_back(context)
-                self._note_end()
+            try:
+                text.end(error)
+            finally:
+                if context := text.context:
+                    text.context = None
+                    if isinstance(error, DeviceError):
+                        self._contexts.forget()
+                    else:
+                        self._contexts.give_back(context)
+                    self._note_end()
         except BaseException as fault:  # must end this text alone
             text.error = fault if text.error is None else text.error
         if isinstance(text.error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
