@@ -246,14 +246,17 @@ def share(
     begin, processor_begin = clocks.wall(), processor()
     found = [requests[0].perform()] if make is None else make([request.work() for request in requests])
     seconds, cost = clocks.wall() - begin, processor() - processor_begin
-    rows, past = sum(request.num_rows for request in requests), mean_past(requests)
+    rows, past = mean_past(requests)
     for request, each in zip(requests, found, strict=True):
         request.take(each)
         request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
         request.seconds, request.processor_seconds = seconds, cost
 
 
-def mean_past(requests: Sequence[AnyRequest]) -> float:
-    """Mean number of tokens before a row."""
-    rows = sum(request.num_rows for request in requests)
-    return sum(request.num_rows * request.past for request in requests) / rows
+def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:
+    """Number of rows, and the mean number of tokens before a row."""
+    rows = past = 0
+    for request in requests:
+        rows += request.num_rows
+        past += request.num_rows * request.past
+    return rows, past / rows

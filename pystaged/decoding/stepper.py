@@ -78,17 +78,16 @@ class Stepper:
 
     def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        made = [request for request in requests if request.error is None]
-        trees = [request.num_rows for request in made if isinstance(request, Verify)]
-        rows = sum(request.num_rows for request in made)
-        more = PassStats(
-            passes=round(sum(request.share for request in made)),  # shares of one pass, or each request's own
-            seconds=sum(request.share * request.seconds for request in made),
-            rows=rows,
-            prompt_rows=rows - sum(trees),
-            guesses=sum(trees) - len(trees),
-            steps=len(trees),
-        )
+        passes = seconds = 0.0
+        rows = nodes = steps = 0
+        for request in requests:
+            if request.error is None:
+                passes += request.share  # of one pass, or each request's own
+                seconds += request.share * request.seconds
+                rows += request.num_rows
+                if isinstance(request, Verify):
+                    nodes, steps = nodes + request.num_rows, steps + 1
+        more = PassStats(round(passes), seconds, rows, rows - nodes, nodes - steps, steps)
         self.passes = self.passes.plus(more)
 
     def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> list[Text]:
@@ -110,7 +109,7 @@ class Stepper:
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
         if self._cost and len(requests) > 1:
-            cost, past = self._cost, mean_past(requests)
+            cost, (_, past) = self._cost, mean_past(requests)
             trees = [request.tree.scores.tolist() for request in requests]
             spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
             rows = best_rows(trees, lambda n: cost(n, past), spent)
@@ -174,14 +173,17 @@ def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
 
 def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    loads = {text: (request.num_rows, float(request.tree.scores.sum())) for text, request in steps.items()}
+    rows = tokens = 0.0
+    loads = {}
+    for text, request in steps.items():
+        loads[text] = request.num_rows, float(request.tree.scores.sum())
+        rows, tokens = rows + loads[text][0], tokens + loads[text][1]
     for text in texts:
-        others = [load for other, load in loads.items() if other is not text]
-        if text.context:
-            batch = text.context.batch
-            batch.sequences = 1 + len(others)
-            batch.rows = sum(rows for rows, _ in others)
-            batch.tokens = sum(tokens for _, tokens in others)
+        own_rows, own_tokens = loads.get(text, (0, 0.0))
+        assert text.context
+        batch = text.context.batch
+        batch.sequences = 1 + len(loads) - (text in loads)
+        batch.rows, batch.tokens = int(rows) - own_rows, tokens - own_tokens
 
 
 def own_copy(error: BaseException) -> BaseException:

@@ -244,11 +244,21 @@ class Text:
 
     def ask(self) -> None:
         """Go on to the next pass that it needs, which is then `request`; or to its end, or an error."""
-        if self.request is None:
-            try:
-                self.request = self._next_pass()
-            except BaseException as error:
-                self.error = error
+        if self.request is not None:
+            return
+        try:
+            if self._phase not in (Phase.STEP, Phase.TREE):
+                if request := self._next_read():
+                    self.request = request
+                    return
+                if self.constraint is not None and self.constraint.is_complete:
+                    self.finish = "stop"
+                    return
+            if self._phase is Phase.STEP:
+                self._begin_tree()
+            self.request = (self._drafts.request() if self._drafts else None) or self._verify()
+        except BaseException as error:
+            self.error = error
 
     @property
     def wants_draft(self) -> bool:
@@ -304,19 +314,6 @@ class Text:
         if self.config.progress and self.queue:
             of = len(self.prompt_tokens) - 1 - self.reused
             self.queue.put((self, PrefillProgress(self.config.progress, tokens, of)))
-
-    def _next_pass(self) -> AnyRequest | None:
-        if self._phase not in (Phase.STEP, Phase.TREE):
-            if request := self._next_read():
-                return request
-            if self.constraint is not None and self.constraint.is_complete:
-                self.finish = "stop"
-                return None
-        if self._phase is Phase.STEP:
-            self._begin_tree()
-        if self._drafts and (request := self._drafts.request()):
-            return request
-        return self._verify()
 
     def _next_read(self) -> AnyRequest | None:
         """The next pass that reads the prompt; None when it is read."""

@@ -22,7 +22,7 @@ from support.random_models import RandomModel, write
 from support.scheduling import held, wait_until
 
 import pystaged
-import pystaged.drafting.context
+import pystaged.drafting.lookups
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.decoding.account import OPENING
 from pystaged.decoding.context import Context
@@ -691,7 +691,7 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         for greedy in (True, False):
             mine, other = learnt[greedy].calibration, source[greedy].calibration
             assert vars(mine) == vars(other)
-            assert mine._rates is not other._rates
+            assert mine.rates is not other.rates
             assert (learnt[greedy].held, learnt[greedy]._covered) == (source[greedy].held, source[greedy]._covered)
         assert begun.account._left == {kind: min(left, OPENING) for kind, left in old.account._left.items()}
         assert begun.account._python == old.account._python
@@ -776,5 +776,5 @@ def test_what_n_grams_know_goes_with_their_text(
 def taken_by_ngrams() -> int:
     """Bytes."""
     gc.collect()
-    only = tracemalloc.Filter(True, pystaged.drafting.context.__file__)
+    only = tracemalloc.Filter(True, pystaged.drafting.lookups.__file__)
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([only]).traces)
