@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pystaged._core import Model, Tokenizer
 from pystaged.chat.messages import Message
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.readers import OwningStream, Stream, results
+from pystaged.decoding.readers import Stream, results
 from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
@@ -419,7 +419,7 @@ def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack
     loading, config = _split(options)
     engine = load(model, **loading)
     try:
-        return OwningStream(engine.start(prompt, config), engine.close)
+        return Stream(engine.start(prompt, config), engine.close)
     except BaseException:
         engine.close()
         raise

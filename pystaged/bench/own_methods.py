@@ -29,8 +29,8 @@ _DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 class _Ready(TreeDrafter):
     """Reads the prompt before decoding is timed; it drafts whether or not it gains."""
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        super().start(context)
+    def start(self, context: NDArray[np.int32], **options: Any) -> None:
+        super().start(context, **options)
         self.catch_up()
 
 

@@ -46,7 +46,7 @@ class Context:
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
-        self.anchor = -1  # where the last user turn began; recurrent layers keep a state there
+        self.anchor: int | None = None  # where the last user turn began; recurrent layers keep a state there
 
     @property
     def sessions(self) -> list[Session]:

@@ -163,19 +163,19 @@ class ContextPool:
                 return Wait.PROMPT
             if self._restore(wanted, length):
                 source, length, common = self._most_like(wanted)
-            held, anchor = self._idle.get(source) if source else None, -1
-            if source and held and _survives(len(held.tokens), length):
-                anchor = source.anchor if len(held.tokens) - length <= _BEFORE_END[0] else -1
-                self._wake(source, length)
+            held = len(self._idle[source].tokens) if source in self._idle else -1
+            survives = _survives(held, length)
+            if not survives:
+                self._make_room(need, source if length else None)
+            if source and source in self._idle and (survives or self.num_bytes + need > self.memory):
+                del self._idle[source]
+                source.cut(length)
                 self._make_room(need)
             else:
-                self._make_room(need, source if length else None)
-                if source and source in self._idle and self.num_bytes + need > self.memory:
-                    self._wake(source, length)
-                else:
-                    source = self._begin(source, length)
+                source = self._begin(source, length)
             # While prompts extend the whole text, as after tool calls, the user's turn is the same.
-            source.anchor = len(prompt) - 1 - _BEFORE_END[0] if anchor < 0 else anchor
+            if source.anchor is None or not 0 <= held - length <= _BEFORE_END[0]:
+                source.anchor = len(prompt) - 1 - _BEFORE_END[0]
             self._lent[source] = _Use(prompt, need, {common})
             self._keep_states(source)
             return source
@@ -266,11 +266,6 @@ class ContextPool:
                 context.cut(length)
                 self._idle[context] = self._held(context)
 
-    def _wake(self, context: Context, length: int) -> None:
-        """Take an idle context and keep its first `length` tokens."""
-        del self._idle[context]
-        context.cut(length)
-
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
         try:
@@ -318,13 +313,14 @@ class ContextPool:
 
     def _keep_states(self, context: Context) -> None:
         """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
-        use = self._lent[context]
+        use, anchor = self._lent[context], context.anchor
+        assert anchor is not None
         # A prefill keeps all of them until it ends, so their number is limited here, too.
         partings = nlargest(self._num_kept, use.partings)
         wanted = [*partings, *(len(use.tokens) - 1 - before for before in _BEFORE_END)]
         for session in context.sessions:
             if session.kept_state_bytes:
-                session.keep_states(wanted, self._num_kept, context.anchor)
+                session.keep_states(wanted, self._num_kept, anchor)
 
     def _needed(self, tokens: int) -> int:
         """Bytes of a context with this many tokens."""
@@ -339,4 +335,4 @@ class ContextPool:
 
 def _survives(held: int, length: int) -> bool:
     """Whether the first `length` tokens are nearly all that a context holds."""
-    return held - length <= max(16, held // 16)
+    return 0 <= held - length <= max(16, held // 16)

@@ -22,12 +22,16 @@ class Stream(Iterator[Piece]):
     or drop it.
 
     A thread of the engine decodes all texts in batches, each at most 256 tokens ahead of its reader.
+
+    Args:
+        then: called once, at the end or when the stream is dropped.
     """
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, then: Callable[[], None] = lambda: None) -> None:
         # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
         self.text, self._runner = text, text.runner
         self._queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
+        self._then = weakref.finalize(self, then)
         self._turn = threading.Lock()
         self._reader: int | None = None  # id of the thread that is reading
         self._is_open = self._cancelled = self._over = False
@@ -101,29 +105,14 @@ class Stream(Iterator[Piece]):
                 self._over = True
             finally:
                 self._turn.release()
+        if self._over:
+            self._then()
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class OwningStream(Stream):
-    """A stream that closes its engine at its end.
-
-    Args:
-        close_engine: called once, at the end or when the stream is dropped.
-    """
-
-    def __init__(self, text: Text, close_engine: Callable[[], None]) -> None:
-        super().__init__(text)
-        self._close_engine = weakref.finalize(self, close_engine)
-
-    def close(self) -> None:
-        super().close()
-        if self._over:
-            self._close_engine()
 
 
 def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Text, Piece | None], None, None]:

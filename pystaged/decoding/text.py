@@ -294,7 +294,6 @@ class Text:
             self._parts.append(self._buffer.finish(cut=True))
         try:
             if drafter:
-                drafter.constrain(None)
                 drafter.end()
         except BaseException as other:
             self.error = other if error is None else error
@@ -363,9 +362,7 @@ class Text:
         self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
         greedy = self.sampling.is_greedy
         if drafter:
-            drafter.constrain(self.constraint)
-            drafter.prediction, drafter.is_greedy = self.prediction, greedy
-            drafter.start(prompt)
+            drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
         self._phase = Phase.CATCH_UP
         self.context.account.open(drafter, len(prompt), read, greedy)
 

@@ -69,8 +69,6 @@ class TreeDrafter:
         chains: bool = False,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
-        self.prediction: Sequence[int] = ()
-        self.is_greedy = True
         self.estimate = 0.0
         self.tree: TokenTree
         self._proposers = proposers
@@ -114,12 +112,9 @@ class TreeDrafter:
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._learnt = {greedy: learnt.copy() for greedy, learnt in other._learnt.items()}
-            self._known = self._learnt[self.is_greedy]
+            self._known = self._learnt[True]
             for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
                 proposer.inherit(experienced)
-
-    def constrain(self, constraint: Constraint | None) -> None:
-        self._constraint = constraint
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return min(proposer.reusable(prompt) for proposer in self._proposers)
@@ -128,20 +123,27 @@ class TreeDrafter:
         self._late = [proposer for proposer in self._proposers if proposer.watch(prompt, first, last)]
         self._deadline = math.inf
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        self._tree, self._late = None, ()
-        self._tail = [*self.prediction, *context[-TAIL:].tolist()][-TAIL:]
+    def start(
+        self,
+        context: NDArray[np.int32],
+        *,
+        greedy: bool = True,
+        prediction: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._tree, self._late, self._constraint = None, (), constraint
+        self._tail = [*prediction, *context[-TAIL:].tolist()][-TAIL:]
         self._length = len(context)
-        self._known = self._learnt[self.is_greedy]
+        self._known = self._learnt[greedy]
         for learnt in self._learnt.values():
             learnt.forget()
         for proposer in self._proposers:
-            proposer.start(context, self.prediction)
+            proposer.start(context, prediction)
 
     def end(self) -> None:
         if self._tree is not None:
             self._discard()  # its outcome will not be known
-        self._late, self.prediction = (), ()
+        self._late, self._constraint = (), None
         for proposer in self._proposers:
             proposer.end()
 

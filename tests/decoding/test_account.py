@@ -25,7 +25,6 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats
 
 
@@ -71,7 +70,6 @@ class SimulatedDrafter:
     """
 
     recycled = None
-    prediction: Sequence[int] = ()
 
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float | None = None) -> None:
         self._machine, self._price = machine, price
@@ -87,17 +85,14 @@ class SimulatedDrafter:
     def end(self) -> None:
         """It keeps nothing."""
 
-    def constrain(self, constraint: Constraint | None) -> None:
-        assert constraint is None
-
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
         del prompt, first, last
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        del context
+    def start(self, context: NDArray[np.int32], **options: Any) -> None:
+        del context, options
         self._behind, self.took, self.late, self.drafted = True, 0.0, 0.0, 0
 
     def lag(self) -> float:

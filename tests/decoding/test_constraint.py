@@ -224,9 +224,8 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
 @pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree with n-grams", "one tree"])
 def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
     drafter, language = drafters(target, draft, None)[way], Language()
-    drafter.constrain(language)
     text: list[int] = []
-    drafter.start(PROMPT)
+    drafter.start(PROMPT, constraint=language)
     for _ in range(8):
         tree = drafted(drafter, SamplingConfig(1.0), 8)
         paths: list[list[int]] = [[]]
