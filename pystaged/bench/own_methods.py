@@ -18,7 +18,7 @@ from pystaged.decoding.stepper import generate
 from pystaged.decoding.text import Text, TokenRoles
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import NgramCost, lookups
-from pystaged.drafting.pard import draft_proposer
+from pystaged.drafting.model import draft_proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import ContextFactory
 from pystaged.options.config import GenerationConfig, SamplingConfig

@@ -22,8 +22,7 @@ from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import ParallelModelProposer, draft_proposer
+from pystaged.drafting.model import ModelProposer, ParallelModelProposer, draft_proposer
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 from pystaged.loading.bundle import Bundle

@@ -1,8 +1,8 @@
-"""Batched steps: each sequence drafts a tree, and one pass of the target verifies all trees.
+"""The loop: in a step each text drafts a tree, and one pass of the target verifies all trees.
 
 The guesses of all trees are ranked together by score, and the n best are verified, where n maximizes
 
-    (sequences + sum of scores) / (T(sequences + n) + drafting time, which is the time since the last pass).
+    (texts + sum of scores) / (T(texts + n) + drafting time, which is the time since the last pass).
 
 Prefill runs in pieces in the same passes. The values of a row do not depend on the other rows, so batching changes no
 token.
@@ -30,7 +30,7 @@ _DRAFT_PIECE = 64  # tokens that a draft prefills in one step of a batch
 
 
 class Stepper:
-    """Steps the sequences of one target together.
+    """Steps the texts of one target together.
 
     Args:
         cost: seconds of a target pass; None verifies all drafted nodes.
@@ -56,25 +56,32 @@ class Stepper:
 
     def step(self, texts: Sequence[Text]) -> None:
         """Step the batch by one pass of the target: each text takes a step, or reads a piece of its prompt."""
+        # Begin a tree of guesses for each text and grow it: by lookups, and by the passes that other proposers want.
         for text in texts:
-            text.ask()  # begins a tree, which lookups grow
+            text.ask()
         have_read = set[Text]()  # texts whose drafts have read a piece in this step
-        while asked := self._drafts(texts, have_read):  # the next passes that proposers want
+        while asked := self._drafts(texts, have_read):
             self._pass(asked)
             for text in asked:
                 text.take()
                 text.ask()
+
+        # Choose rows: the best nodes of all trees, and pieces of prompts.
         asked = [text for text in texts if text.request and not text.wants_draft]
-        steps = {text: text.request for text in asked if isinstance(text.request, Verify)}
-        self._trim_trees([*steps.values()])
-        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*steps.values()])
+        trees = {text: text.request for text in asked if isinstance(text.request, Verify)}
+        self._trim_trees([*trees.values()])
+        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*trees.values()])
         asked = [text for text in asked if text.request and text.request.num_rows]
-        requests = self._pass(asked)  # the target's, for all trees and pieces of prompts
+
+        # Verify: one pass of the target over all rows.
+        requests = self._pass(asked)
         self._last = self._clocks.processor()
         self._count(requests)
-        note_batch(asked, steps)
+        note_batch(asked, trees)
+
+        # Accept: each text takes its path and the bonus token, and tells its drafter.
         for text in asked:
-            text.take()  # accepts a tree's path and the bonus token
+            text.take()
 
     def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""

@@ -244,7 +244,7 @@ class Text:
 
     def ask(self) -> None:
         """Go on to the next pass that it needs, which is then `request`; or to its end, or an error."""
-        if self.request is not None:
+        if self.request is not None or self.error is not None:
             return
         try:
             if self._phase not in (Phase.STEP, Phase.TREE):

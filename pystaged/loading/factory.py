@@ -12,7 +12,7 @@ from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import NgramCost, lookups
-from pystaged.drafting.pard import draft_proposer
+from pystaged.drafting.model import draft_proposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.loading.bundle import Bundle
 

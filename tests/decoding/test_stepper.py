@@ -31,8 +31,7 @@ from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import ParallelModelProposer
+from pystaged.drafting.model import ModelProposer, ParallelModelProposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.options.config import SamplingConfig
 

@@ -22,8 +22,7 @@ from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import PLACES, ParallelModelProposer
+from pystaged.drafting.model import PLACES, ModelProposer, ParallelModelProposer
 from pystaged.loading.costs import Costs
 from pystaged.loading.metadata import PARD_TOKEN
 from pystaged.options.config import SamplingConfig
