@@ -169,7 +169,7 @@ class Scheduler:
         Args:
             error: what has ended it, None for nothing.
         """
-        if text.is_over:
+        if text.is_over and text.queue is None:
             return
         try:
             try:
@@ -185,20 +185,18 @@ class Scheduler:
         except BaseException as fault:  # must end this text alone
             text.error = fault if text.error is None else text.error
         if isinstance(text.error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
-            cause, text.error = (
-                text.error,
-                RuntimeError(f"{type(text.error).__name__} was raised while a text was decoded"),
-            )
-            text.error.__cause__ = cause
+            told = RuntimeError(f"{type(text.error).__name__} was raised while a text was decoded")
+            told.__cause__, text.error = text.error, told
         if isinstance(text.error, MemoryError) and text.error.args in _OUT_OF_MEMORY:
             text.error = _OUT_OF_MEMORY[text.error.args]
             text.error.__traceback__ = text.error.__context__ = None
+        text.is_over = True  # first, because Ctrl-C may keep its reader from what is in the queue
         if text.queue:
             text.queue.put((text, None))
-        text.queue, text.is_over = None, True  # the queue holds the text while it is unread
+        text.queue = None  # which may hold the text
 
     def _admit_all(self) -> list[Text]:
-        """Admit texts in the order of their arrival; returns those that can step."""
+        """Begin texts in the order of their arrival; returns those that can step."""
         waiting = [text for text in self._texts if not text.context]
         put_off = {*[text for text in waiting if text.wait is Wait.PROMPT][_MOST_ASKED:]}
         for text in waiting:

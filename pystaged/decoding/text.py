@@ -126,7 +126,7 @@ class Text:
         wait: why it waits for a context.
         queue: takes (text, item), where the items are PrefillProgress, pieces, and last None.
         num_sent, num_read: tokens put into the queue, and those read; it pauses at a difference of most_unread.
-        is_open, is_cancelled, is_over: whether the scheduler has it; should end it; has told the queue of its end.
+        is_open, is_cancelled, is_over: whether the scheduler has it; should end it; has ended it.
 
     Raises:
         ValueError, TypeError: as in sampling.bind.
@@ -226,14 +226,14 @@ class Text:
             ContextFullError: the prompt is longer than the context.
         """
         prompt, target = self.prompt_tokens, context.target
+        self.context, self._phase = context, Phase.PREFILL
+        # Wall time, because users wait for the batch's other work, too.
+        self._began, self._worked = context.clocks.wall(), self._work()
         if len(prompt) > target.n_ctx:
             raise ContextFullError(
                 f"the prompt has {len(prompt)} tokens, but the context holds {target.n_ctx}; shorten the prompt"
             )
-        self.context, self._phase = context, Phase.PREFILL
         self._drafter = context.drafter if self.config.speculate else None
-        # Wall time, because users wait for the batch's other work, too.
-        self._began, self._worked = context.clocks.wall(), self._work()
         self.stats.prompt_tokens += len(prompt)
         reused = min(common_prefix(target.tokens, prompt), self.most_reused)
         reused = min(reused, self._drafter.reusable(prompt)) if self._drafter else reused
