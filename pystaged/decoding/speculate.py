@@ -1,8 +1,9 @@
 """Speculative decoding of one sequence in its simplest form.
 
 The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `text` that of one,
-`account` decides whether a step drafts, `constraint` enforces grammars, and `contexts` reuses KV caches. Only
-constraints change tokens, so `speculate` emits the tokens that the engine emits, which tests check.
+`account` decides whether a step drafts, `contexts` reuses KV caches, and grammars cut trees. Only grammars change
+tokens, so `speculate` emits the tokens that the engine emits, which tests check. Both begin a tree, grow it, verify it,
+and accept its path.
 """
 
 from __future__ import annotations

@@ -186,6 +186,7 @@ class TreeDrafter:
     def request(self) -> AnyRequest | None:
         tree, costly = self._tree, self._costly
         try:
+            # Read what proposers lack of the text.
             while self._late:
                 self._asking = self._late[0]
                 if read := self._asking.catch_up(self._deadline - self._meter()):
@@ -196,12 +197,13 @@ class TreeDrafter:
                     tree.reading = self._meter() - tree.began
             if tree is None or tree.rows == []:
                 return None
-            if tree.rows is None:
+            if tree.rows is None:  # the tree begins, with forced tokens
                 if costly and costly.is_ready:
                     tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
                 if self._constraint:
                     for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)]:
                         tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
+            # Grow it, pass by pass. A pass is made between two calls.
             while True:
                 if tree.rows:
                     asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
@@ -235,8 +237,7 @@ class TreeDrafter:
         if self._experts:
             kept, experts = self._experts.order(tree.nodes, kept, growth.cells, MAX_NODES)
             growth = replace(growth, scores=[tree.nodes[node].score for node in kept], experts=experts)
-        number = self._policy.keep(growth)
-        kept = kept[: number if self._gain else checked(self._policy, "keep", number, MAX_NODES)]
+        kept = kept[: checked(self._policy, "keep", self._policy.keep(growth), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
         self.estimate = tree.reading + tree.seconds if self._gain else 0.0
         self._looking_up.passes += tree.looked_up
@@ -267,9 +268,8 @@ class TreeDrafter:
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
         growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
-        width = self._policy.expand(growth)
-        width = width if self._gain else checked(self._policy, "expand", width, len(nodes))
-        width = min(width, MAX_EXPANDED - len(tree.judged))
+        most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
+        width = checked(self._policy, "expand", self._policy.expand(growth), most)
         while width > 0 and self._price(tree, width) > left:
             width -= 1
         return nodes[: max(width, 0)]

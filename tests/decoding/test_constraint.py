@@ -17,9 +17,8 @@ from pystaged import Stage
 from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding import stepper
-from pystaged.decoding.constraint import constrained
 from pystaged.decoding.context import Context
-from pystaged.decoding.tree import TokenTree, TreeBuilder
+from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import GenerationStats
