@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import AsyncIterator
 
+from pystaged.decoding.scheduler import Scheduler
 from pystaged.decoding.text import PrefillProgress, Text
 from pystaged.result import GenerationResult, Piece
 
@@ -41,12 +42,13 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def __init__(self, text: Text) -> None:
         # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
-        self.text, self._runner = text, text.runner
+        self.text = text
+        self._scheduler: Scheduler = text.scheduler
         self._queue: LoopQueue | None = None  # made by the first read
         self._is_read = self._over = False
 
     async def __anext__(self) -> Piece:
-        self._runner.check_caller()
+        self._scheduler.check_caller()
         if self._is_read:
             raise RuntimeError("another task reads the stream")
         if self._over:
@@ -55,8 +57,8 @@ class AsyncStream(AsyncIterator[Piece]):
         try:
             if self._queue is None:
                 self._queue = LoopQueue(asyncio.get_running_loop())
-                weakref.finalize(self, self._runner.cancel, self.text).atexit = False
-                self._runner.open(self.text, self._queue)
+                weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
+                self._scheduler.open(self.text, self._queue)
             while isinstance(item := await self._next(self._queue), PrefillProgress):
                 told = item.progress(item.tokens, item.of)
                 if inspect.isawaitable(told):
@@ -68,7 +70,7 @@ class AsyncStream(AsyncIterator[Piece]):
             self._is_read = False
         if item is None:
             raise StopAsyncIteration if self.text.error is None else self.text.error
-        self._runner.note_read(self.text, item)
+        self._scheduler.note_read(self.text, item)
         return item
 
     @property
@@ -90,7 +92,7 @@ class AsyncStream(AsyncIterator[Piece]):
         self._cancel()
         if self._queue is None:
             self._over = True
-        while self._queue and self._runner.can_wait and not (self._over or self._is_read):
+        while self._queue and self._scheduler.can_wait and not (self._over or self._is_read):
             await self._next(self._queue)
 
     async def __aenter__(self) -> AsyncStream:
@@ -113,4 +115,4 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def _cancel(self) -> None:
         if self._queue:
-            self._runner.cancel(self.text)
+            self._scheduler.cancel(self.text)

@@ -11,6 +11,7 @@ from itertools import islice
 from math import inf
 from queue import SimpleQueue
 
+from pystaged.decoding.scheduler import Scheduler
 from pystaged.decoding.text import PrefillProgress, Text
 from pystaged.result import GenerationResult, Piece
 
@@ -29,7 +30,8 @@ class Stream(Iterator[Piece]):
 
     def __init__(self, text: Text, then: Callable[[], None] = lambda: None) -> None:
         # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
-        self.text, self._runner = text, text.runner
+        self.text = text
+        self._scheduler: Scheduler = text.scheduler
         self._queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
         self._then = weakref.finalize(self, then)
         self._turn = threading.Lock()
@@ -37,7 +39,7 @@ class Stream(Iterator[Piece]):
         self._is_open = self._cancelled = self._over = False
 
     def __next__(self) -> Piece:
-        self._runner.check_caller()
+        self._scheduler.check_caller()
         if self._reader == threading.get_ident():
             raise RuntimeError("`progress` or a signal handler reads the stream while its thread does")
         try:
@@ -59,19 +61,19 @@ class Stream(Iterator[Piece]):
             raise StopIteration
         if not self._is_open:
             self._is_open = True
-            weakref.finalize(self, self._runner.cancel, self.text).atexit = False
+            weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
         while isinstance(item := self._get(), PrefillProgress):
             item.report()
         if item is None:
             self._over = True
             raise StopIteration if self.text.error is None else self.text.error
-        self._runner.note_read(self.text, item)
+        self._scheduler.note_read(self.text, item)
         return item
 
     def _get(self) -> Piece | PrefillProgress | None:
         """The next item of the text."""
         if not self.text.is_open:
-            self._runner.open(self.text, self._queue)
+            self._scheduler.open(self.text, self._queue)
         if self.text.is_over and self._queue.empty():  # Ctrl-C interrupted an earlier read of the end
             return None
         return self._queue.get()[1]
@@ -97,8 +99,8 @@ class Stream(Iterator[Piece]):
         is complete after that step."""
         self._cancelled = True
         if self._is_open:
-            self._runner.cancel(self.text)
-        if self._runner.can_wait and self._turn.acquire(blocking=False):
+            self._scheduler.cancel(self.text)
+        if self._scheduler.can_wait and self._turn.acquire(blocking=False):
             try:
                 while self._is_open and not self._over:
                     self._over = self._get() is None
@@ -135,10 +137,10 @@ def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Te
         while True:
             for text in islice(waiting, (most or MOST_AT_ONCE) - len(running)):
                 running.add(text)
-                text.runner.open(text, queue, inf)
+                text.scheduler.open(text, queue, inf)
             if not running:
                 return
-            next(iter(running)).runner.check_caller()
+            next(iter(running)).scheduler.check_caller()
             text, item = queue.get()
             if isinstance(item, PrefillProgress):
                 item.report()
@@ -150,10 +152,10 @@ def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Te
             yield text, item
     finally:
         for text in running:
-            text.runner.cancel(text)
+            text.scheduler.cancel(text)
         # A text that Ctrl-C kept from being opened never ends.
         begun = [text for text in running if text.is_open]
-        while any(not text.is_over and text.runner.can_wait for text in begun):
+        while any(not text.is_over and text.scheduler.can_wait for text in begun):
             queue.get()
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,17 +79,6 @@ class Queue(Protocol):
     def put(self, item: tuple[Text, Piece | PrefillProgress | None], /) -> None: ...
 
 
-class Runner(Protocol):
-    """What a reader needs of the scheduler; see there."""
-
-    @property
-    def can_wait(self) -> bool: ...
-    def check_caller(self) -> None: ...
-    def open(self, text: Text, queue: Queue, most_unread: float | None = None) -> None: ...
-    def note_read(self, text: Text, piece: Piece) -> None: ...
-    def cancel(self, text: Text) -> None: ...
-
-
 class Phase(Enum):
     """What a text does next."""
 
@@ -112,7 +101,7 @@ class Text:
         prediction: expected tokens, to draft from.
         origin: its inputs, for its receipt; None for no receipt.
         roles: what its tokens are.
-        runner: the scheduler that it can be opened with.
+        scheduler: the Scheduler that it can be opened with.
 
     Attributes:
         tokens, stages, pieces, logprobs: so far, as in GenerationResult.
@@ -139,7 +128,7 @@ class Text:
     prediction: list[int] = field(default_factory=list)
     origin: Origin | None = None
     roles: TokenRoles = USUAL
-    runner: Runner = field(default=cast(Any, None))
+    scheduler: Any = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     tokens: list[int] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
