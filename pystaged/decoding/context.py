@@ -13,6 +13,8 @@ from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
 
+SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
+
 
 class Context:
     """The target's session, the drafter with its sessions, and the account. It is lent to one text at a time.
@@ -73,3 +75,28 @@ class Context:
         """Close the sessions of target and drafter."""
         for session in self.sessions:
             session.close()
+
+
+class Cells:
+    """Memory of sessions like this one.
+
+    Args:
+        whole: whether all positions are allocated at once, as on devices.
+        num_kept: states of recurrent layers that are kept of a text.
+    """
+
+    def __init__(self, session: Session, whole: bool, num_kept: int) -> None:
+        self.cell_bytes, self.whole, self._n_ctx = session.cell_bytes, whole, session.n_ctx
+        self._windowed_bytes, self._most_windowed = session.windowed_cell_bytes, session.most_windowed
+        self._state_bytes = session.state_bytes + num_kept * session.kept_state_bytes
+        self._spare = SPARE_CELLS * session.cell_bytes
+
+    def needed(self, tokens: int) -> int:
+        """Bytes for a text of this many tokens."""
+        tokens = self._n_ctx if self.whole else min(tokens, self._n_ctx)
+        behind = max(0, tokens - self._most_windowed) * self._windowed_bytes
+        return self._spare + self._state_bytes + self.cell_bytes * tokens - behind
+
+    def held(self, session: Session) -> int:
+        """Bytes that a session holds."""
+        return self.needed(0) if self.whole else self._spare + session.num_bytes

@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
-from pystaged.decoding.context import Context
+from pystaged.decoding.context import Cells, Context
 from pystaged.decoding.drafter import common_prefix
 
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
 _WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another text's and copy it
 _SHARE = 16  # a text on disk is read if it saves the prefill of at least its tokens divided by this
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
-SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 FREE_SHARE = 4  # contexts get the free memory divided by this
 _KEPT_SHARE, _MOST_KEPT = 16, 8  # states kept of a text: in the memory of contexts divided by this, and no more
 _BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
@@ -57,27 +56,6 @@ class _Use:
     tokens: NDArray[np.int32]
     num_bytes: int
     partings: set[int] = field(default_factory=set)
-
-
-class _Cells:
-    """Memory of sessions like this one. whole: whether all positions are allocated at once, as on devices. num_kept:
-    states of recurrent layers that are kept of a text."""
-
-    def __init__(self, session: Session, whole: bool, num_kept: int) -> None:
-        self.cell_bytes, self.whole, self._n_ctx = session.cell_bytes, whole, session.n_ctx
-        self._windowed_bytes, self._most_windowed = session.windowed_cell_bytes, session.most_windowed
-        self._state_bytes = session.state_bytes + num_kept * session.kept_state_bytes
-        self._spare = SPARE_CELLS * session.cell_bytes
-
-    def needed(self, tokens: int) -> int:
-        """Bytes for a text of this many tokens."""
-        tokens = self._n_ctx if self.whole else min(tokens, self._n_ctx)
-        behind = max(0, tokens - self._most_windowed) * self._windowed_bytes
-        return self._spare + self._state_bytes + self.cell_bytes * tokens - behind
-
-    def held(self, session: Session) -> int:
-        """Bytes that a session holds."""
-        return self.needed(0) if self.whole else self._spare + session.num_bytes
 
 
 class ContextPool:
@@ -118,7 +96,7 @@ class ContextPool:
         kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
-        self._cells = [_Cells(*each, self._num_kept) for each in zip(first.sessions, on_device, strict=False)]
+        self._cells = [Cells(*each, self._num_kept) for each in zip(first.sessions, on_device, strict=False)]
         self.n_ctx = first.target.n_ctx  # positions of each context
         self.full_bytes = self._needed(self.n_ctx)
         usual = _ON_DEVICES * self.full_bytes if any(on_device) else max(free // FREE_SHARE, self.full_bytes)
@@ -229,25 +207,22 @@ class ContextPool:
     def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Read a text from disk into an idle context, if that saves enough prefill; returns whether it did.
         length: tokens of the prompt that a context here can supply."""
-        found = self.prompts.find(prompt, self.n_ctx) if self.prompts else None
-        if not self.prompts or not found:
+        if self.prompts is None or (found := self.prompts.find(prompt, self.n_ctx)) is None:
             return False
         path, tokens = found
-        need = self._needed(len(tokens))
-        # The whole file is read, and other contexts may lose their memory to it.
-        if common_prefix(tokens, prompt) - length < max(_WORTH_WAITING, len(tokens) // _SHARE):
+        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _SHARE)  # the whole file is read
+        is_here = any(np.array_equal(use.tokens[: len(tokens)], tokens) for use in self._idle.values())
+        if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
             return False
-        if any(np.array_equal(use.tokens[: len(tokens)], tokens) for use in self._idle.values()):
-            return False  # it cannot rewind so far
         self._make_room(need)
         if self._lent and self.num_bytes + need > self.memory:
             return False
         context = self._begin(None, 0)
-        if not self.prompts.load(path, context.sessions):
+        if is_read := self.prompts.load(path, context.sessions):
+            self._idle[context] = self._held(context)
+        else:
             context.close()
-            return False
-        self._idle[context] = self._held(context)
-        return True
+        return is_read
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
         """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""

@@ -102,11 +102,7 @@ class Scheduler:
     @property
     def can_wait(self) -> bool:
         """Whether the caller may wait for a text: not in a child of fork(), nor inside a step, as a policy is."""
-        return not self.is_forked and not self._in_step
-
-    @property
-    def _in_step(self) -> bool:
-        return self._thread is threading.current_thread()
+        return os.getpid() == self._process and self._thread is not threading.current_thread()
 
     def check_caller(self) -> None:
         """Raise RuntimeError if the caller cannot wait for a text."""
@@ -127,7 +123,9 @@ class Scheduler:
 
     def work(self) -> bool:
         """Step until no text can go on. Called by the thread, which ends if this returns False."""
-        if not self._in_step:  # Ctrl-C interrupted the start of this thread, and another one replaces it
+        if (
+            self._thread is not threading.current_thread()
+        ):  # Ctrl-C interrupted the start of this thread, and another one replaces it
             return False
         self._is_waiting = False
         self._settle()
