@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -192,6 +193,8 @@ class Models:
             self.metrics.passed(state.engine.passes)
             with anyio.CancelScope(shield=True):  # nobody else would close it
                 await run_sync(state.engine.close)
+            del state
+            await run_sync(gc.collect)  # answers refer to themselves, and to the model: its memory would go much later
 
     def _rest(self, served: Served) -> None:
         """Unload a model after a time without requests."""

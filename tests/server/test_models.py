@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,20 @@ def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any
         assert "pystaged:tokens_predicted_total 16\n" in metrics
         assert server.ask("/props?model=three")[1]["model_alias"] == "three"
         assert server.ask("/props")[1]["model_alias"] == "three"  # the one used last
+
+
+def test_an_unloaded_model_is_not_kept_by_its_answers(several: Any) -> None:
+    models, loads = several(fit=1)
+    with live_of(models) as server:
+        gc.disable()  # by itself it would come at some time
+        try:
+            for stream in (False, True):
+                server.ask(PATH, ASK | {"model": "one", "stream": stream})
+            engine = weakref.ref(loads.engines.pop())
+            server.ask(PATH, ASK | {"model": "two"})
+            assert engine() is None
+        finally:
+            gc.enable()
 
 
 def test_a_name_is_compared_with_theirs_alone(
