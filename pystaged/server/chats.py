@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.turn import Block, Dialect
-from pystaged.decoding.sequence import TokenRoles
+from pystaged.decoding.text import TokenRoles
 from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.definitions import GrammarError

@@ -87,7 +87,7 @@ class Models:
     @classmethod
     def of(cls, engine: Engine, settings: Settings) -> Models:
         """One model, which is always there, and whose owner closes it."""
-        path = engine.runtime.bundle.path
+        path = engine.file.path
         models = cls(settings, {settings.name: path}, lambda _: engine, memory=0, kv_memory=0)
         models.all[settings.name].state = State(engine, settings, settings.name, models.metrics)
         return models
