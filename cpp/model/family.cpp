@@ -112,7 +112,7 @@ const Family& find_family(const GgufFile& file) {
         }
         return *found;
     }
-    file.refuse("architecture '" + name + "' is not supported; there are: " + names);
+    file.refuse("architecture '" + name + "' is not supported; choose a model of one of: " + names);
 }
 
 }  // namespace pystaged

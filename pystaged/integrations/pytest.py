@@ -217,7 +217,7 @@ def _serve(model: str, n_ctx: str, kv: str) -> None:
     import pystaged  # noqa: PLC0415
 
     engine = pystaged.load(model, n_ctx=int(n_ctx), kv=kv, recycle=False, report=lambda _: None)
-    engine.runtime.bundle.check_exact()
+    engine.check_exact()
     texts: dict[str, deque[GenerationResult]] = {}
 
     def remember(results: Sequence[GenerationResult]) -> None:

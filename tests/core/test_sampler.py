@@ -13,11 +13,11 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decoding import generate
 
 from pystaged import SamplingConfig, _core
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.stepper import generate
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
 from pystaged.stats import GenerationStats
@@ -357,7 +357,7 @@ def test_drafted_tokens_are_drawn_by_their_probability(
     # The draft knows nothing of the target; one that is the target would show a bias towards what it proposes.
     for model in (draft, target):
         drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
-        decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
+        decoder, stats, counts = Context(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
         for seed in range(DRAWS // 4):
             steps = generate(decoder, prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
             counts[next(steps).tokens[0]] += 1
