@@ -325,7 +325,7 @@ class Text:
         num_unscored = len(tokens) if num_top is None else self._first_scored - 1
         if at < num_unscored:
             return Read(self.context.target, at, tokens[at:num_unscored])
-        piece = slice(at, at + _SCORED_ROWS)
+        piece = slice(at, at + min(_SCORED_ROWS, self.context.target.most_pending))
         sampling = SamplingConfig().native_sampling(None, num_top)
         return Score(self.context.target, at, tokens[piece], self.prompt_tokens[1:][piece], sampling)
 

@@ -210,6 +210,14 @@ def test_staged_decoding_is_the_models_own(path_of: Callable[..., Path], name: s
             assert gap_alone(session, np.array(prompt, np.int32), result.tokens, sampling) < 2 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid"])
+def test_a_text_is_scored_in_the_pieces_that_fit(path_of: Callable[..., Path], name: str) -> None:
+    prompt = np.random.default_rng(3).integers(0, 257, 30).tolist()
+    with load(path_of(name), device=DEVICE) as engine, load(path_of(name)) as exact:
+        found, expected = engine.score(prompt).logprobs, exact.score(prompt).logprobs
+    assert np.abs(found[1:] - expected[1:]).max() <= TOLERANCE
+
+
 def test_a_draft_on_a_device(path_of: Callable[..., Path]) -> None:
     """It drafts chains, too, for a target that takes trees."""
     path = path_of("qwen35")
