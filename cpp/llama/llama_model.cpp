@@ -103,6 +103,7 @@ LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_id
 
 // From a text of one token, and then of two.
 void LlamaModel::measure(const std::string& path) {
+    const LogCapture quiet;
     const LlamaContextPtr context = make_context(256, 8, 1, is_recurrent() ? 1 : 0);
     if (!llama_get_memory(context.get())) {
         throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");

@@ -348,11 +348,15 @@ LlamaPass::LlamaPass(const Model& model)
       is_recurrent_(model.llama()->is_recurrent()),
       num_back_(model.llama()->num_back()) {}
 
-LlamaPass::~LlamaPass() = default;
+LlamaPass::~LlamaPass() {
+    const LogCapture quiet;
+    context_.reset();
+}
 
 std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!context_) {
+        const LogCapture quiet;
         const int num_ids = is_recurrent_ ? LlamaModel::kMostStates : kMostIds;
         const int reserved = model_.num_reserved(), cells = std::max(num_rows, reserved > 0 ? reserved : 2 * num_rows);
         context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMaxRows, num_ids, num_back_);
@@ -473,6 +477,7 @@ void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t
 
 void LlamaPass::compute(const Pass& pass) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const LogCapture quiet;
     interrupted_ = pass.interrupted;
     interruption_ = nullptr;
     std::vector<Part> parts = parts_of(pass);
