@@ -1,7 +1,7 @@
 """Mixed work for hours: `python -m tests.soak --minutes 120`, in the folder of the source.
 
 Texts of all samplings, alone and many at once, cancelled, of given forms; engines that come and go, on the CPU
-and by ggml's operations; children that quantize. Every minute it says what this process takes, and at the end whether
+and by llama.cpp; children that quantize. Every minute it says what this process takes, and at the end whether
 that stayed as it was: memory within 2 %, threads, descriptors and children as many as before, speed within 10 %, and
 one text always the same. Otherwise the exit status is 1.
 """
@@ -158,7 +158,7 @@ class Work:
                     break
 
     def _engines(self, number: int) -> None:
-        """Two engines beside this one: on the CPU and by ggml's operations; one is closed, the other is let go."""
+        """Two engines beside this one: on the CPU and by llama.cpp; one is closed, the other is let go."""
         model = self._models[number % len(self._models)]
         options: dict[str, Any] = {"n_ctx": 128, "report": lambda _: None}
         device = "ggml-cpu" if number % 2 else "cpu"

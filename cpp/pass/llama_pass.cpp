@@ -462,7 +462,14 @@ void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t
         for (size_t i = first; i < last; ++i) {
             batch.add(tokens[i], static_cast<int>(i), {own.id}, false);
         }
-        decode(batch);
+        try {
+            decode(batch);
+        } catch (...) {
+            if (!is_recurrent_) {
+                llama_memory_seq_rm(memory_, own.id, own.length, -1);
+            }
+            throw;
+        }
         if (!is_recurrent_) {
             own.length = static_cast<int>(last);
             continue;

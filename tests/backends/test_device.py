@@ -1,4 +1,4 @@
-"""The portable path: decoders in ggml's own operations, here on ggml's CPU backend or on $PYSTAGED_TEST_DEVICE."""
+"""LlamaPass on ggml's CPU backend or on $PYSTAGED_TEST_DEVICE."""
 
 from __future__ import annotations
 
@@ -88,12 +88,11 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])
-def test_a_shortlist_chooses_as_all_logits_do(bundled_target: Path, sampling: Sampling) -> None:
+def test_texts_choose_the_first_candidate(bundled_target: Path, sampling: Sampling) -> None:
     session = open_session(bundled_target)
     session.prefill(range(40, 60))
     session.evaluate([30, 31, 32, 33], [-1, -1, 0, 1])
     chosen = [int(session.follow(sampling, row)[1][0]) for row in range(4)]
-    # Candidates come from whole rows.
     found, _ = session.candidates(range(4), 1, sampling)
     assert chosen == found[:, 0].tolist()
 
