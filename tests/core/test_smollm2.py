@@ -26,9 +26,9 @@ Doubles = npt.NDArray[np.float64]
 QUESTIONS = [
     "What is the capital of France?",
     "Who wrote Hamlet?",
-    "Describe a sunset at sea.",
-    "What is the difference between a virus and a bacterium?",
-    "What causes tides?",
+    "Why do cats purr?",
+    "How does a bicycle stay upright?",
+    "Translate 'good morning' into Spanish.",
 ]
 PROMPTS = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
 ANSWER = 4  # tokens that are judged with each prompt
