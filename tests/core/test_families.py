@@ -495,6 +495,7 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
     ),
     "half-norms": (CASES["stablelm"], drop("blk.1.ffn_norm.weight"), "'blk.1.ffn_norm.weight' is missing, although"),
     "sinks": (LLAMA, put("blk.0.attn_sinks", 4), "tensor 'blk.0.attn_sinks' is none of architecture 'llama'"),
+    "head": (CASES["gemma2"], put("output.weight", 300, 64), "'output.weight' is none of architecture 'gemma2'"),
     "scale": (LLAMA, put("blk.0.attn_q.scale", 1), "tensor 'blk.0.attn_q.scale' is none of architecture 'llama'"),
     "factors": (LLAMA, put("rope_freqs.weight", 7), "'rope_freqs.weight' has shape 7 x 1 x 1 x 1 where 16 x 1 x 1 x 1"),
     "zero-factors": (
