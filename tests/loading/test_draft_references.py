@@ -46,8 +46,9 @@ def llama_rows(context: Any, tokens: Sequence[int] | None, vectors: Array | None
         Eagle3(taps=[1, 2, 3]),
         Eagle3(taps=[1, 2, 3], norm_before_residual=True, draft_vocab=90),
         Eagle3(taps=[1, 2, 3], norm_before_fc=True, rope_factors=True, rope_base=500.0, draft_vocab=90),
+        Eagle3(taps=[1, 2, 3], norm_output=True, draft_vocab=90),
     ],
-    ids=["plain", "normed residual", "rope factors"],
+    ids=["plain", "normed residual", "rope factors", "3.1"],
 )
 def test_eagle3_is_that_of_llama_cpp(draft: Eagle3, tmp_path: Path) -> None:
     """From g on; llama.cpp gives access to that to C++ alone."""
