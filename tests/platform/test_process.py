@@ -223,34 +223,3 @@ def test_after_an_answer_that_was_cut_off_a_child_is_ended(
                 worker.call("pid", timeout=600)
         with pytest.raises(process.ChildError, match="crashed: it was ended"):
             worker.call("pid", timeout=600)
-
-
-FORKS = """
-import os, sys
-from pystaged.platform.process import Workers
-
-workers = Workers("bounded_job_of_test", 1)
-
-def pid():
-    with workers.turn() as worker:
-        return worker.call("pid", timeout=600)
-
-first = pid()
-child = os.fork()
-if not child:
-    sys.exit(pid() == first)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), pid() == first)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-def test_what_is_forked_has_workers_of_its_own_and_leaves_ours(workers: process.Workers) -> None:
-    del workers  # whose folder is on the path
-    child = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{FORKS}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    assert child.stdout.split() == ["0", "True"]

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from gguf import GGUFWriter
+from support.chat import write_chat
 from support.conversations import TEMPLATES
-from support.random_models import RandomModel, add_vocabulary, write
 from support.server import Server, live
 
 import pystaged
@@ -249,15 +248,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     opened: dict[str, Engine] = {}
 
     def engine(name: str) -> Engine:
-        def vocabulary(writer: GGUFWriter, size: int) -> None:
-            add_vocabulary(writer, size, dict(enumerate(MARKS, 300)))
-            writer.add_chat_template(TEMPLATES[name])
-
         if name not in opened:
-            model = RandomModel(
-                "llama", width=32, heads=2, layers=1, vocab_size=320, context=16384, vocabulary=vocabulary
-            )
-            path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+            path = tmp_path_factory.mktemp("model") / "model.gguf"
+            write_chat(path, TEMPLATES[name], MARKS, width=32, heads=2, layers=1, context=16384)
             opened[name] = pystaged.load(path, recycle=False, n_ctx=16384, report=lambda _: None)
         return opened[name]
 

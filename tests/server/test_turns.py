@@ -11,9 +11,7 @@ from typing import Any, cast
 import anthropic
 import openai
 import pytest
-from gguf import GGUFWriter
-from support.chat import controls
-from support.random_models import RandomModel, add_vocabulary, write
+from support.chat import controls, write_chat
 from support.server import NAME, Server, live
 
 import pystaged
@@ -65,12 +63,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     engines: list[Engine] = []
 
     def make(template: str, marks: list[str]) -> Engine:
-        def vocabulary(writer: GGUFWriter, size: int) -> None:
-            add_vocabulary(writer, size, dict(enumerate(marks, 300)))
-            writer.add_chat_template(template)
-
-        model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=vocabulary)
-        path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+        path = write_chat(tmp_path_factory.mktemp("model") / "model.gguf", template, marks, context=2048)
         engines.append(pystaged.load(path, recycle=False, report=lambda _: None))
         return engines[-1]
 
