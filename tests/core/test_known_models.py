@@ -11,7 +11,7 @@ to their groups are true.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from gguf import GGUFWriter, TokenType
 from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.paths import DATA
-from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, write
+from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, recorded, write
 
 import pystaged
 from pystaged._core import Model, Tokenizer
@@ -64,9 +64,7 @@ class Known:
     @property
     def written(self) -> RandomModel:
         """What to write."""
-        vectors = FACTORS.get(self.model.get("vectors", ""), {})
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in self.model.items()}
-        return RandomModel(**given | {"vectors": vectors}, vocab_size=SIZE, vocabulary=self._add_vocabulary)
+        return replace(recorded(self.model, FACTORS), vocab_size=SIZE, vocabulary=self._add_vocabulary)
 
     def _add_vocabulary(self, writer: GGUFWriter, size: int) -> None:
         special = list(dict.fromkeys([self.begins, self.ends, *self.others]))

@@ -112,6 +112,12 @@ class RandomModel:
         return int(value if isinstance(value, int) else value[layer])
 
 
+def recorded(record: Mapping[str, Any], vectors: Mapping[str, dict[str, Floats]]) -> RandomModel:
+    """A model of a line of JSON, which has its fields and the name of its vectors."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return RandomModel(**fields | {"vectors": vectors[record["vectors"]] if "vectors" in record else {}})
+
+
 Change = Callable[[dict[str, Floats]], object]
 
 
