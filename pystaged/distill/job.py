@@ -95,8 +95,7 @@ class Job:
                 )
             self._report(f"resuming from {self._folder}")
         plan = found or new
-        sizes = {"rank": plan.rank, "block": plan.block, "layers": plan.layers}
-        self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, **sizes)
+        self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, block=plan.block)
         if not found:
             free = shutil.disk_usage(self._folder).free
             tokens, epochs = plans.amounts(speed, self._shape, 3600 * hours, free)

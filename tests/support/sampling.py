@@ -112,7 +112,8 @@ def kept(logits: Doubles, s: SamplingConfig, *, coin: bool) -> Doubles:
         else:
             scaled = scaled / temperature
     result = np.full(len(logits), -np.inf)
-    result[order] = np.log(softmax(scaled[order]))
+    largest = scaled[order].max()
+    result[order] = scaled[order] - largest - np.log(np.exp(scaled[order] - largest).sum())
     return result
 
 
