@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,22 @@ import pytest
 from gguf import GGUFWriter
 from support.families import CASES
 from support.feature_drafts import Block, write_dflash
-from support.gguf_parts import ARRAY, BOOL, I32, STRING, U32, Entry, Gguf, Tensor, array, assemble, text
+from support.gguf_parts import (
+    ARRAY,
+    BOOL,
+    I32,
+    STRING,
+    U32,
+    Change,
+    Gguf,
+    alter,
+    array,
+    assemble,
+    changed,
+    drop,
+    put,
+    text,
+)
 from support.logits import llama_logits, model_logits
 from support.random_models import RandomModel, add_sentencepiece, split, write
 
@@ -60,27 +74,12 @@ def test_as_libllama_reads_it(tmp_path: Path, case: str) -> None:
         assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
 
 
-Change = Callable[[list[Entry], list[Tensor]], object]
-
-
-def put(key: str, kind: int, value: bytes) -> Change:
-    def change(entries: list[Entry], _: list[Tensor]) -> None:
-        entries[:] = [entry for entry in entries if entry.key != key.encode()] + [Entry(key.encode(), kind, value)]
-
-    return change
-
-
-def drop(*words: str) -> Change:
-    def change(entries: list[Entry], _: list[Tensor]) -> None:
-        entries[:] = [entry for entry in entries if not any(word.encode() in entry.key for word in words)]
-
-    return change
-
-
 # Metadata that changes nothing.
 HARMLESS: dict[str, Change] = {
-    "no end": drop("eos_token_id"),
-    "neither beginning nor end": drop("os_token_id", "add_bos"),
+    "no end": drop("tokenizer.ggml.eos_token_id"),
+    "neither beginning nor end": drop(
+        *(f"tokenizer.ggml.{key}" for key in ("bos_token_id", "eos_token_id", "add_bos_token"))
+    ),
     "an id of another time": put("tokenizer.ggml.seperator_token_id", U32, struct.pack("<I", 2**32 - 1)),
     "a padding token beyond": put("tokenizer.ggml.padding_token_id", U32, struct.pack("<I", 2**32 - 1)),
     "no type of file": drop("general.file_type", "general.quantization_version"),
@@ -93,17 +92,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("model") / "model.gguf", LLAMA)
 
 
-def changed(small: Path, path: Path, change: Change) -> Path:
-    parts = Gguf(small.read_bytes())
-    entries, tensors = list(parts.entries), list(parts.tensors)
-    change(entries, tensors)
-    path.write_bytes(assemble(entries, tensors))
-    return path
-
-
 @pytest.mark.parametrize("case", HARMLESS)
 def test_metadata_that_changes_nothing(small: Path, tmp_path: Path, case: str) -> None:
-    path = changed(small, tmp_path / "model.gguf", HARMLESS[case])
+    path = changed(small.read_bytes(), tmp_path / "model.gguf", HARMLESS[case])
     assert (model_logits(Model(str(path)), TOKENS) == model_logits(Model(str(small)), TOKENS)).all()
     whole, other = Tokenizer(small), Tokenizer(path)
     assert other.encode("the the", False).tolist() == whole.encode("the the", False).tolist()
@@ -123,7 +114,7 @@ def test_suppressed_tokens_are_never_chosen(small: Path, tmp_path: Path, tempera
     usual = generated(small)
     banned = sorted(set(usual))
     ids = array(I32, [struct.pack("<i", token) for token in [*banned, 10**6]])
-    path = changed(small, tmp_path / "model.gguf", put("tokenizer.ggml.suppress_tokens", ARRAY, ids))
+    path = changed(small.read_bytes(), tmp_path / "model.gguf", put("tokenizer.ggml.suppress_tokens", ARRAY, ids))
     assert Tokenizer(path).suppressed == banned
     assert not set(generated(path)) & set(banned)
 
@@ -136,26 +127,19 @@ UNREAD |= {42: "q2_0", 16: "iq2_xxs", 19: "iq1_s", 22: "iq2_s"}
 @pytest.mark.parametrize("kind", UNREAD)
 def test_types_are_refused_by_name(tmp_path: Path, kind: int) -> None:
     wide = write(tmp_path / "wide.gguf", replace(LLAMA, width=256, ffn_width=256))
-
-    def change(_: list[Entry], tensors: list[Tensor]) -> None:
-        i = next(i for i, tensor in enumerate(tensors) if tensor.name == f"{LAST}.weight".encode())
-        tensors[i] = replace(tensors[i], kind=kind, data=bytes(256 * 256))
-
-    path = changed(wide, tmp_path / "model.gguf", change)
+    of_kind = alter(f"{LAST}.weight", kind=kind, data=bytes(256 * 256))
+    path = changed(wide.read_bytes(), tmp_path / "model.gguf", of_kind)
     with pytest.raises(ModelError, match=rf"'{LAST}\.weight': weights of type {UNREAD[kind]} are not supported; use"):
         Model(str(path))
 
 
 def test_a_type_that_was_given_up(small: Path, tmp_path: Path) -> None:
-    def change(_: list[Entry], tensors: list[Tensor]) -> None:
-        tensors[-1] = replace(tensors[-1], kind=36)
-
     with pytest.raises(ModelError, match=re.escape("model.gguf")):
-        Model(str(changed(small, tmp_path / "model.gguf", change)))
+        Model(changed(small.read_bytes(), tmp_path / "model.gguf", alter(f"{LAST}.weight", kind=36)))
 
 
 def test_a_pre_tokenizer_without_a_name(small: Path, tmp_path: Path) -> None:
-    path = changed(small, tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text("of-next-year")))
+    path = changed(small.read_bytes(), tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text("of-next-year")))
     with pytest.raises(ModelError, match="of-next-year"):
         Tokenizer(path)
 
@@ -168,7 +152,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_pre_tokenizers_by_name(small: Path, tmp_path: Path, name: str) -> None:
-    path = changed(small, tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text(name)))
+    path = changed(small.read_bytes(), tmp_path / "model.gguf", put("tokenizer.ggml.pre", STRING, text(name)))
     tokenizer = Tokenizer(path)
     assert tokenizer.decode(tokenizer.encode("the\u00e942", False)) == "the\u00e942"
 
@@ -218,9 +202,9 @@ def test_drafts_of_a_later_kind_are_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
     draft = write_dflash(tmp_path / "draft.gguf", Block())
-    draft = changed(draft, tmp_path / "window.gguf", put("dflash.attention.sliding_window", U32, struct.pack("<I", 8)))
+    window = put("dflash.attention.sliding_window", U32, struct.pack("<I", 8))
     pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
-    draft = changed(draft, tmp_path / "windows.gguf", pattern)
+    draft = changed(draft.read_bytes(), tmp_path / "windows.gguf", window, pattern)
     target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
     with pystaged.load(target, draft=draft, report=lambda _: None) as engine:
         plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens

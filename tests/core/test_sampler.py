@@ -16,12 +16,6 @@ from hypothesis import strategies as st
 from support.sampling import kept
 
 from pystaged import SamplingConfig, _core
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.stepper import generate
-from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.model import ModelProposer
-from pystaged.stats import GenerationStats
 
 Doubles = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -325,30 +319,6 @@ def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path],
     for seed in range(DRAWS):
         counts[row.session.follow(_core.Sampling(temperature, seed=seed, **filters))[1][0]] += 1
     check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", SEVERAL, ids=str)
-def test_drafted_tokens_are_drawn_by_their_probability(
-    random_gguf: Callable[..., Path], filters: dict[str, Any]
-) -> None:
-    path = random_gguf(vocab_size=257, width=32, layers=1)
-    row, prompt, temperature = row_of(path, [7, 7]), np.array([7, 7], np.int32), 0.05
-    target, draft = (
-        _core.Model(str(each), "", 1) for each in (path, random_gguf(vocab_size=257, width=32, layers=1, seed=1))
-    )
-    # The draft knows nothing of the target; one that is the target would show a bias towards what it proposes.
-    for model in (draft, target):
-        drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
-        decoder, stats, counts = Decoder(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
-        for seed in range(DRAWS // 4):
-            steps = generate(decoder, prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
-            counts[next(steps).tokens[0]] += 1
-            steps.close()
-        assert stats.drafted > 0
-        check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
-        if model is target:
-            assert stats.accepted > DRAWS // 8
 
 
 # ---- Options ----
