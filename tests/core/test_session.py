@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from support.commands import run_python
 from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
+from support.plain import Plain
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -73,24 +74,7 @@ class Tree:
         return Tree([self.tokens[row] for row in order], [place[self.parents[row]] for row in order])
 
 
-class Sequential:
-    """The logits after some tokens by decoding them one by one in a fresh session; remembered."""
-
-    def __init__(self, path: Path) -> None:
-        self._model = load(str(path), num_threads=1)
-        self._known: dict[tuple[int, ...], Floats] = {}
-
-    def __call__(self, *tokens: int) -> Floats:
-        if tokens not in self._known:
-            session = _core.Session(self._model)
-            for i, token in enumerate(tokens):
-                session.evaluate([token], [-1])
-                self._known[tokens[: i + 1]] = session.logits(0)
-                session.commit([0])
-        return self._known[tokens]
-
-
-sequential = cache(Sequential)
+sequential = cache(Plain)
 
 
 @st.composite
@@ -118,7 +102,7 @@ def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], t
     """The rows from `first` on have the bits of decoding their paths token by token."""
     # The deepest first: decoding its path gives those above it.
     for row in reversed(range(first, len(tree.tokens))):
-        np.testing.assert_array_equal(session.logits(row), sequential(path)(*prefix, *tree.path(row)))
+        np.testing.assert_array_equal(session.logits(row), sequential(path)([*prefix, *tree.path(row)]))
 
 
 @pytest.mark.slow
@@ -182,7 +166,7 @@ def test_bundled_draft_up_to_the_end_of_its_context(bundled_draft: Path, kernel:
             full()
     session.rewind(1023)
     session.evaluate(PREFIX[1023:], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(*PREFIX))
+    np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(list(PREFIX)))
 
 
 @pytest.mark.slow
@@ -221,7 +205,7 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
     for back, right in guesses:
         # A child of the newest row, or of an earlier one; right guesses under one parent are duplicates.
         parent = max(-1, len(tree.tokens) - 2 - back)
-        token = int(sequential(path)(*PREFIX[:6], *tree.path(parent)).argmax())
+        token = int(sequential(path)([*PREFIX[:6], *tree.path(parent)]).argmax())
         tree.tokens.append(token if right else (token + 1) % 257)
         tree.parents.append(parent)
     for session in sessions(path):
@@ -233,7 +217,7 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         followed, tokens = session.follow(_core.Sampling())
         session.commit(followed)
         session.evaluate(tokens[-1:], [-1])
-        expected = sequential(path)(*PREFIX[:6], *tree.path(followed[-1]), tokens[-1])
+        expected = sequential(path)([*PREFIX[:6], *tree.path(followed[-1]), tokens[-1]])
         np.testing.assert_array_equal(session.logits(0), expected)
 
 
@@ -354,7 +338,7 @@ def test_failed_call_changes_nothing(random_gguf: Callable[..., Path], name: str
     assert_logits(session, path, PREFIX[:5], Tree([7, 8, 9, 9], [-1, 0, 1, -1]), 1)
     session.commit([0, 1, 2])
     session.evaluate([10], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 7, 8, 9, 10))
+    np.testing.assert_array_equal(session.logits(0), sequential(path)([*PREFIX[:5], 7, 8, 9, 10]))
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
