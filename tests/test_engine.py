@@ -427,11 +427,7 @@ def test_prompts_that_are_none(engine: Engine) -> None:
             "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but the context",
         ),
         ({"seed": -1}, ValueError, r"seed must be .*, not -1; None draws a random seed"),
-        (
-            {"json_schema": SimpleNamespace(model_json_schema=dict)},
-            TypeError,
-            "pydantic's are Model.model_json_schema",
-        ),
+        ({"json_schema": SimpleNamespace(model_json_schema=dict)}, TypeError, "pydantic's are Model.model_json_schema"),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"seed": "1"}, TypeError, "seed"),
         ({"stop": ""}, ValueError, "a stop string must not be empty"),

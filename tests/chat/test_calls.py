@@ -373,17 +373,7 @@ def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str,
 
 
 @pytest.mark.parametrize("form", [XML, GLM])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "x {} y",
-        "line 1\n{}\nline 3",
-        "{}{} {}x",
-        "{}",
-        "a{}\n\n",
-        "<a>{}</a>\n  {} <b>",
-    ],
-)
+@pytest.mark.parametrize("words", ["x {} y", "line 1\n{}\nline 3", "{}{} {}x", "{}", "a{}\n\n", "<a>{}</a>\n  {} <b>"])
 def test_a_mark_that_ends_nothing_is_text(form: CallForm, words: str) -> None:
     text = words.format(*[form.member_end.strip()] * 3)
     text += "." if text.endswith(form.member_end.strip()) else ""

@@ -372,11 +372,7 @@ gemma4 per_layer_token_embd.weight
 """.splitlines()
 ]
 SAYS: dict[str, tuple[RandomModel, dict[str, Any], str]] = {
-    "experts": (
-        QWEN3,
-        {"expert_count": 8},
-        "is known without experts, but metadata 'qwen3.expert_count' says",
-    ),
+    "experts": (QWEN3, {"expert_count": 8}, "is known without experts, but metadata 'qwen3.expert_count' says"),
     "experts-used": (QWEN3MOE, {"expert_used_count": 9}, "metadata 'qwen3moe.expert_used_count' is 9, outside 1 to 8"),
     "experts-groups": (
         QWEN3MOE,
@@ -415,11 +411,7 @@ SAYS: dict[str, tuple[RandomModel, dict[str, Any], str]] = {
     "sections": (QWEN35, {"rope.dimension_sections": [1, 1, 1, 0]}, "leaves pairs without a position"),
     "inner-size": (QWEN35, {"ssm.inner_size": 63}, "metadata 'qwen35.ssm.inner_size' is 63, outside 64 to 64"),
     "absurd-taps": (LFM2, {"shortconv.l_cache": 1}, "metadata 'lfm2.shortconv.l_cache' is 1, outside 2 to 32"),
-    "other-kv-heads": (
-        LLAMA,
-        {"attention.head_count_kv": [2, 4]},
-        "head_count_kv' differs between layers",
-    ),
+    "other-kv-heads": (LLAMA, {"attention.head_count_kv": [2, 4]}, "head_count_kv' differs between layers"),
     "other-heads": (LLAMA, {"attention.head_count": [4, 2]}, "'llama.attention.head_count' differs between layers"),
     "other-widths": (LLAMA, {"feed_forward_length": [96, 48]}, "'llama.feed_forward_length' differs between layers"),
     "more-heads": (LLAMA, {"attention.head_count_kv": [2, 2, 2]}, "head_count_kv' has 3 entries for 2 layers"),
@@ -503,11 +495,7 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         lambda tensors: tensors.update({"rope_freqs.weight": np.zeros(16, np.float32)}),
         "'rope_freqs.weight' holds factors that are not above 0",
     ),
-    "norm": (
-        LLAMA,
-        poison("blk.1.ffn_norm.weight"),
-        "'blk.1.ffn_norm.weight' holds weights that are not finite",
-    ),
+    "norm": (LLAMA, poison("blk.1.ffn_norm.weight"), "'blk.1.ffn_norm.weight' holds weights that are not finite"),
     "matrix": (LLAMA, poison("blk.0.ffn_up.weight"), "tensor 'blk.0.ffn_up.weight' holds weights that are not finite"),
     "heads": (RandomModel("llama", heads=4, kv_heads=3, head_dim=16), None, "4 heads do not share 3 heads"),
     "no-heads": (RandomModel("llama", heads=0, kv_heads=1, head_dim=16), None, "head_count' is 0, outside 1 to 64"),

@@ -51,8 +51,7 @@ MODELS: dict[str, RandomModel] = {
     "linear without a factor": replace(LLAMA, metadata={"rope.scaling.type": "linear"}),
     "Qwen without RoPE's base": RandomModel("qwen2", biases=True),
     "layers with a window by name": replace(
-        GEMMA,
-        metadata={"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 3},
+        GEMMA, metadata={"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 3}
     ),
     "a layer that predicts further, and other norms' names": CASES["qwen35-ahead"],
     "a fine-tune that left out its head": replace(LLAMA, family="granite", metadata={"logit_scale": 4.0}),

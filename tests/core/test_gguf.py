@@ -77,10 +77,7 @@ MODEL_CASES: dict[str, tuple[Change, str]] = {
         "metadata 'llama.embedding_length' is missing",
     ),
     "no-architecture": (drop("general.architecture"), "metadata 'general.architecture' is missing"),
-    "not-utf8": (
-        put("general.architecture", STRING, text(b"gp\xff2")),
-        "architecture 'gp",
-    ),
+    "not-utf8": (put("general.architecture", STRING, text(b"gp\xff2")), "architecture 'gp"),
     "no-width": (drop("gpt2.embedding_length"), "metadata 'gpt2.embedding_length' is missing"),
     "width-kind": (put("gpt2.embedding_length", STRING, text("32")), "'gpt2.embedding_length' is not an integer"),
     "missing": (drop("blk.0.ffn_up.weight"), "tensor 'blk.0.ffn_up.weight' is missing"),
