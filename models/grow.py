@@ -22,15 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-    ReaderTensor,
-    quants,
-)
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
 
 from pystaged.loading.file_types import FILE_TYPES
 from pystaged.platform.files import whole_file

@@ -145,9 +145,7 @@ class Job:
         texts, held_out = self._answers.texts(numbers), self._answers.texts([0])
         steps = steps_of(len(texts), self._plan.epochs)
         self._trainer = Trainer(
-            *(draft, self._target, self._answers, texts, held_out, steps),
-            seed=self._plan.seed,
-            kind=self._plan.kind,
+            *(draft, self._target, self._answers, texts, held_out, steps), seed=self._plan.seed, kind=self._plan.kind
         )
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():
