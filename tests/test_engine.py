@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, add_sentencepiece, write
-from support.scheduling import wait_until
+from support.scheduling import HeldPolicy, wait_until
 
 import pystaged
 from pystaged import (
@@ -27,7 +27,6 @@ from pystaged import (
     Engine,
     FixedPolicy,
     GenerationResult,
-    Growth,
     Piece,
     SamplingConfig,
     _core,
@@ -663,27 +662,8 @@ def test_a_stream_closed_early_tells_what_there_was(engine: Engine, monkeypatch:
     assert (untouched.result.text, untouched.result.tokens) == ("", [])
 
 
-class Waiting:
-    """A policy that stops in the middle of a step until it may go on."""
-
-    children = 1
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def expand(self, growth: Growth) -> int:
-        del growth
-        self.reached.set()
-        assert self.go_on.wait(600)
-        return 0
-
-    def keep(self, growth: Growth) -> int:
-        del growth
-        return 0
-
-
 def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
-    policy = Waiting()
+    policy = HeldPolicy()
     with pystaged.load(path, policy=policy) as engine:
         stream = engine.stream(PROMPT, max_tokens=40)
         pieces: list[Piece] = []
