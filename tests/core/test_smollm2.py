@@ -14,7 +14,6 @@ from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass
 
 import pystaged
-from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation
 from pystaged.decoding.decoder import Decoder
@@ -116,14 +115,10 @@ def test_by_name() -> None:
     except FileNotFoundError as error:
         pytest.skip(str(error))
     with engine:
-        _check_answer(engine)
-
-
-def _check_answer(engine: Engine) -> None:
-    staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
+        staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
+        likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
     assert staged.text == plain.text
     assert "Paris" in plain.text
     assert plain.finish_reason == "stop"
-    likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
     assert b"".join(likely.pieces) == b"The capital of France is Paris."
     assert likely.total > unlikely.total + 2
