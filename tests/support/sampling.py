@@ -12,15 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pystaged import SamplingConfig
+from support.family_reference import softmax
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-
-
-def softmax(x: Doubles) -> Doubles:
-    powers = np.exp(x - x.max())
-    result: Doubles = powers / powers.sum()
-    return result
 
 
 # ---- Rules ----
