@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from pystaged._core import Model, Tokenizer
 from pystaged.chat.messages import Message
-from pystaged.decoding.batch import results
 from pystaged.decoding.policy import TreePolicy
-from pystaged.decoding.streams import OwningStream, Stream
+from pystaged.decoding.readers import Stream, results
+from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.options.config import GenerationConfig, TextOptions, check_options, convert
 from pystaged.options.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.options.table import LOADING, LoadFields, described
+from pystaged.platform.seen import SeenModel
 from pystaged.result import GenerationResult, Results, Score
 from pystaged.runtime import Runtime
 from pystaged.sampling.text import Prompt
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
     from pystaged.decoding.async_stream import AsyncStream
     from pystaged.decoding.embedding import Pooling
-    from pystaged.decoding.sequence import Sequence as Text
 
 # Not Sequence[str], because a string is one.
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
@@ -105,6 +105,16 @@ class Engine:
         return self.runtime.bundle.target
 
     @property
+    def file(self) -> SeenModel:
+        """The model's files, as they were when it was loaded."""
+        return self.runtime.bundle.file
+
+    @property
+    def vocabulary(self) -> str:
+        """A hash of the vocabulary and the chat template."""
+        return self.runtime.bundle.vocabulary
+
+    @property
     def draft(self) -> Model | None:
         """The draft model; None with n-grams alone or a draft that reads the target's hidden states."""
         return self.runtime.bundle.draft
@@ -164,10 +174,11 @@ class Engine:
         Args:
             n: number of answers, with the seeds seed, seed + 1, ...; if given, a list is returned. Prefill runs once.
         """
-        return _write(self.runtime, [self._answer(messages, options)], n)
+        return _write(self, [self._answer(messages, options)], n)
 
     def stream_chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> Stream:
-        """Stream an answer to the last message of a conversation, until the model ends its turn.
+        """Stream an answer to the last message of a conversation, until the model ends its turn; if that is an answer
+        without calls, its continuation.
 
         Earlier answers are not prefilled again if they are in `messages` as GenerationResult.message.
 
@@ -182,13 +193,13 @@ class Engine:
             ValueError, TypeError: messages, tools or options are invalid.
             ContextFullError, DeviceLostError: as in `stream`.
         """
-        return Stream(self.runtime.scheduler, self._answer(messages, options))
+        return Stream(self._answer(messages, options))
 
     def astream_chat(self, messages: Sequence[Message] | str, **options: Unpack[ChatOptions]) -> AsyncStream:
         """`stream_chat` for an event loop, with the same arguments and errors; returns as `astream`."""
         from pystaged.decoding.async_stream import AsyncStream  # noqa: PLC0415
 
-        return AsyncStream(self.runtime.scheduler, self._answer(messages, options))
+        return AsyncStream(self._answer(messages, options))
 
     @property
     def passes(self) -> PassStats:
@@ -219,7 +230,7 @@ class Engine:
         Raises:
             As `stream`. An error in one text cancels the others.
         """
-        return _generate(self.runtime, prompt, n, GenerationConfig(**options))
+        return _generate(self, prompt, n, GenerationConfig(**options))
 
     def stream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> Stream:
         """Stream the continuation of a prompt.
@@ -238,7 +249,7 @@ class Engine:
             ContextFullError: the prompt is longer than the context.
             DeviceLostError: a device failed; the error holds the text so far.
         """
-        return Stream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
+        return Stream(self.start(prompt, GenerationConfig(**options)))
 
     def astream(self, prompt: Prompt, **options: Unpack[TextOptions]) -> AsyncStream:
         """Stream the continuation of a prompt in an event loop; arguments and errors as in `stream`.
@@ -249,16 +260,38 @@ class Engine:
         # Imported here because asyncio takes a while to import; callers have imported it already.
         from pystaged.decoding.async_stream import AsyncStream  # noqa: PLC0415
 
-        return AsyncStream(self.runtime.scheduler, self.runtime.sequence(prompt, GenerationConfig(**options)))
+        return AsyncStream(self.start(prompt, GenerationConfig(**options)))
 
     def _answer(self, messages: Sequence[Message] | str, options: ChatOptions) -> Text:
-        """The sequence of the next answer in a conversation."""
+        """The next answer in a conversation."""
         given: dict[str, Any] = {"max_tokens": min(ANSWER_TOKENS, self.n_ctx), "stop_loops": True, **options}
         of_template = {name: given.pop(name) for name in ("tools", "template", "template_options") if name in given}
         config, chat_format = GenerationConfig(**given), self.chat_format
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        prompt = chat_format.encode(messages, **of_template)
-        return self.runtime.sequence(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
+        prompt = chat_format.encode(messages, **of_template, continues=True)
+        return self.start(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
+
+    def start(self, prompt: Prompt, config: GenerationConfig, roles: TokenRoles = USUAL) -> Text:
+        """Prepare a text that continues a prompt, for a reader; it begins when that is read. With other roles it has no
+        receipt.
+
+        Raises:
+            ValueError, TypeError, ContextFullError: as in `stream`; ValueError: the engine is closed.
+            RuntimeError: the caller cannot wait for a text: a policy of this engine, or a forked process.
+        """
+        return self.runtime.start(prompt, config, roles)
+
+    def repeated(self, texts: Iterable[Text], n: int) -> Iterator[Text]:
+        """Yield each text n times, with the seeds seed, seed + 1, ... modulo 2**64; copies are made lazily.
+
+        Raises:
+            ValueError, TypeError: at once: n is no integer above 0.
+        """
+        return self.runtime.repeated(texts, n)
+
+    def forget(self) -> None:
+        """Free the contexts of ended texts, so that later prompts are read anew."""
+        self.runtime.contexts.forget()
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -282,7 +315,7 @@ class Engine:
         """
         config = GenerationConfig(**options)
         prompt = self.infill_prompt(prefix, suffix, files=files, max_tokens=config.max_tokens)
-        return Stream(self.runtime.scheduler, self.runtime.sequence(prompt, config)).finish()
+        return Stream(self.start(prompt, config)).finish()
 
     def infill_prompt(
         self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[tuple[str, str]] = (), max_tokens: int = 128
@@ -310,9 +343,9 @@ class Engine:
             ValueError, ContextFullError: as in `stream`.
             DeviceError: a device failed.
         """
-        sequence = self.runtime.sequence(text, GenerationConfig(max_tokens=1, speculate=False, prompt_logprobs=0))
-        scored = Stream(self.runtime.scheduler, sequence).finish().prompt_logprobs or []
-        tokens = sequence.prompt_tokens.tolist()
+        scoring = self.start(text, GenerationConfig(max_tokens=1, speculate=False, prompt_logprobs=0))
+        scored = Stream(scoring).finish().prompt_logprobs or []
+        tokens = scoring.prompt_tokens.tolist()
         logprobs = np.array([np.nan, *(each.logprob for each in scored)])
         return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
 
@@ -378,7 +411,7 @@ def generate(
     errors as in Engine and Engine.generate."""
     loading, config = _split(options)
     with load(model, **loading) as engine:
-        return _generate(engine.runtime, prompt, n, config)
+        return _generate(engine, prompt, n, config)
 
 
 def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack[Options]) -> Stream:
@@ -387,26 +420,24 @@ def stream(prompt: Prompt, *, model: str | Path | None = None, **options: Unpack
     loading, config = _split(options)
     engine = load(model, **loading)
     try:
-        return OwningStream(engine.runtime.scheduler, engine.runtime.sequence(prompt, config), engine.close)
+        return Stream(engine.start(prompt, config), engine.close)
     except BaseException:
         engine.close()
         raise
 
 
 def _generate(
-    runtime: Runtime, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
+    engine: Engine, prompt: Prompt | Prompts, n: int | None, config: GenerationConfig
 ) -> GenerationResult | list[GenerationResult]:
     """Generate from one prompt or several."""
     several = _are_several(prompt)
-    sequences = [runtime.sequence(each, config) for each in cast(Sequence[Prompt], prompt if several else [prompt])]
-    return _write(runtime, sequences, 1 if several and n is None else n)
+    texts = [engine.start(each, config) for each in cast(Sequence[Prompt], prompt if several else [prompt])]
+    return _write(engine, texts, 1 if several and n is None else n)
 
 
-def _write(runtime: Runtime, sequences: Sequence[Text], n: int | None) -> GenerationResult | list[GenerationResult]:
-    """Generate n results of each sequence; with None, the result of the first."""
-    if n is None:
-        return Stream(runtime.scheduler, sequences[0]).finish()
-    return Results(results(runtime.scheduler, runtime.repeated(sequences, n)))
+def _write(engine: Engine, texts: Sequence[Text], n: int | None) -> GenerationResult | list[GenerationResult]:
+    """Write n results of each text; with None, the result of the first."""
+    return Stream(texts[0]).finish() if n is None else Results(results(engine.repeated(texts, n)))
 
 
 def _split(options: Options) -> tuple[LoadOptions, GenerationConfig]:

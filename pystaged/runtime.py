@@ -1,12 +1,11 @@
-"""The shared state of an engine's sequences: models, contexts, scheduler; and the making of sequences."""
+"""The shared state of an engine's texts: models, contexts, scheduler; and the making of texts."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +19,10 @@ from pystaged.decoding.contexts import FREE_SHARE, ContextPool
 from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.scheduler import Scheduler
-from pystaged.decoding.sequence import USUAL, Sequence, TokenRoles
 from pystaged.decoding.stepper import Stepper
+from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.factory import DecoderFactory
+from pystaged.loading.factory import ContextFactory
 from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.options.config import GenerationConfig, Grammar, convert
 from pystaged.sampling.text import Prompt, encode_continuation
@@ -38,7 +37,7 @@ _LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told
 class Runtime:
     """The models of an engine, its contexts and its scheduler.
 
-    bundle: target, drafters, tokenizer. decoders: makes contexts. n_ctx: context length in tokens.
+    bundle: target, drafters, tokenizer. factory: makes contexts. n_ctx: context length in tokens.
     report: called with a line about a context that the memory cannot hold, or a prompt on disk that cannot be used or
     written.
 
@@ -47,13 +46,13 @@ class Runtime:
 
     def __init__(self, bundle: Bundle, policy: TreePolicy | None, report: Callable[[str], None]) -> None:
         self.bundle, options = bundle, bundle.options
-        self.decoders = decoders = DecoderFactory(bundle)
+        self.factory = factory = ContextFactory(bundle)
         n_ctx = options["n_ctx"]
         if options["long_context"] and n_ctx == 0:
             n_ctx = _long_context(bundle)
         free, on_device = bundle.free_memory(), [bool(each.devices) for each in bundle.models]
         self.contexts = ContextPool(
-            lambda source, length: decoders.decoder(n_ctx, policy, source, length),
+            lambda source, length: factory.context(n_ctx, policy, source, length),
             options["kv_memory"],
             free=free,
             on_device=on_device,
@@ -68,7 +67,7 @@ class Runtime:
         if options["prompt_cache"] is not None:
             self._prompts = _kept_prompts(bundle, options["prompt_cache"], self.n_ctx, report)
             self.contexts.prompts = self._prompts
-        self.stepper = Stepper(None if policy else decoders.target_cost(), options["prefill_budget"])
+        self.stepper = Stepper(None if policy else factory.target_cost(), options["prefill_budget"])
         self.scheduler = Scheduler(self.stepper, self.contexts, bundle.text_over)
         self._grammars: Grammars | None = None
         self._lock = threading.Lock()
@@ -78,44 +77,36 @@ class Runtime:
         """The target's vocabulary."""
         return self.bundle.tokenizer
 
-    def sequence(self, prompt: Prompt, config: GenerationConfig, roles: TokenRoles = USUAL) -> Sequence:
-        """Make a sequence that continues a prompt, without starting it; with other roles it has no receipt.
-
-        Raises:
-            ValueError, TypeError, ContextFullError: as in Engine.stream; ValueError: the engine is closed.
-            RuntimeError: as Scheduler.check_caller.
-        """
+    def start(self, prompt: Prompt, config: GenerationConfig, roles: TokenRoles = USUAL) -> Text:
+        """See Engine.start."""
         self.scheduler.check_caller()
         self.contexts.check_open()
         tokens = self.encode(prompt)
-        return Sequence(
+        return Text(
             prompt,
             tokens,
             config,
             self.tokenizer,
-            constraint=self._constraint(config.grammar),
-            prediction=self.prediction(config.prediction),
-            origin=self._origin(tokens, config) if roles == USUAL else None,
-            roles=roles,
+            self._constraint(config.grammar),
+            self.prediction(config.prediction),
+            self._origin(tokens, config) if roles == USUAL else None,
+            roles,
+            self.scheduler,
         )
 
-    def repeated(self, sequences: Iterable[Sequence], n: int) -> Iterator[Sequence]:
-        """Yield each sequence n times, with the seeds seed, seed + 1, ... modulo 2**64; copies are made lazily.
-
-        Raises:
-            ValueError, TypeError: at once: n is no integer above 0.
-        """
+    def repeated(self, texts: Iterable[Text], n: int) -> Iterator[Text]:
+        """See Engine.repeated."""
         if convert("n", int, n) < 1:
             raise ValueError(f"n must be at least 1, not {n}")
 
-        def all_of(sequence: Sequence) -> Iterator[Sequence]:
-            yield sequence
+        def all_of(text: Text) -> Iterator[Text]:
+            yield text
+            config, seed = replace(text.config, prediction=tuple(text.prediction)), text.config.sampling.seed
             for i in range(1, n):
-                sampling = sequence.config.sampling
-                config = replace(sequence.config, sampling=replace(sampling, seed=(sampling.seed + i) % 2**64))
-                yield self.sequence(sequence.prompt, config, sequence.roles)
+                sampling = replace(config.sampling, seed=(seed + i) % 2**64)
+                yield self.start(text.prompt, replace(config, sampling=sampling), text.roles)
 
-        return (each for sequence in sequences for each in all_of(sequence))
+        return (each for text in texts for each in all_of(text))
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; see Engine.encode."""
@@ -160,7 +151,7 @@ class Runtime:
                 self._grammars.close()
 
     def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
-        """The inputs of a sequence, for its receipt."""
+        """The inputs of a text, for its receipt."""
         bundle, model = self.bundle, self.bundle.target
         if config.progress:  # a result must not keep the user's function alive
             config = replace(config, progress=None)
@@ -214,7 +205,7 @@ def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
         ValueError: an id outside of the vocabulary.
     """
     # Bytes are sequences of integers, too, but no token ids.
-    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequences, np.ndarray)):
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
     if len(prompt) == 0:
         return np.empty(0, np.int32)

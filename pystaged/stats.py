@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from pystaged.decoding.step import Step
 from pystaged.decoding.tree import Stage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from pystaged.decoding.requests import Verify
 
 _NAMES = tuple(stage.name.lower() for stage in Stage)  # by number
 
@@ -139,26 +140,34 @@ class GenerationStats:
     stages: dict[str, StageStats] = field(default_factory=lambda: {name: StageStats() for name in _NAMES})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
-    def record(self, step: Step, seconds: float) -> None:
-        """Count one step and its wall time."""
-        tree, path = step.tree, step.path
+    def record(self, verified: Verify, emitted: list[Stage], texts: int, speedup: float, seconds: float) -> None:
+        """Count one step.
+
+        Args:
+            verified: its request, with the result.
+            emitted: the stage that proposed each of its tokens.
+            texts: number of texts that took a step in the pass.
+            speedup: estimate over plain decoding of the same tokens in the same batch; 0 without measured costs.
+            seconds: its wall time.
+        """
+        tree, path = verified.tree, verified.result[0]
         stages = tree.stages.tolist()
         by_number = tuple(self.stages.values())
         for stage in stages[1:]:
             by_number[stage].drafted += 1
         for node in path[1:]:
             by_number[stages[node]].accepted += 1
-        for stage in step.stages:
+        for stage in emitted:
             by_number[stage].emitted += 1
         accepted = len(path) - 1
-        self.new_tokens += len(step.tokens)
+        self.new_tokens += len(emitted)
         self.steps += 1
         self.rows += len(tree)
-        self.pass_rows += step.pass_rows
-        self.pass_texts += step.pass_texts
-        self.target_seconds += step.verify_seconds
+        self.pass_rows += verified.pass_rows
+        self.pass_texts += texts
+        self.target_seconds += verified.seconds
         self.decode_seconds += seconds
-        self.plain_seconds += step.speedup * seconds
+        self.plain_seconds += speedup * seconds
         self.lengths[accepted] += 1
         for depth in range(1, len(path)):
             self.offered[depth] += 1

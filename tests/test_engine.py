@@ -31,8 +31,9 @@ from pystaged import (
     SamplingConfig,
     _core,
 )
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.context import Context
+from pystaged.decoding.readers import Stream
+from pystaged.decoding.text import Text
 from pystaged.options.config import GenerationConfig
 from pystaged.runtime import Runtime
 
@@ -608,13 +609,13 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine.runtime.contexts._at_rest) <= 5
+    assert len(engine.runtime.contexts._idle) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
-    def live_decoders() -> list[Decoder]:
+    def live_decoders() -> list[Context]:
         # Not isinstance(), which asks some objects of other packages for more than their type.
-        return [thing for thing in gc.get_objects() if type(thing) is Decoder]
+        return [thing for thing in gc.get_objects() if type(thing) is Context]
 
     before = live_decoders()
     engine = pystaged.load(path)
@@ -738,16 +739,16 @@ def test_a_stream_of_its_own_engine_closes_it(path: Path, monkeypatch: pytest.Mo
 
 def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPT, max_tokens=20)
-    lost, begin_tree = [], Decoder._begin_tree
+    lost, begin_tree = list[Any](), Text._begin_tree
 
-    def fail(decoder: Decoder) -> None:
-        lost.append(decoder)
+    def fail(text: Text) -> None:
+        lost.append(text.context)
         if len(lost) > 1:
             raise DeviceError("the device is gone")
-        begin_tree(decoder)
+        begin_tree(text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "_begin_tree", fail)
+        patch.setattr(Text, "_begin_tree", fail)
         stream = engine.stream(PROMPT, max_tokens=20)
         first = next(stream)
         with pytest.raises(DeviceLostError, match="the device is gone") as caught:
@@ -755,7 +756,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
     assert len(lost) == 2
-    assert lost[0] not in engine.runtime.contexts._at_rest
+    assert lost[0] not in engine.runtime.contexts._idle
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

@@ -15,7 +15,7 @@ from support.scheduling import HeldPolicy
 
 import pystaged
 from pystaged.decoding.async_stream import AsyncStream
-from pystaged.decoding.batch import pieces
+from pystaged.decoding.readers import pieces
 from pystaged.options.config import GenerationConfig
 
 PROMPT = "the tree then "
@@ -36,9 +36,7 @@ def test_every_call_in_a_child_is_refused(random_gguf: Callable[..., Path]) -> N
     with pystaged.load(path, policy=policy) as engine:
         begun, unread = (engine.stream(PROMPT, max_tokens=20) for _ in range(2))
         config = GenerationConfig(max_tokens=20)
-        batch, unread_batch = (
-            pieces(engine.runtime.scheduler, [engine.runtime.sequence(PROMPT, config)]) for _ in range(2)
-        )
+        batch, unread_batch = (pieces([engine.start(PROMPT, config)]) for _ in range(2))
         next(batch)
         next(begun)
         later = engine.astream(PROMPT)

@@ -7,31 +7,31 @@ from itertools import cycle, product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.bench.worker import Measurement
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.stepper import generate
+from pystaged.decoding.text import Text, TokenRoles
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import NgramCost, lookups
-from pystaged.drafting.pard import draft_proposer
+from pystaged.drafting.model import draft_proposer
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.factory import DecoderFactory
-from pystaged.options.config import SamplingConfig
-from pystaged.stats import GenerationStats
+from pystaged.loading.factory import ContextFactory
+from pystaged.options.config import GenerationConfig, SamplingConfig
 
 _DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 
 
-class _Ready(Decoder):
-    """Prefills its drafter before decoding is timed; it drafts whether or not it gains."""
+class _Ready(TreeDrafter):
+    """Reads the prompt before decoding is timed; it drafts whether or not it gains."""
 
-    def _open(self) -> None:
-        super()._open()
-        if self.drafter:
-            self.drafter.catch_up()
+    def start(self, context: NDArray[np.int32], **options: Any) -> None:
+        super().start(context, **options)
+        self.catch_up()
 
 
 class Runner:
@@ -44,11 +44,11 @@ class Runner:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._bundle = Bundle(setup["model"], draft=setup["draft"], num_threads=setup["threads"], recycle=False)
-        self._factory = DecoderFactory(self._bundle)
+        self._factory = ContextFactory(self._bundle)
         self._n_ctx = setup["n_ctx"]
         self._warm, self._warm_tokens = setup.get("warm", []), setup.get("max_tokens", 0)
-        # One decoder for each sampling, because acceptance rates differ between samplings.
-        self._decoders: dict[tuple[str, SamplingConfig], Decoder] = {}
+        # One context for each sampling, because acceptance rates differ between samplings.
+        self._contexts: dict[tuple[str, SamplingConfig], Context] = {}
         # Recycled candidates shared by all drafters, and a copy from before the first measured prompt.
         self._recycled: tuple[RecycledCandidates, RecycledCandidates] | None = None
         # Measured here, so that it does not happen while a method is timed.
@@ -59,14 +59,14 @@ class Runner:
         if self._warm and job["way"] in _DRAFTING:
             self._remember()
         key = job["way"], job["sampling"]
-        if key not in self._decoders:
-            self._decoders[key] = self._decoder(job["way"])
-        return self._generate(self._decoders[key], job)
+        if key not in self._contexts:
+            self._contexts[key] = self._context(job["way"])
+        return self._generate(self._contexts[key], job)
 
     def close(self) -> None:
-        for decoder in self._decoders.values():
-            decoder.close()
-        self._decoders.clear()
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
         self._recycled = self._bundle.recycled = None
 
     def _remember(self) -> None:
@@ -74,50 +74,50 @@ class Runner:
         if self._recycled is None:
             recycled = self._bundle.recycled = RecycledCandidates()
             keys = list(product(_DRAFTING, SAMPLINGS.values()))
-            self._decoders |= {(way, sampling): self._decoder(way) for way, sampling in keys}
+            self._contexts |= {(way, sampling): self._context(way) for way, sampling in keys}
             for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
                 job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
-                self._generate(self._decoders[way, sampling], job)
+                self._generate(self._contexts[way, sampling], job)
             at_first = RecycledCandidates()
             at_first.copy_from(recycled)
             self._recycled = recycled, at_first
         recycled, at_first = self._recycled
         recycled.copy_from(at_first)
 
-    def _decoder(self, way: str) -> Decoder:
+    def _context(self, way: str) -> Context:
         bundle = self._bundle
         if way == "staged":
-            return self._factory.decoder(self._n_ctx, None)
+            return self._factory.context(self._n_ctx, None)
         target, vocab_size = Session(bundle.target, self._n_ctx), bundle.target.vocab_size
         if way == "plain":
-            return Decoder(target)
+            return Context(target)
         policy = GainPolicy(self._factory.target_cost())
         if way == "n-grams":
             cost = NgramCost()
             proposers = lookups(bundle.table, bundle.recycled, cost)
-            return _Ready(target, TreeDrafter(proposers, policy, vocab_size, cost=cost.lookup))
+            return Context(target, _Ready(proposers, policy, vocab_size, cost=cost.lookup))
         draft, draft_cost = bundle.draft, self._factory.draft_cost()
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")
         proposer = draft_proposer(Session(draft, self._n_ctx), bundle.draft_mask, draft_cost, bundle.substitutes)
-        return _Ready(target, TreeDrafter([proposer], policy, vocab_size))
+        return Context(target, _Ready([proposer], policy, vocab_size))
 
-    def _generate(self, decoder: Decoder, job: dict[str, Any]) -> Measurement:
-        prompt, stats = np.array(job["prompt"], np.int32), GenerationStats()
+    def _generate(self, context: Context, job: dict[str, Any]) -> Measurement:
+        config = GenerationConfig(sampling=job["sampling"], max_tokens=job["max_tokens"])
+        roles = TokenRoles(is_end=self._bundle.tokenizer.is_end)
+        text = Text(job["prompt"], np.array(job["prompt"], np.int32), config, roles=roles)
         # Forget the last sequence, so that no method can reuse part of this prompt.
-        for session in decoder.sessions:
+        for session in context.sessions:
             session.rewind(0)
-        tokens, first, ended = list[int](), 0.0, False
-        begin, is_end = time.perf_counter(), self._bundle.tokenizer.is_end
-        for step in generate(decoder, prompt, job["sampling"], job["max_tokens"], is_end=is_end, stats=stats):
+        begin, first = time.perf_counter(), 0.0
+        for _ in generate(context, text):
             first = first or time.perf_counter() - begin
-            tokens += step.tokens
-            ended = step.finish_reason == "stop"
+        stats = text.stats
         return Measurement(
-            len(tokens) + ended,  # the end of text is a token, too
+            len(text.tokens) + (text.finish == "stop"),  # the end of text is a token, too
             stats.decode_seconds,
             first,
-            tokens,
+            text.tokens,
             stats.steps,
             parts={
                 "target passes": stats.target_seconds,

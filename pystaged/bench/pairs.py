@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -11,21 +12,21 @@ from numpy.typing import NDArray
 
 from pystaged._core import Model, RecycledCandidates, Sampling, Session
 from pystaged.bench.suite import SAMPLINGS
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.stepper import generate
+from pystaged.decoding.text import Text, TokenRoles
 from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import ParallelModelProposer, draft_proposer
+from pystaged.drafting.model import ModelProposer, ParallelModelProposer, draft_proposer
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 from pystaged.loading.bundle import Bundle
-from pystaged.options.config import SamplingConfig
+from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.stats import GenerationStats
 
 _PIECE = 32  # rows of a pass
@@ -78,7 +79,7 @@ def parts(bundle: Bundle, session: Session, ratio: float) -> dict[str, TreeDraft
     its own recycled candidates, empty at first.
 
     Args:
-        session: the target's, which all decoders step.
+        session: the target's, which all contexts step.
         ratio: see `reckoned`.
     """
     target, cheap = reckoned(ratio)
@@ -172,21 +173,22 @@ def agreement(
     return fmean(hits) if hits else None
 
 
-def continuation(decoder: Decoder, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
-    """The tokens that a decoder generates after a prompt, continuing past the end of text."""
-    return [token for step in generate(decoder, prompt, sampling, max_tokens) for token in step.tokens]
+def continuation(context: Context, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
+    """The tokens that a context generates after a prompt, continuing past the end of text."""
+    text = Text(prompt.tolist(), prompt, GenerationConfig(sampling=sampling, max_tokens=max_tokens))
+    return [token for piece in generate(context, text) for token in piece.tokens]
 
 
 def run_texts(
-    decoder: Decoder,
+    context: Context,
     prompts: Sequence[NDArray[np.int32]],
     sampling: SamplingConfig,
     max_tokens: int,
     is_end: Callable[[int], bool],
 ) -> GenerationStats:
     """Continue prompts one after the other, each up to its end of text; returns the statistics of all."""
-    stats = GenerationStats()
+    stats, config = GenerationStats(), GenerationConfig(sampling=sampling, max_tokens=max_tokens)
     for prompt in prompts:
-        for _ in generate(decoder, prompt, sampling, max_tokens, is_end=is_end, stats=stats):
-            pass
+        text = Text(prompt.tolist(), prompt, config, roles=TokenRoles(is_end=is_end), stats=stats)
+        deque(generate(context, text), maxlen=0)
     return stats

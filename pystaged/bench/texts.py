@@ -21,9 +21,8 @@ from rich.table import Table
 
 from pystaged.bench import conditions
 from pystaged.bench.baseline_llama_cpp import Server, command
-from pystaged.decoding.batch import Batch
-from pystaged.decoding.sequence import Sequence as Text
-from pystaged.decoding.sequence import TokenRoles
+from pystaged.decoding.readers import pieces
+from pystaged.decoding.text import Text, TokenRoles
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 from pystaged.stats import PassStats
@@ -264,22 +263,21 @@ class Ours:
         continue meanwhile."""
         engine = self._engine
         # No prompt may be reused from an earlier run.
-        engine.runtime.contexts.forget()
+        engine.forget()
         before = engine.passes
         texts = {self._sequence(prompt): Written([], []) for prompt in prompts}
-        with closing(Batch(engine.runtime.scheduler)) as batch:
-            begin = time.perf_counter()
-            for sequence in texts:
-                batch.open(sequence)
-            while len(batch) and any(len(text.tokens) < self._least for text in texts.values()):
-                sequence, piece = batch.next()
+        begin = time.perf_counter()
+        with closing(pieces(texts, len(texts))) as batch:
+            for sequence, piece in batch:
                 if piece is not None and piece.tokens:
                     texts[sequence].tokens.extend(piece.tokens)
                     texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
+                if all(len(text.tokens) >= self._least for text in texts.values()):
+                    break
         return list(texts.values()), engine.passes.since(before)
 
     def _sequence(self, prompt: Tokens) -> Text:
-        return self._engine.runtime.sequence(prompt, self._config, TokenRoles(is_end=lambda _: False))
+        return self._engine.start(prompt, self._config, TokenRoles(is_end=lambda _: False))
 
 
 class Slots:

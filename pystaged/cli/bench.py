@@ -24,12 +24,12 @@ from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command, UsageError
 from pystaged.cli.console import draft_name, errors, progress_bars, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import Costs
-from pystaged.loading.factory import DecoderFactory
+from pystaged.loading.factory import ContextFactory
 from pystaged.stats import DrafterStats
 
 
@@ -265,23 +265,23 @@ def lossless(
     bundle, texts = _open(model, draft, quantization, prompts, limit)
     session = Session(bundle.target)
     ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
-    decoders = {way: Decoder(session, drafter) for way, drafter in ways.items()}
-    factory = DecoderFactory(bundle)
-    decoders["as measured costs decide"] = factory.decoder(0, None)
-    decoders["as loaded, in trees of 12 nodes"] = factory.decoder(0, FixedPolicy(width=4, depth=6, budget=12))
-    plain = Decoder(session)
+    contexts = {way: Context(session, drafter) for way, drafter in ways.items()}
+    factory = ContextFactory(bundle)
+    contexts["as measured costs decide"] = factory.context(0, None)
+    contexts["as loaded, in trees of 12 nodes"] = factory.context(0, FixedPolicy(width=4, depth=6, budget=12))
+    plain = Context(session)
     runs = {
         f"{mode}, seed {seed}": replace(sampling, seed=seed)
         for mode, sampling in pairs.MODES.items()
         for seed in range(1 if sampling.is_greedy else _SEEDS)
     }
-    different: dict[str, list[int]] = {way: [] for way in decoders}
+    different: dict[str, list[int]] = {way: [] for way in contexts}
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("checking", total=len(runs) * len(decoders))
+        task = progress.add_task("checking", total=len(runs) * len(contexts))
         for sampling in runs.values():
             expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
-            for way, decoder in decoders.items():
-                found = [pairs.continuation(decoder, text, sampling, max_tokens) for text in texts]
+            for way, context in contexts.items():
+                found = [pairs.continuation(context, text, sampling, max_tokens) for text in texts]
                 different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
                 progress.advance(task)
     title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
@@ -328,9 +328,9 @@ def parts(
     target, cheap = pairs.reckoned(costs)
     for mode, sampling in pairs.MODES.items():
         for way, drafter in pairs.parts(bundle, session, costs).items():
-            decoder, options = Decoder(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
-            pairs.run_texts(decoder, earlier, *options)
-            stats = pairs.run_texts(decoder, texts, *options)
+            context, options = Context(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
+            pairs.run_texts(context, earlier, *options)
+            stats = pairs.run_texts(context, texts, *options)
             judged = stats.drafters.get("draft", DrafterStats())
             spent = target.of(stats.steps, stats.rows) + cheap.of(judged.passes, judged.nodes)
             figures = judged.passes / stats.new_tokens, stats.new_tokens / spent

@@ -105,7 +105,7 @@ def diff(
 def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
     """The tokens of the first prompts."""
     if file is None:
-        return [prompt.tokens for prompt in choose(engine.runtime.bundle.path, None, limit)[1]]
+        return [prompt.tokens for prompt in choose(engine.file.path, None, limit)[1]]
     return [
         engine.encode(asked.prompt) if asked.messages is None else engine.chat_format.encode(asked.messages)
         for asked in read_prompts(file)[:limit]

@@ -19,8 +19,8 @@ from rich.tree import Tree
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
 from pystaged.cli.options import Color
+from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
-from pystaged.decoding.streams import Stream
 from pystaged.decoding.tree import Stage, TokenTree
 from pystaged.platform.ctrl_c import uninterrupted
 from pystaged.result import GenerationResult, Piece

@@ -19,10 +19,8 @@ from pystaged.cli.console import counter, errors, open_engine, read_prompt, read
 from pystaged.cli.options import Color, Given, usage
 from pystaged.cli.painting import show, stats_table, summary
 from pystaged.cli.prompts import Asked, read_prompts
-from pystaged.decoding.batch import pieces
-from pystaged.decoding.scheduler import Scheduler
-from pystaged.decoding.sequence import Sequence as Text
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream, pieces
+from pystaged.decoding.text import Text
 from pystaged.loading.names import default_model
 from pystaged.options.config import GenerationConfig
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
@@ -85,7 +83,7 @@ def write(
             return
         with reading_bar() as progress:
             (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
-            stream = Stream(engine.runtime.scheduler, sequence)
+            stream = Stream(sequence)
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
             else:
@@ -136,7 +134,7 @@ def _sequences(
     found: list[Text] = []
     for each in asked:
         try:
-            found.append(engine.runtime.sequence(text_of(each), config))
+            found.append(engine.start(text_of(each), config))
         except (ValueError, TypeError) as error:
             raise each.about(error) from None
     return found
@@ -180,7 +178,7 @@ def _write_several(
 
     begin = time.monotonic()
     total = n * len(sequences)
-    tokens = write_in_order(engine.runtime.scheduler, engine.runtime.repeated(sequences, n), total, shown)
+    tokens = write_in_order(engine.repeated(sequences, n), total, shown)
     if num_cut:
         _tell_full(engine, f" in {num_cut} of {total} texts")
     if as_json:
@@ -229,9 +227,7 @@ def _logprob(found: TokenLogprob) -> dict[str, Any]:
     return {"token": found.token, "text": found.text, "logprob": found.logprob}
 
 
-def write_in_order(
-    scheduler: Scheduler, sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]
-) -> int:
+def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]) -> int:
     """Generate sequences together, and write each to standard output as soon as it and those before it are done. After
     an error or Ctrl-C the finished ones are written.
 
@@ -263,7 +259,7 @@ def write_in_order(
 
     with counter() as (count, hide):
         try:
-            with closing(pieces(scheduler, begun())) as said:
+            with closing(pieces(begun())) as said:
                 for sequence, piece in said:
                     if piece is None:
                         done[numbers.pop(sequence)] = sequence.result()

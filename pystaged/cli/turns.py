@@ -20,7 +20,7 @@ from pystaged.cli.console import errors, open_engine, read_prompt, read_question
 from pystaged.cli.lines import Lines
 from pystaged.cli.options import GRAMMARS, Color, Given, read_system, usage
 from pystaged.cli.painting import show, stats_table, summary, write_wrapped
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream
 from pystaged.loading.names import SMOLLM2
 from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
 from pystaged.options.config import NO_LIMIT, GenerationConfig, TextOptions

@@ -6,25 +6,45 @@ import asyncio
 import inspect
 import weakref
 from collections.abc import AsyncIterator
-from typing import Any
 
 from pystaged.decoding.scheduler import Scheduler
-from pystaged.decoding.sequence import End, PrefillProgress, Sequence
+from pystaged.decoding.text import PrefillProgress, Text
 from pystaged.result import GenerationResult, Piece
 
 
-class AsyncStream(AsyncIterator[Piece]):
-    """Asynchronous iterator of the pieces of one generation, to be read in one event loop.
+class LoopQueue:
+    """A queue in an event loop, into which other threads put.
 
-    A thread of the engine decodes all sequences in batches, each at most 256 tokens ahead of its reader. `aclose`,
+    Args:
+        loop: the running one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.items = asyncio.Queue[Piece | PrefillProgress | None]()
+
+    def put(self, item: tuple[Text, Piece | PrefillProgress | None], /) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item[1])
+        except RuntimeError:
+            # The loop is closed, which ends the text.
+            if item[1] is not None:
+                raise
+
+
+class AsyncStream(AsyncIterator[Piece]):
+    """Asynchronous iterator of the pieces of one text, to be read in one event loop.
+
+    A thread of the engine decodes all texts in batches, each at most 256 tokens ahead of its reader. `aclose`,
     leaving `async with`, or cancelling the task that reads stops it early; so does dropping the stream. The option
     `progress` may be a coroutine function here.
     """
 
-    def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
-        self._scheduler, self.sequence = scheduler, sequence
-        self._said = asyncio.Queue[Piece | PrefillProgress | End]()
-        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first read
+    def __init__(self, text: Text) -> None:
+        # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
+        self.text = text
+        self._scheduler: Scheduler = text.scheduler
+        self._queue: LoopQueue | None = None  # made by the first read
         self._is_read = self._over = False
 
     async def __anext__(self) -> Piece:
@@ -35,10 +55,12 @@ class AsyncStream(AsyncIterator[Piece]):
             raise StopAsyncIteration
         self._is_read = True
         try:
-            if self._loop is None:
-                self._open()
-            while isinstance(said := await self._next(), PrefillProgress):
-                told = said.progress(said.tokens, said.of)
+            if self._queue is None:
+                self._queue = LoopQueue(asyncio.get_running_loop())
+                weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
+                self._scheduler.open(self.text, self._queue)
+            while isinstance(item := await self._next(self._queue), PrefillProgress):
+                told = item.progress(item.tokens, item.of)
                 if inspect.isawaitable(told):
                     await told
         except BaseException:
@@ -46,17 +68,17 @@ class AsyncStream(AsyncIterator[Piece]):
             raise
         finally:
             self._is_read = False
-        if isinstance(said, End):
-            raise StopAsyncIteration if said.error is None else said.error
-        self._scheduler.note_read(self.sequence, said)
-        return said
+        if item is None:
+            raise StopAsyncIteration if self.text.error is None else self.text.error
+        self._scheduler.note_read(self.text, item)
+        return item
 
     @property
     def result(self) -> GenerationResult:
         """The whole result, once the stream is exhausted or closed. Raises RuntimeError before."""
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
-        return self.sequence.result()
+        return self.text.result()
 
     async def finish(self) -> GenerationResult:
         """Read the rest and return the whole result."""
@@ -68,10 +90,10 @@ class AsyncStream(AsyncIterator[Piece]):
     async def aclose(self) -> None:
         """Stop after the current pass. If another task is reading, its iteration ends."""
         self._cancel()
-        if self._loop is None:
+        if self._queue is None:
             self._over = True
-        while self._scheduler.can_wait and not (self._over or self._is_read):
-            await self._next()
+        while self._queue and self._scheduler.can_wait and not (self._over or self._is_read):
+            await self._next(self._queue)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -79,33 +101,18 @@ class AsyncStream(AsyncIterator[Piece]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _next(self) -> Piece | PrefillProgress | End:
-        if self._loop is not asyncio.get_running_loop():
+    async def _next(self, queue: LoopQueue) -> Piece | PrefillProgress | None:
+        """The next item of the text."""
+        if queue.loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 "the stream was begun in another event loop; begin, read and close it in the same asyncio.run()"
             )
-        said = await self._said.get()
-        if isinstance(said, End):
+        item = await queue.items.get()
+        if item is None:
             self._over = True
-            self._said.put_nowait(said)  # for other tasks that wait for the end
-        return said
-
-    def _open(self) -> None:
-        # The scheduler holds the sequence, never the stream, so that a stream is freed as soon as it is dropped.
-        self._loop = loop = asyncio.get_running_loop()
-        said = self._said
-
-        def put(item: Any) -> None:
-            try:
-                loop.call_soon_threadsafe(said.put_nowait, item)
-            except RuntimeError:
-                # The loop is closed, which ends the sequence.
-                if not isinstance(item, End):
-                    raise
-
-        weakref.finalize(self, self._scheduler.cancel, self.sequence).atexit = False
-        self._scheduler.open(self.sequence, put)
+            queue.items.put_nowait(None)  # for other tasks that wait for the end
+        return item
 
     def _cancel(self) -> None:
-        if self._loop:
-            self._scheduler.cancel(self.sequence)
+        if self._queue:
+            self._scheduler.cancel(self.text)

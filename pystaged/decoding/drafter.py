@@ -24,14 +24,10 @@ class Drafter(Protocol):
     until there is none.
 
     Attributes:
-        prediction: tokens expected after the prompt, no part of the sequence; set before `start`.
-        is_greedy: whether decoding is greedy; set before `start`.
         estimate: seconds that the last draft should have taken; 0 without costs.
         tree: the last draft: the root alone if nothing is worth verifying.
     """
 
-    prediction: Sequence[int]
-    is_greedy: bool
     estimate: float
     tree: TokenTree
 
@@ -54,10 +50,6 @@ class Drafter(Protocol):
         """Copy the learnt state of a drafter of the same kind."""
         ...
 
-    def constrain(self, constraint: Constraint | None) -> None:
-        """Set the sequence's constraint before `start`, None at its end. Forbidden nodes are cut from any tree."""
-        ...
-
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
         ...
@@ -66,8 +58,21 @@ class Drafter(Protocol):
         """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
         ...
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        """Begin a sequence with all its tokens so far, int32[n], the last of which is the root."""
+    def start(
+        self,
+        context: NDArray[np.int32],
+        *,
+        greedy: bool = True,
+        prediction: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Begin a sequence with all its tokens so far, int32[n], the last of which is the root.
+
+        Args:
+            greedy: whether decoding is greedy.
+            prediction: tokens expected after the prompt, no part of the sequence.
+            constraint: the sequence's; forbidden nodes are cut from any tree.
+        """
         ...
 
     def end(self) -> None:

@@ -75,39 +75,20 @@ class TreePolicy(Protocol):
         ...
 
 
-class CheckedPolicy:
-    """Checks the answers of a policy and limits them to what a step can do.
-
-    Args:
-        chains: whether trees have no branches: one candidate per node.
+def checked(policy: TreePolicy, member: str, answer: object, most: int, least: int = 0) -> int:
+    """An answer of a user's policy, limited to what a step can do.
 
     Raises:
-        TypeError, ValueError: from any member: the policy's answer is no integer, or too small.
+        TypeError, ValueError: it is no integer, or too small.
     """
-
-    def __init__(self, policy: TreePolicy, *, chains: bool = False) -> None:
-        self._policy = policy
-        self._most_children = 1 if chains else MAX_CHILDREN
-
-    @property
-    def children(self) -> int:
-        return self._checked("children", self._policy.children, self._most_children, least=1)
-
-    def expand(self, growth: Growth) -> int:
-        return self._checked("expand", self._policy.expand(growth), len(growth.leaves))
-
-    def keep(self, growth: Growth) -> int:
-        return self._checked("keep", self._policy.keep(growth), MAX_NODES)
-
-    def _checked(self, member: str, answer: object, most: int, least: int = 0) -> int:
-        name = f"{type(self._policy).__name__}.{member}"
-        try:
-            number = operator.index(answer)  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"{name} must be an integer, not {type(answer).__name__}") from None
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, not {number}")
-        return min(number, most)
+    name = f"{type(policy).__name__}.{member}"
+    try:
+        number = operator.index(answer)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(answer).__name__}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+    return min(number, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +130,7 @@ class GainPolicy:
         self.children, self.budget = children, budget
         self._batch = batch or BatchLoad()
         self._target_cost = target_cost
-        self._known: tuple[tuple[int, int], dict[int, float]] = (-1, -1), {}  # cached costs of verifying one tree
+        self._known: tuple[tuple[int, int], list[float]] = (-1, -1), []  # what verifying one tree costs, by its rows
 
     def keep(self, growth: Growth) -> int:
         return self._best_size(growth)[0]
@@ -172,29 +153,30 @@ class GainPolicy:
 
     def _row(self, size: int, rate: float, cells: int) -> float:
         """What another row after `size` nodes costs, in tokens."""
-        return rate * (self._verify_cost(size + 2, cells) - self._verify_cost(size + 1, cells))
+        costs = self._costs(size + 2, cells)
+        return rate * (costs[size + 1] - costs[size])
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
-        tokens, cells = 1.0 + self._batch.tokens, growth.cells
-        drafting = growth.seconds * self._batch.sequences
-        best_size, best_rate = 0, tokens / (self._verify_cost(1, cells) + drafting)
-        for size, score in enumerate(growth.scores[: self.budget], 1):
+        tokens, scores = 1.0 + self._batch.tokens, growth.scores[: self.budget]
+        drafting, costs = growth.seconds * self._batch.sequences, self._costs(1 + len(scores), growth.cells)
+        if growth.experts and not self._batch.rows:
+            experts = growth.experts[1 : 1 + len(scores)]
+            costs = [costs[0], *(self._target_cost(n, growth.cells, each) for n, each in enumerate(experts, 2))]
+        best_size, best_rate = 0, tokens / (costs[0] + drafting)
+        for size, score in enumerate(scores, 1):
             tokens += score
-            rate = tokens / (self._verify_cost(size + 1, cells, growth.experts) + drafting)
+            rate = tokens / (costs[size] + drafting)
             if rate > best_rate:
                 best_size, best_rate = size, rate
         return best_size, best_rate
 
-    def _verify_cost(self, num_rows: int, cells: int, experts: Sequence[float] | None = None) -> float:
-        """Seconds of the pass that verifies `num_rows` rows of this sequence."""
-        # Cached, because each growth of a tree needs the same values again.
-        others, known = self._batch.rows, self._known
-        if experts and not others:
-            return self._target_cost(num_rows, cells, experts[num_rows - 1])
-        if known[0] != (others, cells):
-            known = self._known = (others, cells), {}
-        seconds = known[1].get(num_rows)
-        if seconds is None:
-            seconds = known[1][num_rows] = self._target_cost(others + num_rows, cells)
-        return seconds
+    def _costs(self, rows: int, cells: int) -> list[float]:
+        """Seconds of the passes that verify 1, 2, ... rows of this text, of `rows` or more."""
+        # Kept, because each growth of a tree needs the same values again.
+        others, (key, known) = self._batch.rows, self._known
+        known = known if key == (others, cells) else []
+        if len(known) < rows:
+            known = [*known, *(self._target_cost(others + n, cells) for n in range(len(known) + 1, rows + 1))]
+            self._known = (others, cells), known
+        return known

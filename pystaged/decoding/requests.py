@@ -11,10 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import HiddenRows, Sampling, Session, Work, run
-from pystaged.decoding.step import Logprobs
 from pystaged.decoding.tree import TokenTree
 
 MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1.
+
+    of_token: that of the token itself.
+    top: the likeliest tokens and their log-probabilities, best first.
+    """
+
+    of_token: float
+    top: list[tuple[int, float]]
+
+    @staticmethod
+    def of(of_tokens: NDArray[np.float32], best: NDArray[np.int32], of_best: NDArray[np.float32]) -> list[Logprobs]:
+        """Convert the arrays that Session.verify returns."""
+        tops = zip(best.tolist(), of_best.tolist(), strict=True)
+        return [Logprobs(own, list(zip(*top, strict=True))) for own, top in zip(of_tokens.tolist(), tops, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
@@ -212,25 +229,34 @@ _CLOCKS = Clocks()
 def fulfil(request: AnyRequest, clocks: Clocks = _CLOCKS) -> None:
     """Make a pass for one request and store its result or error."""
     try:
-        share([request], lambda: [request.perform()], clocks)
+        share([request], clocks)
     except BaseException as error:
         request.error = error
 
 
-def share(requests: Sequence[AnyRequest], make: Callable[[], list[Any]], clocks: Clocks = _CLOCKS) -> None:
-    """Make one pass for requests and store their results. Raises as `make`, which makes the pass and returns them."""
+def share(
+    requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Callable[[list[Work]], list[Any]] | None = None
+) -> None:
+    """Make one pass for requests and store their results. Raises the pass's error.
+
+    Args:
+        make: makes a pass of several works, as _core.run. None for a pass of the only request.
+    """
     processor = clocks.of(requests[0])
     begin, processor_begin = clocks.wall(), processor()
-    found = make()
+    found = [requests[0].perform()] if make is None else make([request.work() for request in requests])
     seconds, cost = clocks.wall() - begin, processor() - processor_begin
-    rows, past = sum(request.num_rows for request in requests), mean_past(requests)
+    rows, past = mean_past(requests)
     for request, each in zip(requests, found, strict=True):
         request.take(each)
         request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
         request.seconds, request.processor_seconds = seconds, cost
 
 
-def mean_past(requests: Sequence[AnyRequest]) -> float:
-    """Mean number of tokens before a row."""
-    rows = sum(request.num_rows for request in requests)
-    return sum(request.num_rows * request.past for request in requests) / rows
+def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:
+    """Number of rows, and the mean number of tokens before a row."""
+    rows = past = 0
+    for request in requests:
+        rows += request.num_rows
+        past += request.num_rows * request.past
+    return rows, past / rows

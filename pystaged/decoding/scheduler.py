@@ -1,4 +1,4 @@
-"""Scheduling of an engine's sequences: one thread steps all of them, and readers wait on queues."""
+"""Scheduling of an engine's texts: one thread steps all of them, and readers wait on queues."""
 
 from __future__ import annotations
 
@@ -8,69 +8,70 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
 
 from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.sequence import Sequence
 from pystaged.decoding.stepper import Stepper, own_copy
+from pystaged.decoding.text import Queue, Text
+from pystaged.result import Piece
 
-MOST_UNREAD = 256  # tokens that a sequence runs ahead of its reader
+MOST_UNREAD = 256  # tokens that a text runs ahead of its reader
 _ENDS = "no text can be generated while the process exits"
 _FORKED = (
     "this process was forked from the one that loaded the model, and has none of its threads; load the model in the "
     'child, or use spawn: multiprocessing.get_context("spawn")'
 )
 _IN_STEP = "a policy cannot generate with its own engine, which waits for it; load the model a second time"
-_MOST_ASKED = 8  # most sequences per round that wait for another one's prefill and are tried again
+_MOST_ASKED = 8  # at most so many texts that wait for a shared prompt are tried again in a round
+# CPython preallocates 16 MemoryErrors for when memory is short and aborts if all are in use, so texts share these.
+_OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc",))}
 
 
 class Scheduler:
-    """Steps the sequences of one engine in a thread, which lives as long as the engine.
+    """Steps the texts of one engine in a thread, which lives as long as the engine.
 
-    Only that thread uses running sequences, their contexts and drafters. Other threads put a new sequence into `_inbox`
+    Only that thread uses running texts, their contexts and drafters. Other threads put a new text into `_inbox`
     or set its flags, then put an item into `_bell`, on which the thread waits. A SimpleQueue's `put` is reentrant, so
     that finalizers may call it at any time.
 
     Args:
-        contexts: lends each sequence a context.
-        note_end: called when a sequence has ended.
+        contexts: lends each text a context.
+        note_end: called when a text has ended.
     """
 
     def __init__(self, stepper: Stepper, contexts: ContextPool, note_end: Callable[[], None] = lambda: None) -> None:
         self._stepper, self._contexts, self._note_end = stepper, contexts, note_end
         self._process = os.getpid()
-        self._inbox: SimpleQueue[Sequence] = SimpleQueue()
+        self._inbox: SimpleQueue[Text] = SimpleQueue()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        self._sequences: list[Sequence] = []
+        self._texts: list[Text] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None  # an error that must end all sequences
+        self._fault: BaseException | None = None  # an error that must end all texts
         self._is_waiting, self._is_stopping = True, False
 
-    def open(self, sequence: Sequence, put: Callable[[Any], None], most_unread: float | None = None) -> None:
-        """Add a sequence, which begins when there is room for it.
+    def open(self, text: Text, queue: Queue, most_unread: float | None = None) -> None:
+        """Add a text, which begins when there is room for it.
 
         Args:
-            put: called by the thread with the sequence's progress, pieces and last an End; must not block.
+            queue: where its reader waits.
             most_unread: tokens that it may decode ahead of its reader; None for 256.
 
         Raises:
             RuntimeError: as check_caller.
         """
         self.check_caller()
-        sequence.put, sequence.most_unread = put, MOST_UNREAD if most_unread is None else most_unread
-        self._inbox.put(sequence)
+        text.queue, text.most_unread = queue, MOST_UNREAD if most_unread is None else most_unread
+        self._inbox.put(text)
         try:
             with self._starting:
                 self._start()
         except RuntimeError as error:  # the system refuses a thread, or the process ends
             if isinstance(error.__context__, (KeyboardInterrupt, SystemExit)):
                 raise error.__context__ from None  # a signal came while threading held a lock of its own
-            sequence.close(error)
+            self._end(text, error)
         self._ring()
-        sequence.is_open = True  # last, so that after Ctrl-C the reader opens it again
+        text.is_open = True  # last, so that after Ctrl-C the reader opens it again
 
     def _start(self) -> None:
         if self._is_stopping:
@@ -87,9 +88,9 @@ class Scheduler:
                 bell.put(None)  # if it was started all the same, it must end
                 raise
 
-    def note_read(self, sequence: Sequence, piece: Any) -> None:
-        """Count a piece as read, so that the sequence may go on."""
-        sequence.num_read += len(piece.tokens)
+    def note_read(self, text: Text, piece: Piece) -> None:
+        """Count a piece as read, so that the text may go on."""
+        text.num_read += len(piece.tokens)
         if self._is_waiting:
             self._ring()
 
@@ -101,37 +102,37 @@ class Scheduler:
     @property
     def can_wait(self) -> bool:
         """Whether the caller may wait for a text: not in a child of fork(), nor inside a step, as a policy is."""
-        return not self.is_forked and not self._in_step
-
-    @property
-    def _in_step(self) -> bool:
-        return self._thread is threading.current_thread()
+        return os.getpid() == self._process and self._thread is not threading.current_thread()
 
     def check_caller(self) -> None:
         """Raise RuntimeError if the caller cannot wait for a text."""
         if not self.can_wait:
             raise RuntimeError(_FORKED if self.is_forked else _IN_STEP)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """End a sequence after the current pass. Does not wait."""
-        sequence.is_cancelled = True
+    def cancel(self, text: Text) -> None:
+        """End a text after the current pass. Does not wait."""
+        text.is_cancelled = True
         self._ring()
 
     def stop(self) -> None:
-        """End all sequences after the current pass, and wait for the thread's end, at the process's exit."""
+        """End all texts after the current pass, and wait for the thread's end, at the process's exit."""
         self._is_stopping = True
         self._ring()
         if thread := self._thread:
             thread.join()
 
     def work(self) -> bool:
-        """Step until no sequence can go on. Called by the thread, which ends if this returns False."""
-        if not self._in_step:  # Ctrl-C interrupted the start of this thread, and another one replaces it
+        """Step until no text can go on. Called by the thread, which ends if this returns False."""
+        if (
+            self._thread is not threading.current_thread()
+        ):  # Ctrl-C interrupted the start of this thread, and another one replaces it
             return False
         self._is_waiting = False
         self._settle()
         while not self._is_stopping:
-            if not self._step():
+            ready = self._admit_all()
+            self._stepper.step(ready)
+            if not ready and not any(text.is_over for text in self._texts):
                 self._is_waiting = True  # before the test, so that a reader in between wakes the thread
                 if not self._ready():
                     return True
@@ -140,86 +141,103 @@ class Scheduler:
         return False
 
     def note_fault(self, error: BaseException) -> None:
-        """Let the next call of `work` end all sequences with an exception that this one raised."""
+        """Let the next call of `work` end all texts with an exception that this one raised."""
         self._fault = error
 
     def _settle(self) -> None:
-        """Accept new sequences, close cancelled ones, and drop ended ones."""
+        """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
         if self._is_stopping:
             self._fault = RuntimeError(_ENDS)
         if self._fault is not None:
-            for sequence in self._sequences:
-                sequence.close(own_copy(self._fault))
+            for text in self._texts:
+                self._end(text, own_copy(self._fault))
             self._fault = None
         while not self._inbox.empty():
-            sequence = self._inbox.get()
-            if sequence not in self._sequences:  # after Ctrl-C its reader may open it again
-                self._sequences.append(sequence)
-        for sequence in self._sequences:
-            if sequence.is_cancelled:
-                sequence.close()
-        self._sequences = [sequence for sequence in self._sequences if not sequence.is_over]
+            text = self._inbox.get()
+            if text not in self._texts:  # after Ctrl-C its reader may open it again
+                self._texts.append(text)
+        for text in self._texts:
+            if text.is_cancelled or text.finish or text.error is not None:
+                self._end(text, text.error)
+        self._texts = [text for text in self._texts if not text.is_over]
 
-    def _admit(self, sequence: Sequence, *, must: bool) -> None:
-        """Begin a sequence in a context, or store its reason to wait; with `must` it does not wait."""
-        if sequence.decoder or sequence.is_over:
+    def _end(self, text: Text, error: BaseException | None = None) -> None:
+        """End a text: its context rests, and its reader hears of the end. After a MemoryError it can be called again.
+
+        Args:
+            error: what has ended it, None for nothing.
+        """
+        if text.is_over and text.queue is None:
             return
-        contexts = self._contexts
         try:
-            tokens, config = sequence.prompt_tokens, sequence.config
-            context = contexts.take(tokens, config.max_tokens, must=must, most_reused=sequence.most_reused)
-            if isinstance(context, Wait):
-                sequence.wait = context
-                return
             try:
-                sequence.start(context, lambda error: self._release(context, error))
-            except BaseException:
-                contexts.give_back(context)
-                raise
-        except BaseException as error:
-            sequence.close(error)
+                text.end(error)
+            finally:
+                if context := text.context:
+                    text.context = None
+                    if isinstance(error, DeviceError):
+                        self._contexts.forget()
+                    else:
+                        self._contexts.give_back(context)
+                    self._note_end()
+        except BaseException as fault:  # must end this text alone
+            text.error = fault if text.error is None else text.error
+        if isinstance(text.error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
+            told = RuntimeError(f"{type(text.error).__name__} was raised while a text was decoded")
+            told.__cause__, text.error = text.error, told
+        if isinstance(text.error, MemoryError) and text.error.args in _OUT_OF_MEMORY:
+            text.error = _OUT_OF_MEMORY[text.error.args]
+            text.error.__traceback__ = text.error.__context__ = None
+        text.is_over = True  # first, because Ctrl-C may keep its reader from what is in the queue
+        if text.queue:
+            text.queue.put((text, None))
+        text.queue = None  # which may hold the text
 
-    def _release(self, context: Decoder, error: BaseException | None) -> None:
-        if isinstance(error, DeviceError):
-            self._contexts.forget()
-        else:
-            self._contexts.give_back(context)
-        self._note_end()
+    def _admit_all(self) -> list[Text]:
+        """Begin texts in the order of their arrival; returns those that can step."""
+        waiting = [text for text in self._texts if not text.context]
+        put_off = {*[text for text in waiting if text.wait is Wait.PROMPT][_MOST_ASKED:]}
+        for text in waiting:
+            if text not in put_off:
+                self._admit(text, must=False)
+            # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
+            if not text.context and not text.is_over and text.wait is Wait.MEMORY:
+                break
+        ready = self._ready()
+        waiting = [text for text in waiting if not text.context and not text.is_over]
+        if not ready and waiting:
+            # All running texts wait for their readers, who may wait for this one.
+            self._admit(waiting[0], must=True)
+            ready = self._ready()
+        return ready
+
+    def _admit(self, text: Text, *, must: bool) -> None:
+        """Begin a text in a context, or store its reason to wait; with `must` it does not wait."""
+        try:
+            context = self._contexts.take(
+                text.prompt_tokens, text.config.max_tokens, must=must, most_reused=text.most_reused
+            )
+            if isinstance(context, Wait):
+                text.wait = context
+            else:
+                text.context = context
+                text.begin(context)
+        except BaseException as error:
+            self._end(text, error)
+
+    def _ready(self) -> list[Text]:
+        return [text for text in self._texts if text.can_step]
 
     def _ring(self) -> None:
-        """Wake the thread, if there is one, to read the inbox and the sequences' flags."""
+        """Wake the thread, if there is one, to read the inbox and the texts' flags."""
         if self._bell.empty():  # otherwise it will wake anyway
             self._bell.put(None)
 
-    def _step(self) -> bool:
-        """Admit sequences in the order of their arrival, then step those that can; returns whether any went on."""
-        waiting = [sequence for sequence in self._sequences if not sequence.decoder]
-        put_off = {*[sequence for sequence in waiting if sequence.wait is Wait.PROMPT][_MOST_ASKED:]}
-        for sequence in waiting:
-            if sequence not in put_off:
-                self._admit(sequence, must=False)
-            # No sequence overtakes one that waits for memory, or small ones could delay a large one for ever.
-            if not sequence.decoder and not sequence.is_over and sequence.wait is Wait.MEMORY:
-                break
-        ready = self._ready()
-        waiting = [sequence for sequence in waiting if not sequence.decoder and not sequence.is_over]
-        if not ready and waiting:
-            # All running sequences wait for their readers, who may wait for this one.
-            self._admit(waiting[0], must=True)
-            ready = self._ready()
-        texts = [sequence.decoder for sequence in ready if sequence.decoder]
-        for sequence, outcome in zip(ready, self._stepper.step(texts), strict=True):
-            sequence.take(outcome)
-        return bool(ready) or any(sequence.is_over for sequence in self._sequences)
-
-    def _ready(self) -> list[Sequence]:
-        return [sequence for sequence in self._sequences if sequence.can_step]
-
 
 def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
-    """The thread of an engine: steps its sequences whenever the bell has an item, until the engine is dropped.
+    """The thread of an engine: steps its texts whenever the bell has an item, until the engine is dropped.
 
-    No error ends it, not even a MemoryError in its own code: it goes on, and the error ends all sequences.
+    No error ends it, not even a MemoryError in its own code: it goes on, and the error ends all texts.
     """
     is_idle, here = True, None
     while True:

@@ -1,8 +1,9 @@
 """Speculative decoding of one sequence in its simplest form.
 
-The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `decoder` that of one,
-`account` decides whether a step drafts, `constraint` enforces grammars, and `contexts` reuses KV caches. Only
-constraints change tokens, so `speculate` emits the tokens that the engine emits, which tests check.
+The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `text` that of one,
+`account` decides whether a step drafts, `contexts` reuses KV caches, and grammars cut trees. Only grammars change
+tokens, so `speculate` emits the tokens that the engine emits, which tests check. Both begin a tree, grow it, verify it,
+and accept its path.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.decoding.drafter import Drafter, fulfil_all
-from pystaged.decoding.tree import TokenTree
 from pystaged.options.config import SamplingConfig
 
 
@@ -49,7 +49,10 @@ def speculate(
         fulfil_all(drafter)
         tree = drafter.tree
 
-        # Verify: one pass of the target over all nodes, then `follow`. Only the path stays in the KV cache.
+        # Verify: one pass of the target over all nodes. From the root on, take the target's own token; if a child holds
+        # it, go on from there; otherwise it is the bonus token. The own token has the largest log p + noise. The noise
+        # depends on seed, position and token alone (the Gumbel-max trick), so it is the token that plain decoding would
+        # have sampled. Only the path stays in the KV cache.
         _, tokens = target.verify(tree.tokens, tree.parents, sampling.native)[:2]
         tokens = tokens.tolist()
 
@@ -60,24 +63,3 @@ def speculate(
         room = 0 if ends else room - len(tokens)
     drafter.end()
     return steps
-
-
-def follow(target: Session, tree: TokenTree, sampling: SamplingConfig) -> tuple[list[int], list[int]]:
-    """The accepted path of a tree whose nodes are pending rows of the target, and the target's own token after each.
-
-    Does the same as Session.follow. The acceptance rule: take the target's own token; if a child holds it, go on from
-    there; otherwise it is the bonus token. The own token has the largest log p + noise; as the noise depends on seed,
-    position and token alone (the Gumbel-max trick), it is the token that plain decoding would have sampled.
-    """
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-    }
-    path, tokens = [0], list[int]()
-    while True:
-        best, _ = target.candidates([path[-1]], 1, sampling.native)
-        tokens.append(int(best[0, 0]))
-        child = children.get((path[-1], tokens[-1]))
-        if child is None:
-            return path, tokens
-        path.append(child)

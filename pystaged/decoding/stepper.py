@@ -1,8 +1,8 @@
-"""Batched steps: each sequence drafts a tree, and one pass of the target verifies all trees.
+"""The loop: in a step each text drafts a tree, and one pass of the target verifies all trees.
 
 The guesses of all trees are ranked together by score, and the n best are verified, where n maximizes
 
-    (sequences + sum of scores) / (T(sequences + n) + drafting time, which is the time since the last pass).
+    (texts + sum of scores) / (T(texts + n) + drafting time, which is the time since the last pass).
 
 Prefill runs in pieces in the same passes. The values of a row do not depend on the other rows, so batching changes no
 token.
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from pystaged._core import run
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Propose, Read, Verify, fulfil, mean_past, share
-from pystaged.decoding.step import Step
+from pystaged.decoding.text import Text
 from pystaged.options.table import PREFILL_BUDGET
+from pystaged.result import Piece
 from pystaged.stats import PassStats
 
 _LEAST_PIECE = 8  # least tokens of prefill in such a pass, however long it takes
@@ -28,7 +30,7 @@ _DRAFT_PIECE = 64  # tokens that a draft prefills in one step of a batch
 
 
 class Stepper:
-    """Steps the sequences of one target together.
+    """Steps the texts of one target together.
 
     Args:
         cost: seconds of a target pass; None verifies all drafted nodes.
@@ -52,50 +54,50 @@ class Stepper:
         self._clocks = clocks or Clocks()
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
-    def step(self, texts: Sequence[Decoder]) -> list[Step | BaseException | None]:
-        """Step the batch by one pass of the target: each text takes a step, or reads a piece of its prompt.
-
-        Returns:
-            For each text its step, its error, or None if it reads its prompt or its drafter does.
-        """
+    def step(self, texts: Sequence[Text]) -> None:
+        """Step the batch by one pass of the target: each text takes a step, or reads a piece of its prompt."""
+        # Begin a tree of guesses for each text and grow it: by lookups, and by the passes that other proposers want.
         for text in texts:
-            text.ask()  # begins a tree, which lookups grow
-        have_read = set[Decoder]()  # texts whose drafts have read a piece in this step
-        while asked := self._drafts(texts, have_read):  # the next passes that proposers want
+            text.ask()
+        have_read = set[Text]()  # texts whose drafts have read a piece in this step
+        while asked := self._drafts(texts, have_read):
             self._pass(asked)
             for text in asked:
                 text.take()
-                if text.outcome is None:
-                    text.ask()
+                text.ask()
+
+        # Choose rows: the best nodes of all trees, and pieces of prompts.
         asked = [text for text in texts if text.request and not text.wants_draft]
-        steps = {text: text.request for text in asked if isinstance(text.request, Verify)}
-        self._trim_trees([*steps.values()])
-        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*steps.values()])
+        trees = {text: text.request for text in asked if isinstance(text.request, Verify)}
+        self._trim_trees([*trees.values()])
+        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*trees.values()])
         asked = [text for text in asked if text.request and text.request.num_rows]
-        requests = self._pass(asked)  # the target's, for all trees and pieces of prompts
+
+        # Verify: one pass of the target over all rows.
+        requests = self._pass(asked)
         self._last = self._clocks.processor()
         self._count(requests)
-        note_batch(asked, steps)
+        note_batch(asked, trees)
+
+        # Accept: each text takes its path and the bonus token, and tells its drafter.
         for text in asked:
-            text.take()  # accepts a tree's path and the bonus token
-        return [text.outcome for text in texts]
+            text.take()
 
     def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        made = [request for request in requests if request.error is None]
-        trees = [request.num_rows for request in made if isinstance(request, Verify)]
-        rows = sum(request.num_rows for request in made)
-        more = PassStats(
-            passes=round(sum(request.share for request in made)),  # shares of one pass, or each request's own
-            seconds=sum(request.share * request.seconds for request in made),
-            rows=rows,
-            prompt_rows=rows - sum(trees),
-            guesses=sum(trees) - len(trees),
-            steps=len(trees),
-        )
+        passes = seconds = 0.0
+        rows = nodes = steps = 0
+        for request in requests:
+            if request.error is None:
+                passes += request.share  # of one pass, or each request's own
+                seconds += request.share * request.seconds
+                rows += request.num_rows
+                if isinstance(request, Verify):
+                    nodes, steps = nodes + request.num_rows, steps + 1
+        more = PassStats(round(passes), seconds, rows, rows - nodes, nodes - steps, steps)
         self.passes = self.passes.plus(more)
 
-    def _drafts(self, texts: Sequence[Decoder], have_read: set[Decoder]) -> list[Decoder]:
+    def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> list[Text]:
         """The texts whose drafts have a pass to make; a draft that has more to read than a piece waits then. Pieces of
         drafts that read the target's hidden states are larger, as they take a small part of its time."""
         found = []
@@ -114,7 +116,7 @@ class Stepper:
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
         if self._cost and len(requests) > 1:
-            cost, past = self._cost, mean_past(requests)
+            cost, (_, past) = self._cost, mean_past(requests)
             trees = [request.tree.scores.tolist() for request in requests]
             spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
             rows = best_rows(trees, lambda n: cost(n, past), spent)
@@ -140,7 +142,7 @@ class Stepper:
             request.num_rows += more
             room -= more
 
-    def _pass(self, texts: Sequence[Decoder]) -> list[AnyRequest]:
+    def _pass(self, texts: Sequence[Text]) -> list[AnyRequest]:
         """Make one pass for the requests of texts; if it fails, one for each, so that only the request at fault
         fails."""
         requests = [text.request for text in texts if text.request]
@@ -150,7 +152,7 @@ class Stepper:
             return requests
         pending = [_num_pending(request) for request in requests]
         try:
-            share(requests, lambda: self._make([request.work() for request in requests]), self._clocks)
+            share(requests, self._clocks, self._make)
         except Exception as error:
             for request, before in zip(requests, pending, strict=True):
                 if _was_made(request, before):
@@ -160,29 +162,35 @@ class Stepper:
         return requests
 
 
-def generate(text: Decoder, *arguments: Any, **options: Any) -> Generator[Step, None, None]:
-    """Continue a prompt alone, step by step; arguments and errors as in Decoder.begin."""
-    stepper, outcome = Stepper(None, clocks=text.clocks), None
-    text.begin(*arguments, **options)
+def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
+    """Decode a text alone, step by step. Raises the error that ends it, and as Text.begin."""
+    queue, stepper = SimpleQueue[Any](), Stepper(None, clocks=context.clocks)
+    text.queue = queue
     try:
-        while not isinstance(outcome, Step) or outcome.finish_reason is None:
-            (outcome,) = stepper.step([text])
-            if isinstance(outcome, Step):
-                yield outcome
-            elif outcome is not None:
-                raise outcome
+        text.begin(context)
+        while not text.finish:
+            stepper.step([text])
+            while not queue.empty():
+                yield queue.get()[1]
+            if text.error is not None:
+                raise text.error
     finally:
         text.end()
 
 
-def note_batch(texts: Sequence[Decoder], steps: Mapping[Decoder, Verify]) -> None:
+def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    loads = {text: (request.num_rows, float(request.tree.scores.sum())) for text, request in steps.items()}
+    rows = tokens = 0.0
+    loads = {}
+    for text, request in steps.items():
+        loads[text] = request.num_rows, float(request.tree.scores.sum())
+        rows, tokens = rows + loads[text][0], tokens + loads[text][1]
     for text in texts:
-        others = [load for other, load in loads.items() if other is not text]
-        text.batch.sequences = 1 + len(others)
-        text.batch.rows = sum(rows for rows, _ in others)
-        text.batch.tokens = sum(tokens for _, tokens in others)
+        own_rows, own_tokens = loads.get(text, (0, 0.0))
+        assert text.context
+        batch = text.context.batch
+        batch.sequences = 1 + len(loads) - (text in loads)
+        batch.rows, batch.tokens = int(rows) - own_rows, tokens - own_tokens
 
 
 def own_copy(error: BaseException) -> BaseException:

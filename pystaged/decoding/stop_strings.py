@@ -26,6 +26,7 @@ class TextBuffer:
     ) -> None:
         self._anywhere = _Finder(ends if reader else (*stop, *ends))
         self._shown, self._reader = _Finder(stop if reader else ()), reader
+        self._searches = bool(stop or ends or reader)
         # A model may emit invalid UTF-8, which becomes replacement characters.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held, self._begin = "", 0  # text held back, and the number of characters before it
@@ -39,7 +40,8 @@ class TextBuffer:
 
     def push(self, data: bytes) -> str:
         """Add the bytes of a token; returns the text that is certain now."""
-        return self._take(self._decoder.decode(data))
+        text = self._decoder.decode(data)
+        return self._take(text) if self._searches else text
 
     def finish(self, *, cut: bool = False) -> str:
         """The rest of the text, after the last token.
@@ -59,7 +61,8 @@ class TextBuffer:
         self._held += text
         certain = self._anywhere.certain
         if self._reader:
-            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended, is_cut=cut)]
+            told = self._reader.placed(text, ended=ended, is_cut=cut)
+            found += [] if cut else [self._find_shown(*each) for each in told]  # at a cut it may begin a call
             certain = min(certain, self._shown.certain, self._read)
         if places := [place for place in found if place]:
             begin, end = min(places)
@@ -103,7 +106,7 @@ class _Finder:
         begin: the number of characters before the part.
         """
         found: tuple[int, int] | None = None
-        for end, character in enumerate(text, begin + 1):
+        for end, character in enumerate(text if self._stops.longest[-1] else "", begin + 1):  # any strings
             self._state = self._stops.after(self._state, character)
             length = self._stops.longest[self._state]
             if length and (found is None or end - length < found[0]):

@@ -9,6 +9,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from pystaged.sampling.constraint import Constraint, allows
+
 
 class Stage(IntEnum):
     """The proposer of a token: the target, a draft (a model, a head), n-grams, or a grammar that allows no other one.
@@ -122,3 +124,36 @@ class TreeBuilder:
             np.array([node.score for node in nodes], np.float32),
             np.array([node.stage for node in nodes], np.uint8),
         )
+
+
+def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) -> tuple[TokenTree, NDArray[np.uint32]]:
+    """Add the forced tokens to a tree and cut the forbidden nodes, which could not have been accepted.
+
+    Returns: the new tree of n nodes, and the mask after each node, uint32[n, words].
+    """
+    builder, first = TreeBuilder(int(tree.tokens[0])), constraint.mask([])
+    if first is None:
+        raise ValueError("the constraint forbids the tokens that it was advanced by")
+    masks = [first]
+
+    def add(parent: int, token: int, score: float, stage: Stage) -> int | None:
+        known = builder.children[parent].get(token)
+        if known is not None:
+            return known
+        mask = constraint.mask([*builder.path(parent), token]) if allows(masks[parent], token) else None
+        if mask is None:
+            return None
+        masks.append(mask)
+        return builder.add(parent, token, score, stage)
+
+    last = 0
+    for token in forced:
+        if (node := add(last, token, 1.0, Stage.GRAMMAR)) is None:
+            break
+        last = node
+    kept: dict[int, int] = {0: 0}
+    nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), tree.stages.tolist(), strict=True)
+    for i, (token, parent, score, stage) in enumerate(nodes):
+        if parent in kept and (found := add(kept[parent], token, score, Stage(stage))) is not None:
+            kept[i] = found
+    return builder.build(range(1, len(builder.nodes))), np.stack(masks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -38,17 +39,17 @@ _SHARES: dict[int, dict[int, float]] = {
 
 def mix(proposals: Sequence[Proposal]) -> Proposal:
     """Mix the lookups' proposals for one node, which must be in the order of the sources above."""
-    said = [proposal for proposal in proposals if proposal.chances]
-    if not said:
-        return Proposal({}, NOBODY)
-    mixed, source = said[0].chances, said[0].source
-    for proposal in said[1:]:
-        share = _SHARES[proposal.source][source]
-        rest = 1 - share
-        mixed = {token: rest * chance for token, chance in mixed.items()}
-        for token, chance in proposal.chances.items():
-            mixed[token] = mixed.get(token, 0.0) + share * chance
-        source = max(source, proposal.source)
+    mixed, source = dict[int, float](), NOBODY
+    for proposal in proposals:
+        if not mixed:
+            mixed, source = proposal.chances, proposal.source if proposal.chances else NOBODY
+        elif proposal.chances:
+            share = _SHARES[proposal.source][source]
+            rest = 1 - share
+            mixed = {token: rest * chance for token, chance in mixed.items()}
+            for token, chance in proposal.chances.items():
+                mixed[token] = mixed.get(token, 0.0) + share * chance
+            source = max(source, proposal.source)
     return Proposal(mixed, source)
 
 
@@ -80,6 +81,14 @@ Child = tuple[float, int, tuple[Cell, ...]]
 """A candidate: the rate of its parent's tokens that it gets, the token, and the cells that learn from the outcome."""
 
 
+class _Rates(dict[Cell, float]):
+    """Rates by cell; of new ones the prior."""
+
+    def __missing__(self, cell: Cell) -> float:
+        found = self[cell] = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
+        return found
+
+
 class Calibration:
     """Estimates the probability that a candidate is the target's token, given that its parent is.
 
@@ -91,21 +100,15 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._rates: dict[Cell, float] = {}
+        self.rates = _Rates()  # the estimated rate of each cell of one source
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
 
     def copy(self) -> Calibration:
         """A copy of the learnt state."""
         other = Calibration()
-        other._rates, other._counts = self._rates.copy(), self._counts.copy()
+        other.rates.update(self.rates)
+        other._counts = self._counts.copy()
         return other
-
-    def rate(self, cell: Cell) -> float:
-        """The estimated rate of a cell of one source."""
-        found = self._rates.get(cell)
-        if found is None:
-            found = self._rates[cell] = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
-        return found
 
     def cells(self, source: int, scores: Sequence[float]) -> list[Cell]:
         """The cell of each of a node's candidates, given the scores of all of them, best first."""
@@ -120,21 +123,22 @@ class Calibration:
         proposer found; where one of them is silent, the other one's."""
         cells = dict(zip(found.scores, self.cells(found.source, list(found.scores.values())), strict=True))
         if not cells or not guesses:
-            return [(self.rate(cell), token, (cell,)) for token, cell in (cells or guesses).items()]
+            return [(self.rates[cell], token, (cell,)) for token, cell in (cells or guesses).items()]
         best = next(iter(cells.values()))
         said = list[Child]()
         for token, cell in cells.items():
             guess = guesses.get(token)
-            support = self.rate(guess) if guess else 0.0
+            support = self.rates[guess] if guess else 0.0
             both: Cell = (*cell[:3], 1 + bisect_right(_SUPPORT, support) if guess else -1)
             learning = (both, cell, guess) if guess else (both, cell)
-            said.append((self._joint(both, max(self.rate(cell), support)), token, learning))
+            said.append((self._joint(both, max(self.rates[cell], support)), token, learning))
         for token, guess in guesses.items():
             if token not in cells:
-                support = self.rate(guess)
+                support = self.rates[guess]
                 both = (found.source, _ABSENT, best[2], 1 + bisect_right(_SUPPORT, support))
-                said.append((self._joint(both, support * (1 - self.rate(best))), token, (both, guess)))
-        return sorted(said, key=lambda child: -child[0])  # of equal rates, the better rank comes first
+                said.append((self._joint(both, support * (1 - self.rates[best])), token, (both, guess)))
+        said.sort(key=itemgetter(0), reverse=True)  # of equal rates, the better rank comes first
+        return said
 
     def _joint(self, cell: Cell, prior: float) -> float:
         counts = self._counts.get(cell)
@@ -150,8 +154,8 @@ class Calibration:
             fade = min(1.0, _MEMORY / (tried + 1))
             self._counts[cell] = fade * tried + 1, fade * hits + hit
             return
-        tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rate(cell))
+        tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rates[cell])
         fade = min(1.0, _MEMORY / tried)
         tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
         # Never 0 or 1, so that a tree can always grow a sibling or end.
-        self._rates[cell] = min(max(hits / tried, 0.002), 0.998)
+        self.rates[cell] = min(max(hits / tried, 0.002), 0.998)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Model, Sampling, Session, Work, run
-from pystaged.decoding.batch import results
-from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.readers import results
+from pystaged.decoding.text import Text
 from pystaged.options.config import GenerationConfig
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ def _answered(
         questions = [text for text in dict.fromkeys(result.text.strip() for result in found) if text not in asked]
         asked.update(questions)
         before = written
-        for answer in results(
-            engine.runtime.scheduler, _answers(engine, questions, temperature, first + _SIDE_BY_SIDE)
-        ):
+        for answer in results(_answers(engine, questions, temperature, first + _SIDE_BY_SIDE)):
             written += len(answer.tokens)
             yield np.array(answer.tokens, np.int32)
         if written == before:
@@ -112,7 +110,7 @@ def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed:
     """Sequences that answer the questions; every other one is greedy. Each has its own seed, so that samples differ."""
     chat_format = engine.chat_format
     return (
-        engine.runtime.sequence(
+        engine.start(
             chat_format.encode([{"role": "user", "content": question}]),
             GenerationConfig(
                 max_tokens=_LONGEST_ANSWER,

@@ -22,7 +22,7 @@ from pystaged.decoding.account import Meter
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.experts import ExpertCost
-from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, CheckedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest
 from pystaged.decoding.tree import Cell, Stage, TokenTree
 from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
@@ -32,12 +32,12 @@ from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats
 
-_CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
 _LEAST = 0.02  # score from which a node may be judged
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
 _COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
 _HELD = 0.4  # the same of the children that lookups give the root
 _BLEND = 0.02  # weight of a new observation of these
+_ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
 _FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
 
 
@@ -69,8 +69,6 @@ class TreeDrafter:
         chains: bool = False,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
-        self.prediction: Sequence[int] = ()
-        self.is_greedy = True
         self.estimate = 0.0
         self.tree: TokenTree
         self._proposers = proposers
@@ -81,8 +79,8 @@ class TreeDrafter:
         for proposer in proposers:
             proposer.stats = self._looking_up if isinstance(proposer, Lookup) else self._passes
             proposer.meter = self._meter
+        self._policy = policy
         self._gain = policy if isinstance(policy, GainPolicy) else None
-        self._policy = CheckedPolicy(policy, chains=chains)
         self._chains = chains
         self._vocab_size = vocab_size
         self._cost = cost
@@ -114,12 +112,9 @@ class TreeDrafter:
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
             self._learnt = {greedy: learnt.copy() for greedy, learnt in other._learnt.items()}
-            self._known = self._learnt[self.is_greedy]
+            self._known = self._learnt[True]
             for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
                 proposer.inherit(experienced)
-
-    def constrain(self, constraint: Constraint | None) -> None:
-        self._constraint = constraint
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return min(proposer.reusable(prompt) for proposer in self._proposers)
@@ -128,20 +123,27 @@ class TreeDrafter:
         self._late = [proposer for proposer in self._proposers if proposer.watch(prompt, first, last)]
         self._deadline = math.inf
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        self._tree, self._late = None, ()
-        self._tail = [*self.prediction, *context[-TAIL:].tolist()][-TAIL:]
+    def start(
+        self,
+        context: NDArray[np.int32],
+        *,
+        greedy: bool = True,
+        prediction: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._tree, self._late, self._constraint = None, (), constraint
+        self._tail = [*prediction, *context[-TAIL:].tolist()][-TAIL:]
         self._length = len(context)
-        self._known = self._learnt[self.is_greedy]
+        self._known = self._learnt[greedy]
         for learnt in self._learnt.values():
             learnt.forget()
         for proposer in self._proposers:
-            proposer.start(context, self.prediction)
+            proposer.start(context, prediction)
 
     def end(self) -> None:
         if self._tree is not None:
             self._discard()  # its outcome will not be known
-        self._late, self.prediction = (), ()
+        self._late, self._constraint = (), None
         for proposer in self._proposers:
             proposer.end()
 
@@ -172,9 +174,8 @@ class TreeDrafter:
         if self._tree is not None:
             self._discard()  # the outcome of the last tree is not known, because its step failed
         self._known = self._learnt[sampling.is_greedy]
-        children = max(_CANDIDATES, self._policy.children)
-        constraint = self._constraint
-        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, constraint, self._vocab_size)
+        children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
+        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint, self._vocab_size)
         if max_depth < 1:
             self.tree = tree.build([])
             return
@@ -183,45 +184,60 @@ class TreeDrafter:
             self._read(late, seconds)
 
     def request(self) -> AnyRequest | None:
+        tree, costly = self._tree, self._costly
         try:
-            request = self._next_pass()
+            # Read what proposers lack of the text.
+            while self._late:
+                self._asking = self._late[0]
+                if read := self._asking.catch_up(self._deadline - self._meter()):
+                    self._meter.stop()
+                    return read
+                self._late = self._late[1:]
+                if tree:
+                    tree.reading = self._meter() - tree.began
+            if tree is None or tree.rows == []:
+                return None
+            if tree.rows is None:  # the tree begins, with forced tokens
+                if costly and costly.is_ready:
+                    tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
+                if self._constraint:
+                    for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)]:
+                        tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
+            # Grow it, pass by pass. A pass is made between two calls.
+            while True:
+                if tree.rows:
+                    asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
+                    if costly and asked and (request := costly.request(tree, asked)):
+                        self._asking = costly
+                        self._meter.stop()
+                        return request
+                    self._grow(tree, tree.rows, asked)
+                if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two
+                    self._look_ahead(tree, self._gain)
+                tree.rows = self._rows(tree)
+                if not tree.rows:
+                    self._finish(tree)
+                    return None
+                tree.pass_began, tree.price = self._meter(), self._lag(tree) + self._price(tree, len(tree.rows))
+                tree.passes += 1
+                tree.judged.update(tree.rows)
         except BaseException:
             self._discard()
             raise
-        if request:
-            self._meter.stop()
-        return request
 
     def take(self, request: AnyRequest) -> None:
         self._meter.go_on(request)
         assert self._asking
         self._asking.take(request)
 
-    def _next_pass(self) -> AnyRequest | None:
-        """Read and grow the tree up to the next pass; None if all is done."""
-        tree, costly = self._tree, self._costly
-        while self._late:
-            self._asking = self._late[0]
-            if read := self._asking.catch_up(self._deadline - self._meter()):
-                return read
-            self._late = self._late[1:]
-            if tree:
-                tree.reading = self._meter() - tree.began
-        if tree is None or tree.rows == []:
-            return None
-        if tree.rows is None:
-            if costly and costly.is_ready:
-                tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
-            self._force(tree)
-            self._choose_rows(tree)
-        while tree.rows:
-            asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
-            if costly and asked and (request := costly.request(tree, asked)):
-                self._asking = costly
-                return request
-            self._grow(tree, tree.rows, asked)
-            self._choose_rows(tree)
-        kept = self._keep(tree)
+    def _finish(self, tree: GrowingTree) -> None:
+        """Keep the nodes to verify, parents before children, and count the work."""
+        kept = tree.ranked()
+        growth = self._growth(tree, [tree.nodes[node].score for node in kept])
+        if self._experts:
+            kept, experts = self._experts.order(tree.nodes, kept, growth.cells, MAX_NODES)
+            growth = replace(growth, scores=[tree.nodes[node].score for node in kept], experts=experts)
+        kept = kept[: checked(self._policy, "keep", self._policy.keep(growth), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
         self.estimate = tree.reading + tree.seconds if self._gain else 0.0
         self._looking_up.passes += tree.looked_up
@@ -230,15 +246,6 @@ class TreeDrafter:
         if self._cost and tree.looked_up:
             self._cost.observe(tree.looked_up, 0, growing)
         self.tree = tree.build(kept)
-        return None
-
-    def _choose_rows(self, tree: GrowingTree) -> None:
-        """Choose the nodes that the next pass expands."""
-        tree.rows = self._rows(tree, tree.seconds_left - tree.reading)
-        if tree.rows:
-            tree.pass_began, tree.price = self._meter(), self._lag(tree) + self._price(tree, len(tree.rows))
-            tree.passes += 1
-            tree.judged.update(tree.rows)
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._learn(tokens)
@@ -253,22 +260,16 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.discard()
 
-    def _force(self, tree: GrowingTree) -> None:
-        """Add the tokens that the constraint forces after the root."""
-        for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)] if self._constraint else []:
-            tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
-
-    def _rows(self, tree: GrowingTree, seconds: float) -> list[int]:
+    def _rows(self, tree: GrowingTree) -> list[int]:
         """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
-        if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two voices
-            self._look_ahead(tree, self._gain, seconds)
         nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
         growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
-        left = seconds - growth.seconds - growth.lag
-        width = min(self._policy.expand(growth), MAX_EXPANDED - len(tree.judged))
+        left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
+        most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
+        width = checked(self._policy, "expand", self._policy.expand(growth), most)
         while width > 0 and self._price(tree, width) > left:
             width -= 1
         return nodes[: max(width, 0)]
@@ -287,7 +288,7 @@ class TreeDrafter:
         by_levels = self._costly is not None and self._costly.by_levels
         nodes, judged, depth = tree.nodes, tree.judged, tree.nodes[tree.first].depth
         gains = dict[int, float]()
-        for node in [tree.first, *tree.ranked()]:
+        for node in [tree.first, *tree.ranked()] if depth < tree.deepest else ():
             here = nodes[node]
             if here.score < _LEAST:
                 break
@@ -295,10 +296,12 @@ class TreeDrafter:
                 continue
             if by_levels and node != tree.first and here.parent not in judged:
                 continue
-            held = sum(nodes[child].score for child in tree.children[node].values())
+            held = 0.0
+            for child in tree.children[node].values():
+                held += nodes[child].score
             gains[node] = max(0.0, _EAGER * here.score * self._known.covered(here.cells) - held)
         order = dict[int, float]()
-        for node in sorted(gains, key=lambda node: (-gains[node], node)):
+        for node in sorted(gains, key=gains.__getitem__, reverse=True):
             above = [node]
             while above[-1] != tree.first and (parent := nodes[above[-1]].parent) in gains and parent not in order:
                 above.append(parent)
@@ -306,12 +309,12 @@ class TreeDrafter:
                 order.setdefault(each, gains[each])
         return list(order), list(order.values())
 
-    def _look_ahead(self, tree: GrowingTree, policy: GainPolicy, seconds: float) -> None:
+    def _look_ahead(self, tree: GrowingTree, policy: GainPolicy) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
-        scores = sorted(-tree.nodes[node].score for node in grown)
-        first, before, least = tree.looked_up, tree.seconds, 0.0
+        scores = [-tree.nodes[node].score for node in grown]
+        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.calibration.rates
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
@@ -323,23 +326,26 @@ class TreeDrafter:
             if here.depth >= tree.max_depth:
                 continue
             spent = before + (self._cost(count + 1) if self._cost else 0.0)
-            if spent > seconds:
+            if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            for token, cell in islice(self._guess(tree, node).items(), self._policy.children):
-                child = here.score * self._known.calibration.rate(cell)
+            found = []
+            for lookup in self._lookups:
+                found.append(lookup.after(tree.tail(node)))
+            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
+                child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
                     insort(leaves, (-child, added))
                     insort(scores, -child)
         if not tree.passes and tree.first == 0:
-            self._known.hold(sum(tree.nodes[child].score for child in tree.children[0].values()))
+            self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
-        """The cells of the lookups' best tokens after a node."""
-        found = mix([each.after(tree.tail(node)) for each in self._lookups])
-        scores = self._ranked(tree, node, found)
-        cells = self._known.calibration.cells(found.source, list(scores.values()))
+    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups found."""
+        mixed = mix(found)
+        scores = self._ranked(tree, node, mixed) if mixed.chances else {}
+        cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
         guesses = tree.guessed[node] = dict(zip(scores, cells, strict=True))
         tree.looked_up += 1
         return guesses
@@ -352,29 +358,25 @@ class TreeDrafter:
         """Add the children of nodes that the costly proposer judges, and without a GainPolicy the lookups, too."""
         found: dict[int, Candidates] = {}
         if self._costly and asked:
-            said = self._costly.propose(tree, asked)
             self._passes.passes += 1
             self._passes.nodes += len(asked)
+            for node, said in zip(asked, self._costly.propose(tree, asked), strict=True):
+                named = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
+                found[node] = Candidates(named, said.source)
             tree.passing += self._meter() - tree.pass_began
-            found = {node: self._candidates(tree, node, each) for node, each in zip(asked, said, strict=True)}
+        above, nobody = self._costly.stage if self._costly else Stage.NGRAM, Candidates({}, NOBODY)
         for node in rows:
-            self._add(tree, node, found.get(node, Candidates({}, NOBODY)))
+            guesses = tree.guessed.get(node)
+            if guesses is None:
+                tail = tree.tail(node)
+                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
+            scores = found.get(node, nobody).scores
+            for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
+                if i < tree.most_children or token in tree.children[node]:
+                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else above
+                    tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
         tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
-
-    def _candidates(self, tree: GrowingTree, node: int, said: Proposal | Candidates) -> Candidates:
-        return said if isinstance(said, Candidates) else Candidates(self._ranked(tree, node, said), said.source)
-
-    def _add(self, tree: GrowingTree, node: int, found: Candidates) -> None:
-        """Add the best children that lookups guess for a node and the costly proposer found."""
-        guesses = tree.guessed.get(node)
-        if guesses is None:
-            guesses = self._guess(tree, node) if self._lookups else {}
-        above = self._costly.stage if self._costly else Stage.NGRAM
-        for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found, guesses)):
-            if i < self._policy.children or token in tree.children[node]:
-                stage = Stage.NGRAM if token not in found.scores else Stage.CONFIRMED if token in guesses else above
-                tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
 
     def _price(self, tree: GrowingTree, num_nodes: int) -> float:
         """Seconds of a pass over a number of nodes."""
@@ -388,15 +390,6 @@ class TreeDrafter:
 
     def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
         return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))
-
-    def _keep(self, tree: GrowingTree) -> list[int]:
-        """The nodes to verify, parents before children."""
-        order = tree.ranked()
-        growth = self._growth(tree, [tree.nodes[node].score for node in order])
-        if self._experts:
-            order, experts = self._experts.order(tree.nodes, order, growth.cells, MAX_NODES)
-            growth = replace(growth, scores=[tree.nodes[node].score for node in order], experts=experts)
-        return order[: self._policy.keep(growth)]
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Learn from the target's choice at each node of its path."""
@@ -434,7 +427,7 @@ class _Learnt:
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
-        self._covered[_kind(())] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
+        self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
 
     def hold(self, chance: float) -> None:
         """Learn what the root's children of lookups hold."""
@@ -442,12 +435,9 @@ class _Learnt:
 
     def covered(self, cells: tuple[Cell, ...]) -> float:
         """The chance that the children of a judged node hold the target's token, by its own cells."""
-        return self._covered.get(_kind(cells), _COVERED)
+        return self._covered.get(cells[0] if cells else _ROOT, _COVERED)
 
     def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
         """Learn whether a judged node's children held the target's token."""
-        self._covered[_kind(cells)] = self.covered(cells) + _BLEND * (hit - self.covered(cells))
-
-
-def _kind(cells: tuple[Cell, ...]) -> Cell:
-    return cells[0] if cells else (0, 0, 0, 0)
+        before = self.covered(cells)
+        self._covered[cells[0] if cells else _ROOT] = before + _BLEND * (hit - before)

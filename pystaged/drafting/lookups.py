@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 from pystaged._core import RecycledCandidates
 from pystaged.decoding.cost import PassCost
 from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
-from pystaged.drafting.context import ContextNgrams
 from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
+_LONGEST = 4  # tokens of the longest n-gram of the text that is looked up
+_LONGER = (16, 8)  # where the last 4 tokens match, these lengths are also tried
+_WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 _CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
 _KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often
 _TIMED_TEXT = 64  # fewest tokens whose reading takes long enough to be timed
@@ -62,6 +65,52 @@ class TableProposer(Lookup):
         return Proposal(self._look_up(*last) if max(last) < self._vocab_size else {}, TABLE)
 
 
+class ContextNgrams:
+    """The n-grams of orders 1 to 4 of the committed tokens, and the positions of the tokens that followed them.
+
+    The `tail` of a lookup is the committed tokens, perhaps followed by a guessed path; its last 16 tokens suffice.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Commit tokens, each in constant time."""
+        for token in tokens:
+            position, last = len(self.tokens), tuple(self.tokens[-_LONGEST:])
+            for i in range(len(last)):
+                self._followers.setdefault(last[i:], []).append(position)
+            self.tokens.append(int(token))
+
+    def chances(self, tail: Sequence[int], k: int) -> tuple[dict[int, float], int]:
+        """The tokens that followed the longest suffix of `tail` that occurred before, among those of 1, 2, 3, 4, 8 and
+        16 tokens.
+
+        Returns:
+            at most k tokens, k >= 1, the most frequent first, then the most recent, each with count / (occurrences + 1)
+            among the 32 most recent occurrences of the last 4 tokens; and the length of the suffix, 0 for no match.
+        """
+        last, positions = tuple(tail[-_LONGEST:]), list[int]()
+        while last and not positions:
+            positions, order = self._followers.get(last, [])[-_WINDOW:], len(last)
+            last = last[1:]
+        if not positions:
+            return {}, 0
+        for length in _LONGER if order == _LONGEST else ():
+            end = list(tail[-length:])
+            longer = [position for position in positions if self.tokens[max(0, position - length) : position] == end]
+            if longer and len(end) == length:
+                positions, order = longer, length
+                break
+        counts: dict[int, int] = {}
+        for position in reversed(positions):
+            token = self.tokens[position]
+            counts[token] = counts.get(token, 0) + 1
+        best = sorted(counts.items(), key=itemgetter(1), reverse=True)[:k] if len(counts) > 1 else counts.items()
+        return {token: count / (len(positions) + 1) for token, count in best}, order
+
+
 class ContextProposer(Lookup):
     """Proposes the tokens that followed the longest matching n-gram in the sequence or its prediction.
 
@@ -93,7 +142,7 @@ class ContextProposer(Lookup):
         return self._read(unread) if self._read and unread else 0.0
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        known, unread = len(self._grams), self._unread
+        known, unread = len(self._grams.tokens), self._unread
         if self._read and seconds < math.inf:
             unread = min(unread, int(seconds / self._read(1)))
         begin = self.meter()
@@ -108,7 +157,7 @@ class ContextProposer(Lookup):
     @property
     def _unread(self) -> int:
         """Number of tokens whose n-grams are not known yet."""
-        return len(self._text) - len(self._grams)
+        return len(self._text) - len(self._grams.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 TAIL = 16  # tokens of the longest n-gram
+_CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
 
 
 class GrowingTree(TreeBuilder):
@@ -28,7 +29,7 @@ class GrowingTree(TreeBuilder):
         tail: the last tokens of the sequence, at most TAIL; the last one is the root.
         length: tokens of the sequence, the root included.
         max_depth: most levels below the root.
-        num_candidates: wanted candidates per node.
+        most_children: children per node.
         sampling: the sequence's sampling.
         constraint: the sequence's constraint, or None.
         vocab_size: tokens at or above it are never proposed.
@@ -39,13 +40,14 @@ class GrowingTree(TreeBuilder):
         tail: Sequence[int],
         length: int,
         max_depth: int,
-        num_candidates: int,
+        most_children: int,
         sampling: SamplingConfig,
         constraint: Constraint | None,
         vocab_size: int,
     ) -> None:
         super().__init__(tail[-1])
-        self.length, self.max_depth, self.num_candidates = length, max_depth, num_candidates
+        self.length, self.max_depth, self.most_children = length, max_depth, most_children
+        self.num_candidates = max(_CANDIDATES, most_children)  # wanted per node
         self.sampling, self.constraint, self.vocab_size = sampling, constraint, vocab_size
         self.first = 0  # the node that proposers begin with: the root, or the last forced node
         self.guessed: dict[int, dict[int, Cell]] = {}  # the cells of the lookups' tokens, by node

@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import pystaged
-from pystaged.decoding.batch import MOST_AT_ONCE, results
+from pystaged.decoding.readers import MOST_AT_ONCE, results
 from pystaged.options.config import GenerationConfig
 
 _USUAL_TOKENS = 256  # of an answer, as lm_eval's other models have it
@@ -79,7 +79,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
     @property
     def tokenizer_name(self) -> str:
         """A name of the vocabulary and template, for lm_eval's cache."""
-        return self._engine.runtime.bundle.vocabulary
+        return self._engine.vocabulary
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text, with those that begin texts of the model's vocabulary unless False is asked for."""
@@ -107,15 +107,14 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
                 f"a continuation of {too_long[0]} tokens does not fit in a context of {self._engine.n_ctx}; pass a "
                 "larger max_length"
             )
-        runtime = self._engine.runtime
         found: list[tuple[float, bool]] = []
         for first in range(0, len(texts), self._most):
             # The answers to a question follow each other, so its tokens are read once.
             sequences = [
-                runtime.sequence(text, GenerationConfig(**_SCORING, prompt_logprobs_start=len(text) - len(more)))
+                self._engine.start(text, GenerationConfig(**_SCORING, prompt_logprobs_start=len(text) - len(more)))
                 for text, (_, _, more) in zip(texts[first : first + self._most], requests[first:], strict=False)
             ]
-            for result, text in zip(results(runtime.scheduler, iter(sequences)), texts[first:], strict=False):
+            for result, text in zip(results(sequences), texts[first:], strict=False):
                 tokens = result.prompt_logprobs or []
                 total = sum(each.logprob for each in tokens)
                 found.append((total, all(each.token == each.top[0].token for each in tokens)))
@@ -172,7 +171,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """The model and the hash of all results, in any order, for lm_eval's records."""
-        file = self._engine.runtime.bundle.file
+        file = self._engine.file
         return {
             "pystaged_version": pystaged.__version__,
             "model_file": file.path.name,

@@ -14,7 +14,7 @@ from pystaged._core import DeviceError, Model, ModelError, Tokenizer
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.cost import chain_speedup
 from pystaged.drafting.lookups import NgramCost
-from pystaged.drafting.pard import PLACES
+from pystaged.drafting.model import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.distilled import find_distilled

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.decoding.account import Meter
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import NgramCost, lookups
-from pystaged.drafting.pard import draft_proposer
+from pystaged.drafting.model import draft_proposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.loading.bundle import Bundle
 
 
-class DecoderFactory:
-    """Makes a bundle's decoders, and knows the costs of its models' passes and of its lookups."""
+class ContextFactory:
+    """Makes a bundle's contexts, and knows the costs of its models' passes and of its lookups."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -39,13 +39,13 @@ class DecoderFactory:
             return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, bundle.target)
         return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft) if bundle.draft else None
 
-    def decoder(self, n_ctx: int, policy: TreePolicy | None, source: Decoder | None = None, length: int = 0) -> Decoder:
+    def context(self, n_ctx: int, policy: TreePolicy | None, source: Context | None = None, length: int = 0) -> Context:
         """A new context with its drafters.
 
         Args:
             n_ctx: positions, 0 for the default.
             policy: how draft trees grow, in every step; None to decide by measured costs.
-            source: another decoder with the same options, whose drafter's statistics are copied.
+            source: another context with the same options, whose drafter's statistics are copied.
             length: number of the source's tokens to begin with, limited to what its sessions hold.
         """
         bundle = self._bundle
@@ -55,12 +55,12 @@ class DecoderFactory:
         if drafting := bundle.draft or bundle.features:
             lender = target if bundle.features else None
             draft = _begin(drafting, min(target.n_ctx, drafting.max_context), next(begun, None), length, lender)
-        decoder = self._decoder(target, draft, policy)
+        context = self._context(target, draft, policy)
         if source:
-            decoder.inherit(source)
-        return decoder
+            context.inherit(source)
+        return context
 
-    def _decoder(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Decoder:
+    def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:
         bundle, batch, meter = self._bundle, BatchLoad(), Meter()
         cost = draft_cost = ngram_cost = experts = None
         if isinstance(policy, GainPolicy):  # a user's, which needs the prices of passes
@@ -82,7 +82,7 @@ class DecoderFactory:
             experts=experts,
             chains=self._chains,
         )
-        return Decoder(target, drafter, cost=cost, batch=batch, meter=meter)
+        return Context(target, drafter, cost=cost, batch=batch, meter=meter)
 
 
 def _begin(model: Model, n_ctx: int, source: Session | None, length: int, target: Session | None = None) -> Session:

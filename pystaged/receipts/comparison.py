@@ -79,7 +79,7 @@ def compare(
         ContextFullError: a text is longer than a context.
         DeviceError: a device failed.
     """
-    if a.runtime.bundle.vocabulary != b.runtime.bundle.vocabulary:
+    if a.vocabulary != b.vocabulary:
         raise ValueError("the models have different vocabularies, so their probabilities cannot be compared")
     texts, starts = [np.asarray(prompt, np.int32) for prompt in prompts], [1] * len(prompts)
     if max_tokens:

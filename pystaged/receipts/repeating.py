@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pystaged.decoding.origin import ARITHMETIC
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.platform.seen import SeenModel
@@ -68,21 +68,20 @@ def repeat(engine: Engine, receipt: Receipt, *, speculate: bool = True) -> Diffe
         ContextFullError, DeviceLostError: as in Engine.stream.
         OSError: the model's file cannot be read, or was changed since it was loaded.
     """
-    runtime = engine.runtime
-    check_model(receipt, runtime.bundle.file)
+    check_model(receipt, engine.file)
     for name, expected, found in (("kv", receipt.kv, engine.model.kv), ("n_ctx", receipt.n_ctx, engine.n_ctx)):
         if expected != found:
             raise ValueError(
                 f"the receipt's {name} is {expected}, and here it is {found}; load the model with {name}={expected!r}"
             )
-    if receipt.vocabulary != runtime.bundle.vocabulary:
+    if receipt.vocabulary != engine.vocabulary:
         raise ValueError(
-            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {runtime.bundle.vocabulary}: "
+            f"the receipt's vocabulary is {receipt.vocabulary}, and the model's is {engine.vocabulary}: "
             "the receipt was changed, or another version of llama-cpp-python reads the file differently"
         )
     config = replace(receipt.config, speculate=speculate)
     at, count, other = 0, len(receipt.tokens), None
-    with Stream(runtime.scheduler, runtime.sequence(receipt.prompt, config)) as stream:
+    with Stream(engine.start(receipt.prompt, config)) as stream:
         for token in (token for piece in stream for token in piece.tokens):
             if at == count or token != receipt.tokens[at]:
                 other = token

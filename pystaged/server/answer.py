@@ -18,8 +18,8 @@ from pydantic_core import from_json
 from pystaged.chat.history import begun_json
 from pystaged.chat.turn import Block, TurnReader
 from pystaged.decoding.async_stream import AsyncStream
-from pystaged.decoding.sequence import Sequence as Text
 from pystaged.decoding.stages import STAGE_NAMES, StageSpans
+from pystaged.decoding.text import Text
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.text import Prompt
@@ -170,12 +170,12 @@ class Answer(ABC):
             Exception: the error that ended a sequence.
         """
         failed: list[Exception] = []
-        scheduler, gate = self.state.engine.runtime.scheduler, self.state.gate
+        gate = self.state.gate
 
         async def one(i: int) -> None:
             try:
                 wait = math.inf if i else self.state.settings.queue_timeout
-                async with gate.inside(wait), AsyncStream(scheduler, self.sequences[i]) as pieces:
+                async with gate.inside(wait), AsyncStream(self.sequences[i]) as pieces:
                     async for piece in pieces:
                         await self._piece(i, piece)
                 await self._ended(i)

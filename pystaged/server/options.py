@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
-from pystaged.decoding.sequence import USUAL, TokenRoles
-from pystaged.decoding.sequence import Sequence as Text
+from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig, TextOptions
 from pystaged.options.recommended import ANSWER_TOKENS
@@ -40,8 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "mirostat": (0,),
     "dynatemp_range": (0,),
     "top_n_sigma": (-1, 0),
@@ -119,16 +115,14 @@ def begun(
     form: str,
     roles: TokenRoles = USUAL,
 ) -> list[Text]:
-    """Prepare n sequences for each prompt; seeds as in Runtime.repeated. Raises ApiError.
+    """Prepare n sequences for each prompt; seeds as in Engine.repeated. Raises ApiError.
 
     Args:
         form: the request member that constrains the output.
     """
     try:
-        # The prediction is tokenized once, not once for each sequence.
-        config = replace(config, prediction=tuple(engine.runtime.prediction(config.prediction)))
-        sequences = [engine.runtime.sequence(prompt, config, roles) for prompt in prompts]
-        return list(engine.runtime.repeated(sequences, n))
+        sequences = [engine.start(prompt, config, roles) for prompt in prompts]
+        return list(engine.repeated(sequences, n))
     except (GrammarError, ModuleNotFoundError) as error:
         raise ApiError(400, str(error), param=form) from None
     except ValueError as error:

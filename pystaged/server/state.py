@@ -36,7 +36,7 @@ def _fingerprint(engine: Engine) -> str:
     """A hash of all that outputs depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
     model = engine.model
     found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
-    for seen in engine.runtime.bundle.file.files:
+    for seen in engine.file.files:
         found.update(str(seen.size).encode())
         with seen.path.open("rb") as file:
             for i in range(_SAMPLES):

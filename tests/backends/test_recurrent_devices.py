@@ -22,7 +22,7 @@ import pystaged
 from pystaged import FixedPolicy
 from pystaged._core import Model, RecycledCandidates, Sampling, Session
 from pystaged.bench.pairs import continuation, reckoned
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.policy import GainPolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
@@ -234,6 +234,6 @@ def test_a_recurrent_draft_on_a_device_drafts_chains_beside_n_grams(
     proposers = [*lookups(recycled=RecycledCandidates()), ModelProposer(Session(draft, 200), of_draft)]
     drafter = TreeDrafter(proposers, GainPolicy(of_target), target.vocab_size, chains=True)
     prompt = np.arange(10, dtype=np.int32)
-    plain = continuation(Decoder(Session(target, 200)), prompt, sampling, 100)
-    assert continuation(Decoder(Session(target, 200), drafter), prompt, sampling, 100) == plain
+    plain = continuation(Context(Session(target, 200)), prompt, sampling, 100)
+    assert continuation(Context(Session(target, 200), drafter), prompt, sampling, 100) == plain
     assert drafter.work()["draft"].passes > 10

@@ -28,7 +28,7 @@ from pystaged.backends.rpc import RemoteSession
 from pystaged.backends.rpc_host import Host
 from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.sampling.binding import bind
 
 PROMPT = "def fibonacci(n):"
@@ -74,8 +74,8 @@ def test_a_sampling_is_sent_once_for_a_text(random_gguf: Callable[..., Path]) ->
     wire = Wire(model)
     numbers = {name: getattr(model, name) for name in ("most_pending", "state_bytes", "kept_state_bytes")}
     there = SimpleNamespace(servers=wire, weight_bytes=1, vocab_size=300, **numbers)
-    remote = Decoder(RemoteSession(there, 512))  # type: ignore[arg-type]
-    local = Decoder(Session(model))
+    remote = Context(RemoteSession(there, 512))  # type: ignore[arg-type]
+    local = Context(Session(model))
     prompt = tokenizer.encode("the tree then the tree ")
     for seed in (1, 2):
         sampling = SamplingConfig(

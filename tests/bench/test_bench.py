@@ -38,7 +38,7 @@ from pystaged.bench.report import Report
 from pystaged.bench.suite import Outcome, Run, Suite
 from pystaged.bench.worker import Measurement, Worker, WorkerError
 from pystaged.cli import app
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.progress import Progress
@@ -69,7 +69,7 @@ def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
     known: list[bytes] = []  # when a text begins
     generate = Runner._generate
 
-    def knowing(runner: Runner, decoder: Decoder, job: dict[str, Any]) -> Measurement:
+    def knowing(runner: Runner, decoder: Context, job: dict[str, Any]) -> Measurement:
         known.append(memory_of(runner))
         return generate(runner, decoder, job)
 

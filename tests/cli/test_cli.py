@@ -23,7 +23,7 @@ import pystaged
 from pystaged import _core, cli
 from pystaged.cli import texts
 from pystaged.cli.prompts import Asked
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream
 from pystaged.options.config import GenerationConfig
 
 PROMPT = "the tree then "
@@ -250,10 +250,9 @@ def test_ctrl_c_keeps_what_is_done(
     monkeypatch.setattr(texts, "counter", counter)
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
-        sequences = [engine.runtime.sequence(PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
-        scheduler = engine.runtime.scheduler
+        sequences = [engine.start(PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
         with pytest.raises(KeyboardInterrupt):
-            texts.write_in_order(scheduler, sequences, 3, lambda number, result: f"{number} {result.text}")
+            texts.write_in_order(sequences, 3, lambda number, result: f"{number} {result.text}")
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == (f"1 {expected[1]}\n", "1 of 3 texts are done\n")
 
@@ -263,7 +262,7 @@ def test_ctrl_c_keeps_what_is_done(
 
         monkeypatch.setattr(Stream, "finish", press)
         monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 1)  # so that the text cannot end meanwhile
-        stream = Stream(scheduler, engine.runtime.sequence(PROMPT, GenerationConfig(max_tokens=80)))
+        stream = Stream(engine.start(PROMPT, GenerationConfig(max_tokens=80)))
         with pytest.raises(KeyboardInterrupt):
             texts._write_json(stream, Asked("", PROMPT), chat=True)
         found = json.loads(capsys.readouterr().out)
@@ -481,7 +480,7 @@ sys.addaudithook(press)
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "pystaged.cli.console", "pystaged.decoding.streams"])
+@pytest.mark.parametrize("module", ["typer", "pystaged.cli.console", "pystaged.decoding.readers"])
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PRESS)
     folders = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -15,7 +15,7 @@ from pystaged import Engine
 from pystaged.cli import turns
 from pystaged.cli.options import Color, Given
 from pystaged.cli.turns import Chat
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream
 from pystaged.platform.ctrl_c import Interrupts, uninterrupted
 
 GIVEN = {"max_tokens": 8, "stop_loops": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}

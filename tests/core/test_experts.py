@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.decoding import Text, step
+from support.decoding import Text, generate, step
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, ModelError, RecycledCandidates, Session, Work, run
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks
-from pystaged.decoding.stepper import Stepper, generate
+from pystaged.decoding.stepper import Stepper
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.options.config import SamplingConfig
@@ -104,13 +104,13 @@ def test_experts_need_our_kernels(path: Path) -> None:
 def test_trees_by_experts_change_no_token(path: Path, sampling: SamplingConfig) -> None:
     model, clocks = Model(path), Clocks(lambda: 0.0, lambda: 0.0)  # nothing takes any time
     prompts = [np.array(tokens, np.int32) for tokens in (TOKENS[:7] * 4, TOKENS, TOKENS[30:40] * 2)]
-    plain = Decoder(Session(model))
+    plain = Context(Session(model))
     expected = [[t for step in generate(plain, prompt, sampling, 30) for t in step.tokens] for prompt in prompts]
     cost = ExpertCost({1: 1.0, 2: 1.3, 32: 3.0}, None, {1: 16, 2: 29, 32: 90}, 0.005)
     recycled, texts, guesses = RecycledCandidates(), [], 0
     for prompt, written in zip(prompts, expected, strict=True):
         drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost), 257, experts=cost)
-        decoder = Decoder(Session(model), drafter, cost=cost, clocks=clocks)
+        decoder = Context(Session(model), drafter, cost=cost, clocks=clocks)
         for _ in range(2):  # then with what was learnt
             steps = list(generate(decoder, prompt, sampling, 30))
             assert [token for step in steps for token in step.tokens] == written

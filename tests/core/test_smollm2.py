@@ -16,7 +16,7 @@ from support.logits import llama_context, llama_pass
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation
-from pystaged.decoding.decoder import Decoder
+from pystaged.decoding.context import Context
 from pystaged.loading import names
 from pystaged.options.config import SamplingConfig
 
@@ -49,7 +49,7 @@ def model(path: Path) -> Model:
 @pytest.fixture(scope="module")
 def texts(path: Path, model: Model) -> list[list[int]]:
     """The prompts, each with the beginning of the model's own answer."""
-    tokenizer, decoder = Tokenizer(str(path)), Decoder(Session(model, 256))
+    tokenizer, decoder = Tokenizer(str(path)), Context(Session(model, 256))
     found = []
     for prompt in PROMPTS:
         tokens = tokenizer.encode(prompt)

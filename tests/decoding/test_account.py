@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.decoding import text_of
 
 from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, STALL, Account, Meter
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint
 from pystaged.stats import DrafterStats
 
 
@@ -70,7 +70,6 @@ class SimulatedDrafter:
     """
 
     recycled = None
-    prediction: Sequence[int] = ()
 
     def __init__(self, machine: Machine, price: float = 0.1, lag: float = 0.0, true_lag: float | None = None) -> None:
         self._machine, self._price = machine, price
@@ -86,17 +85,14 @@ class SimulatedDrafter:
     def end(self) -> None:
         """It keeps nothing."""
 
-    def constrain(self, constraint: Constraint | None) -> None:
-        assert constraint is None
-
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
         del prompt, first, last
 
-    def start(self, context: NDArray[np.int32]) -> None:
-        del context
+    def start(self, context: NDArray[np.int32], **options: Any) -> None:
+        del context, options
         self._behind, self.took, self.late, self.drafted = True, 0.0, 0.0, 0
 
     def lag(self) -> float:
@@ -190,7 +186,7 @@ class Text:
         self.machine, self._cost, self._sequences = Machine(), cost, sequences
         self.drafter = SimulatedDrafter(self.machine, *drafter)
         self.session = SimulatedSession(self.machine, cost, sequences - 1)
-        self.decoder = Decoder(
+        self.decoder = Context(
             self.session,  # type: ignore[arg-type]
             self.drafter,  # type: ignore[arg-type]
             cost=copy.deepcopy(cost),
@@ -203,17 +199,20 @@ class Text:
 
     def start(self, prompt_tokens: int = 40, speculate: bool = True, greedy: bool = True) -> None:
         sampling = SamplingConfig(temperature=0.0 if greedy else 1.0)
-        self.decoder.begin(np.zeros(prompt_tokens, np.int32), sampling, 10**9, speculate=speculate)
-        while request := self.decoder._next_read():
+        self.text = text_of(np.zeros(prompt_tokens, np.int32), sampling, 10**9, speculate=speculate)
+        self.text.begin(self.decoder)
+        while request := self.text._next_read():
             self._pass(request)
 
-    def step(self, behaviour: Behaviour) -> Any:
+    def step(self, behaviour: Behaviour) -> int:
+        """Returns the number of tokens."""
         self.session.behaviour = self.drafter.behaviour = behaviour
-        self.decoder.ask()
-        self._pass(self.decoder.request)
-        if isinstance(self.decoder.outcome, BaseException):
-            raise self.decoder.outcome
-        return self.decoder.outcome
+        before = len(self.text.tokens)
+        self.text.ask()
+        self._pass(self.text.request)
+        if self.text.error is not None:
+            raise self.text.error
+        return len(self.text.tokens) - before
 
     def _pass(self, request: Any) -> None:
         """Make a pass, which the target shares with the other sequences."""
@@ -222,8 +221,8 @@ class Text:
         fulfil(request, self.machine.clocks)
         rows = request.num_rows + self._sequences - 1
         request.share, request.pass_rows = request.num_rows / rows, rows
-        self.decoder.request = request
-        self.decoder.take()
+        self.text.request = request
+        self.text.take()
 
     def write(self, behaviours: Iterable[Behaviour], prompt_tokens: int = 40, speculate: bool = True) -> None:
         """Write a text, a step for each behaviour, and check the bound after every one."""
@@ -240,11 +239,11 @@ class Text:
         for behaviour in behaviours:
             drafter.took = drafter.late = 0.0
             begin, plain = machine.processor, cost(texts, self.session.past)
-            step = self.step(behaviour)
+            count = self.step(behaviour)
             token = plain / texts
             self.used.append(drafter.took > 0)
-            self.tokens += len(step.tokens)
-            self.lost += (machine.processor - begin - plain) / token - (len(step.tokens) - 1)
+            self.tokens += count
+            self.lost += (machine.processor - begin - plain) / token - (count - 1)
             overdrawn = max(overdrawn, (drafter.late + self.session.overshoot + behaviour.telling) / token)
             if not forgiven and self.used[-1] and drafter.estimate:
                 forgiven = max(0.0, drafter.took - STALL * drafter.estimate) / token
@@ -457,6 +456,7 @@ def test_the_speedup_is_that_of_the_tokens_and_seconds_of_a_step() -> None:
     text.start(4)
     for behaviour in (GOOD, BAD, replace(GOOD, interrupted=50.0), replace(GOOD, telling=0.2, passes=[2.0])) * 20:
         begin, past = text.machine.processor, text.session.past
-        step = text.step(behaviour)
-        plain = len(step.tokens) * text._cost(1, past)
-        assert step.speedup == pytest.approx(plain / (text.machine.processor - begin), rel=0.02)
+        before = replace(text.text.stats)
+        plain, stats = text.step(behaviour) * text._cost(1, past), text.text.stats
+        speedup = (stats.plain_seconds - before.plain_seconds) / (stats.decode_seconds - before.decode_seconds)
+        assert speedup == pytest.approx(plain / (text.machine.processor - begin), rel=0.02)

@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.decoding import drafted
+from support.decoding import drafted, generate, text_of
 
 from pystaged import Stage
 from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation, drafters
-from pystaged.decoding.constraint import constrained
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.stepper import generate
-from pystaged.decoding.tree import TokenTree, TreeBuilder
+from pystaged.decoding import stepper
+from pystaged.decoding.context import Context
+from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import GenerationStats
@@ -81,7 +80,7 @@ def draft(random_gguf: Callable[..., Path]) -> Model:
 
 
 def written(
-    decoder: Decoder,
+    decoder: Context,
     sampling: SamplingConfig,
     constraint: Constraint,
     max_tokens: int = 99,
@@ -90,22 +89,18 @@ def written(
     stats: GenerationStats | None = None,
 ) -> tuple[list[int], str | None]:
     """A text's tokens, and why it ended."""
-    tokens: list[int] = []
-    reason = None
-    for step in generate(
-        decoder,
+    text = text_of(
         PROMPT,
         sampling,
         max_tokens,
         is_end=lambda token: token == END,
         speculate=speculate,
-        stats=stats,
+        stats=stats or GenerationStats(),
         constraint=constraint,
-    ):
+    )
+    for step in stepper.generate(decoder, text):
         assert len(step.tree) == 1 or speculate
-        tokens += step.tokens
-        reason = step.finish_reason
-    return tokens, reason
+    return text.tokens, text.finish
 
 
 def greedy_text(target: Model) -> list[int]:
@@ -129,14 +124,14 @@ def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temp
     for seed in range(3):
         sampling = SamplingConfig(temperature, seed=seed)
         stats = GenerationStats()
-        plain = written(Decoder(Session(target)), sampling, Language(), speculate=False, stats=stats)
+        plain = written(Context(Session(target)), sampling, Language(), speculate=False, stats=stats)
         assert plain[1] == "stop"
         assert stats.stages["grammar"].drafted == 0
         assert stats.steps >= len(plain[0])
         if temperature == 0:
             assert plain[0] == greedy_text(target)
         for name, drafter in ({"none": None} | drafters(target, draft, None)).items():
-            with_it = Decoder(Session(target), *([drafter] if drafter else []))
+            with_it = Context(Session(target), *([drafter] if drafter else []))
             for _ in range(2):  # the second time n-grams and calibration know the text
                 stats = GenerationStats()
                 assert written(with_it, sampling, Language(), stats=stats) == plain, name
@@ -149,7 +144,7 @@ def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temp
 
 def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model) -> None:
     sampling = SamplingConfig(1.0)
-    decoder = Decoder(Session(target), drafters(target, draft, None)["tree"])
+    decoder = Context(Session(target), drafters(target, draft, None)["tree"])
     free = continuation(decoder, PROMPT, sampling, 30)
     written(decoder, sampling, Language())
     assert continuation(decoder, PROMPT, sampling, 30) == free
@@ -159,7 +154,7 @@ def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model)
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nobody_holds_a_constraint_after_its_text(target: Model, draft: Model, speculate: bool) -> None:
     for drafter in drafters(target, draft, None).values():
-        decoder = Decoder(Session(target), drafter)
+        decoder = Context(Session(target), drafter)
         constraint = Language()
         held = weakref.ref(constraint)
         written(decoder, SamplingConfig(), constraint, speculate=speculate)
@@ -170,23 +165,23 @@ def test_nobody_holds_a_constraint_after_its_text(target: Model, draft: Model, s
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_a_text_that_is_complete_stops_and_one_that_is_cut_does_not(target: Model, speculate: bool) -> None:
-    whole, _ = written(Decoder(Session(target)), SamplingConfig(), Language(), speculate=speculate)
+    whole, _ = written(Context(Session(target)), SamplingConfig(), Language(), speculate=speculate)
     for max_tokens in range(1, len(whole) + 3):
-        found = written(Decoder(Session(target)), SamplingConfig(), Language(), max_tokens, speculate=speculate)
+        found = written(Context(Session(target)), SamplingConfig(), Language(), max_tokens, speculate=speculate)
         done = max_tokens >= len(whole) and (len(whole) == LENGTH or max_tokens > len(whole))
         assert found == (whole[:max_tokens], "stop" if done else "length")
 
 
 def test_the_empty_text(target: Model, draft: Model) -> None:
     for drafter in drafters(target, draft, None).values():
-        decoder = Decoder(Session(target), drafter)
+        decoder = Context(Session(target), drafter)
         assert written(decoder, SamplingConfig(), Language(lambda _: [END])) == ([], "stop")
 
 
 def test_guesses_below_what_must_come(target: Model) -> None:
     """A drafter of the target itself goes on behind the forced tokens, and everything is accepted."""
     way = drafters(target, target, None)["chain"]
-    decoder, stats = Decoder(Session(target), way), GenerationStats()
+    decoder, stats = Context(Session(target), way), GenerationStats()
     steps = list(generate(decoder, PROMPT, SamplingConfig(), 20, stats=stats, constraint=Language()))
     both = [step for step in steps if {Stage.GRAMMAR, Stage.DRAFT} <= set(step.stages)]
     assert both
@@ -228,9 +223,8 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
 @pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree with n-grams", "one tree"])
 def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str) -> None:
     drafter, language = drafters(target, draft, None)[way], Language()
-    drafter.constrain(language)
     text: list[int] = []
-    drafter.start(PROMPT)
+    drafter.start(PROMPT, constraint=language)
     for _ in range(8):
         tree = drafted(drafter, SamplingConfig(1.0), 8)
         paths: list[list[int]] = [[]]
@@ -249,9 +243,9 @@ def test_a_draft_with_fewer_or_more_tokens(target: Model, random_gguf: Callable[
     draft = Model(str(random_gguf(vocab_size=vocab_size, seed=1)), "", 1)
     lacking = dict.fromkeys(range(vocab_size, target.vocab_size), 7)
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        plain = written(Decoder(Session(target)), sampling, Language(), speculate=False)
+        plain = written(Context(Session(target)), sampling, Language(), speculate=False)
         drafter = drafters(target, draft, None, lacking)["tree"]
-        assert written(Decoder(Session(target), drafter), sampling, Language()) == plain
+        assert written(Context(Session(target), drafter), sampling, Language()) == plain
 
 
 def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -> None:

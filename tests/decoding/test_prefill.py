@@ -10,7 +10,7 @@ import pytest
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.step import Logprobs
+from pystaged.decoding.requests import Logprobs
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 
@@ -81,9 +81,9 @@ def test_a_cold_start_reuses_nothing_and_changes_nothing(engine: Engine) -> None
 
 def test_no_more_is_predicted_than_a_text_can_have(engine: Engine) -> None:
     config = GenerationConfig(prediction="the tree then " * 500)
-    assert len(engine.runtime.sequence("a", config).prediction) == engine.n_ctx
+    assert len(engine.start("a", config).prediction) == engine.n_ctx
     ids = GenerationConfig(prediction=[5] * 2000)
-    assert engine.runtime.sequence("a", ids).prediction == [5] * engine.n_ctx
+    assert engine.start("a", ids).prediction == [5] * engine.n_ctx
 
 
 def test_scores_so_far_while_another_thread_reads_the_prompt(engine: Engine) -> None:
@@ -94,8 +94,8 @@ def test_scores_so_far_while_another_thread_reads_the_prompt(engine: Engine) -> 
             self.append(self[0])
             return super().__iter__()
 
-    sequence = engine.runtime.sequence([5] * 8, GenerationConfig(prompt_logprobs=0))
-    sequence._prefill.logprobs = Growing([Logprobs(-1.0, [])])
+    sequence = engine.start([5] * 8, GenerationConfig(prompt_logprobs=0))
+    sequence._prompt_logprobs = Growing([Logprobs(-1.0, [])])
     scores = sequence.result().prompt_logprobs
     assert scores is not None
     assert len(scores) == 2

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.decoding import generate
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation, drafters
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.stepper import generate
+from pystaged.decoding.context import Context
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.table import NgramTable
@@ -116,12 +116,12 @@ def test_no_drafter_changes_the_text(
     tokenizer: Tokenizer,
 ) -> None:
     session = Session(target)
-    plain = Decoder(session)
+    plain = Context(session)
     runs = bound_runs(options, prompts[1:3], tokenizer)
     expected = [continuation(plain, prompt, sampling, 16) for prompt, sampling in runs]
     ways = drafters(target, draft, table_of(prompts, tokenizer))
     for name, drafter in ways.items():
-        decoder = Decoder(session, drafter)
+        decoder = Context(session, drafter)
         assert [continuation(decoder, prompt, sampling, 16) for prompt, sampling in runs] == expected, name
 
 
@@ -131,7 +131,7 @@ def test_the_target_as_its_own_draft_accepts_everything(
 ) -> None:
     """A draft ranks under the same rules, with the text along its own nodes."""
     drafter = TreeDrafter([ModelProposer(Session(target))], FixedPolicy(1, 6, 6, 1), target.vocab_size)
-    decoder, stats = Decoder(Session(target), drafter), GenerationStats()
+    decoder, stats = Context(Session(target), drafter), GenerationStats()
     for prompt, sampling in bound_runs(options, prompts, tokenizer):
         for _ in generate(decoder, prompt, sampling, 24, stats=stats):
             pass
@@ -309,9 +309,9 @@ def test_every_option_on_a_trained_model(name: str, real: tuple[Model, Tokenizer
         samplings = [replace(each, logit_bias={}) for each in samplings]
     runs = [(prompt, bind(each, tokenizer, len(prompt))) for each in samplings for prompt in prompts]
     session = Session(model)
-    plain = Decoder(session)
+    plain = Context(session)
     expected = [continuation(plain, prompt, sampling, TOKENS) for prompt, sampling in runs]
     for way, drafter in drafters(model, model, table_of(prompts, tokenizer)).items():
-        decoder = Decoder(session, drafter)
+        decoder = Context(session, drafter)
         for (prompt, sampling), tokens in zip(runs, expected, strict=True):
             assert continuation(decoder, prompt, sampling, TOKENS) == tokens, way

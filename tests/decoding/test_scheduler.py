@@ -19,14 +19,11 @@ from support.scheduling import held, is_idle, wait_until
 
 import pystaged
 from pystaged import Growth
-from pystaged.decoding.batch import pieces
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy
+from pystaged.decoding.readers import Stream, pieces
 from pystaged.decoding.scheduler import MOST_UNREAD, Scheduler
-from pystaged.decoding.sequence import End, PrefillProgress
-from pystaged.decoding.sequence import Sequence as Text
 from pystaged.decoding.stepper import Stepper
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.text import PrefillProgress, Text
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 
@@ -52,9 +49,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     step = Stepper.step
 
-    def counted(self: Stepper, texts: Sequence[Decoder]) -> Any:
+    def counted(self: Stepper, texts: Sequence[Text]) -> None:
         counts.append(len(texts))
-        return step(self, texts)
+        step(self, texts)
 
     monkeypatch.setattr(Stepper, "step", counted)
     return counts
@@ -87,7 +84,7 @@ def together(engine: Engine, *works: Callable[[], object]) -> None:
     def hold() -> None:
         with held(engine):
             start.wait()
-            wait_until(lambda: len(scheduler._sequences) + scheduler._inbox.qsize() == len(works))
+            wait_until(lambda: len(scheduler._texts) + scheduler._inbox.qsize() == len(works))
 
     def begin(work: Callable[[], object]) -> None:
         start.wait()
@@ -129,7 +126,7 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     next(left)
     whole = read.finish()
     wait_until(lambda: engine.runtime.scheduler._is_waiting)
-    unread = left.sequence.num_sent - left.sequence.num_read
+    unread = left.text.num_sent - left.text.num_read
     assert MOST_UNREAD <= unread < MOST_UNREAD + 8
     assert left.finish().tokens == whole.tokens
     assert len(whole.tokens) == 400
@@ -219,7 +216,7 @@ def test_a_policy_that_generates_with_its_own_engine_is_refused(path: Path) -> N
     with pystaged.load(path, policy=Nested(2, 3, 6)) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=20, speculate=False).tokens
         stream, unread = (engine.stream(PROMPTS[0], max_tokens=20) for _ in range(2))
-        batch = pieces(engine.runtime.scheduler, sequences(engine))
+        batch = pieces(sequences(engine))
         next(batch)
         Nested.calls = [partial(engine.generate, "a"), partial(engine.generate, ["a", "b"])]
         Nested.calls += [partial(engine.score, "a"), partial(engine.embed, ["a"]), partial(engine.chat, [])]
@@ -269,20 +266,21 @@ def one_slice() -> Iterator[None]:
 def opened(engine: Engine, text: Text, most_unread: float = math.inf) -> SimpleQueue[Any]:
     """What a text says."""
     said: SimpleQueue[Any] = SimpleQueue()
-    engine.runtime.scheduler.open(text, said.put, most_unread)
+    engine.runtime.scheduler.open(text, said, most_unread)
     return said
 
 
 def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice: None) -> None:
     del one_slice
-    asleep = engine.stream(PROMPTS[0], max_tokens=400).sequence
+    asleep = engine.stream(PROMPTS[0], max_tokens=400).text
     opened(engine, asleep, 1)
     wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
-    said = opened(engine, engine.stream(PROMPTS[1], max_tokens=3).sequence)
+    other = engine.stream(PROMPTS[1], max_tokens=3).text
+    said = opened(engine, other)
     engine.runtime.scheduler.cancel(asleep)
-    while not isinstance(item := said.get(timeout=600), End):
+    while said.get(timeout=600)[1] is not None:
         pass
-    assert item.error is None
+    assert other.error is None
 
 
 def test_a_thread_that_the_system_refuses_is_asked_for_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,22 +316,23 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
         alone = engine.generate(PROMPTS[1], max_tokens=30).tokens
         left, failing, waiting = (engine.stream(PROMPTS[i], max_tokens=400) for i in range(3))
         next(left)
-        left.sequence.most_unread = 0  # it waits for its reader
+        left.text.most_unread = 0  # it waits for its reader
         contexts = engine.runtime.contexts
         take = contexts.take
 
         def fail(prompt: Any, *args: Any, **options: Any) -> Any:
-            if prompt is failing.sequence.prompt_tokens:
+            if prompt is failing.text.prompt_tokens:
                 raise MemoryError("no room")
             return take(prompt, *args, **options)
 
         monkeypatch.setattr(contexts, "take", fail)
-        texts = [stream.sequence for stream in (failing, waiting)]
+        texts = [stream.text for stream in (failing, waiting)]
         wait_until(lambda: engine.runtime.scheduler._is_waiting)
-        said = [opened(engine, text) for text in texts]
+        for text in texts:
+            opened(engine, text)
         wait_until(lambda: all(text.is_over for text in texts))
-        assert str(said[0].get().error) == "no room"
-        left.sequence.most_unread = MOST_UNREAD
+        assert str(texts[0].error) == "no room"
+        left.text.most_unread = MOST_UNREAD
         assert left.finish().finish_reason == "length"
         monkeypatch.undo()
         assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone
@@ -378,11 +377,11 @@ def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkey
 
 
 def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
-    return [engine.runtime.sequence(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
+    return [engine.start(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
 
 
 def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pystaged.decoding.batch, "inf", 1)  # unread tokens, after which its texts wait
+    monkeypatch.setattr(pystaged.decoding.readers, "inf", 1)  # unread tokens, after which its texts wait
 
     class Collecting(FixedPolicy):
         batch: Any = None
@@ -394,11 +393,11 @@ def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch
             return super().keep(growth)
 
     with pystaged.load(path, policy=Collecting(2, 3, 6)) as engine:
-        batch = pieces(engine.runtime.scheduler, sequences(engine))
+        batch = pieces(sequences(engine))
         next(batch)
         Collecting.batch = batch
         del batch
-        opened(engine, engine.stream(PROMPTS[0], max_tokens=30).sequence)  # whose steps close it
+        opened(engine, engine.stream(PROMPTS[0], max_tokens=30).text)  # whose steps close it
         wait_until(lambda: is_idle(engine))
 
 
@@ -473,10 +472,13 @@ def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert left.finish().tokens[:30] == alone[0]
 
 
-def listen(item: Any) -> None:
-    """Hear how far a prompt is read, at once."""
-    if isinstance(item, PrefillProgress):
-        item.report()
+class Listening:
+    """Hears how far a prompt is read, at once."""
+
+    @staticmethod
+    def put(item: Any) -> None:
+        if isinstance(item[1], PrefillProgress):
+            item[1].report()
 
 
 def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
@@ -503,7 +505,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         began: dict[int, int] = {}  # how much of the prompt was read then
 
         def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
-            engine.runtime.scheduler.open(engine.stream(prompt, progress=progress, **options).sequence, listen)
+            engine.runtime.scheduler.open(engine.stream(prompt, progress=progress, **options).text, Listening)
 
         def begin_others() -> None:
             for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
@@ -514,8 +516,8 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
             if len(read) == 3:
                 in_threads(begin_others)  # while the engine's thread waits here
 
-        first = engine.stream([1, 2, 3], max_tokens=200).sequence
-        engine.runtime.scheduler.open(first, listen, 1)
+        first = engine.stream([1, 2, 3], max_tokens=200).text
+        engine.runtime.scheduler.open(first, Listening, 1)
         wait_until(lambda: first.num_sent and engine.runtime.scheduler._is_waiting)  # for a reader
         first.most_unread = math.inf
         begin(prompt, note, max_tokens=3)
@@ -544,7 +546,7 @@ engine = pystaged.load(sys.argv[1])
 streams = [engine.stream("the tree", max_tokens=400) for _ in range(4)]
 for stream in streams:
     next(stream)
-print(bool(engine.runtime.scheduler._sequences))
+print(bool(engine.runtime.scheduler._texts))
 """
 
 
@@ -559,8 +561,8 @@ def test_an_end_that_ctrl_c_kept_from_its_reader(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[0], max_tokens=20)
     next(stream)
     wait_until(lambda: is_idle(engine))
-    while not stream._said.empty():
-        stream._said.get()
+    while not stream._queue.empty():
+        stream._queue.get()
     in_threads(stream.close)
     assert stream.result.finish_reason == "length"
 

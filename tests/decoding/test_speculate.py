@@ -14,7 +14,8 @@ from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.decoding.speculate import follow, speculate
+from pystaged.decoding.speculate import speculate
+from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
@@ -55,6 +56,22 @@ def test_it_writes_what_the_engine_writes(sampling: SamplingConfig, pair: tuple[
         tokens = [token for step in steps for token in step]
         assert tokens == expected.tokens
     assert drafter.work().popitem()[1].passes > 0
+
+
+def follow(target: Session, tree: TokenTree, sampling: SamplingConfig) -> tuple[list[int], list[int]]:
+    """The accepted path of a tree whose nodes are pending rows of the target, and the target's own token after each."""
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    }
+    path, tokens = [0], list[int]()
+    while True:
+        best, _ = target.candidates([path[-1]], 1, sampling.native)
+        tokens.append(int(best[0, 0]))
+        child = children.get((path[-1], tokens[-1]))
+        if child is None:
+            return path, tokens
+        path.append(child)
 
 
 def test_the_acceptance_rule_is_the_sessions(pair: tuple[Engine, Session, Drafter]) -> None:

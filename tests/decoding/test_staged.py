@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.decoding import drafted, started, stepped
+from support.decoding import Said, drafted, generate, started, stepped, text_of
 from support.random_models import RandomModel, gguf_file, write
 
 import pystaged
 from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
 from pystaged.bench.pairs import LyingDrafter, Reckoned, continuation, drafters
 from pystaged.bench.prompts import load_questions
+from pystaged.decoding import stepper
 from pystaged.decoding.account import Meter
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.drafter import fulfil_all
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import Clocks, Verify
-from pystaged.decoding.stepper import generate
+from pystaged.decoding.requests import Clocks, Verify, fulfil
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import ContextProposer, NgramCost, lookups
 from pystaged.drafting.model import ModelProposer
@@ -78,11 +78,11 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
     sampling: SamplingConfig, target: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
     session, memory = Session(target), RecycledCandidates()
-    plain = [continuation(Decoder(session), prompt, sampling, 24) for prompt in prompts[:2]]
+    plain = [continuation(Context(session), prompt, sampling, 24) for prompt in prompts[:2]]
     steps = []
     for _ in range(2):
         drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 12, 12), target.vocab_size)
-        decoder = Decoder(session, drafter)
+        decoder = Context(session, drafter)
         texts = [list(generate(decoder, prompt, sampling, 24)) for prompt in prompts[:2]]
         assert [[token for step in text for token in step.tokens] for text in texts] == plain
         steps.append(sum(map(len, texts)))
@@ -92,18 +92,21 @@ def test_no_memory_changes_the_text_and_it_guesses_what_was_said_before(
 def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]) -> None:
     target, memory = Model(str(random_gguf("Q8_0"))), RecycledCandidates()
     drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 4, 4), target.vocab_size)
-    decoder = Decoder(Session(target), drafter)
+    decoder = Context(Session(target), drafter)
     prompt = np.array([3, 5, 7, 3, 5, 7, 3, 5], np.int32)
     assert list(generate(decoder, prompt, GREEDY, 4, speculate=False))
     assert memory.num_learnt == 0
-    started(decoder, prompt)
-    decoder.ask()
-    assert isinstance(decoder.request, Verify)
-    assert decoder.request.num_candidates == memory.num_candidates
-    decoder.request.error = MemoryError()
-    decoder.take()
-    assert isinstance(decoder.outcome, MemoryError)
-    decoder.end()
+    text = text_of(prompt).begin(decoder)
+    while not isinstance(text.request, Verify):
+        if text.request:
+            fulfil(text.request)
+            text.take()
+        text.ask()
+    assert text.request.num_candidates == memory.num_candidates
+    text.request.error = MemoryError()
+    text.take()
+    assert isinstance(text.error, MemoryError)
+    text.end(text.error)
     assert memory.num_learnt == 0
     continuation(decoder, prompt, GREEDY, 4)
     assert memory.num_learnt > 0
@@ -115,8 +118,8 @@ def test_a_vocabulary_may_be_smaller_than_what_is_remembered_of_a_token(tmp_path
     target, memory = Model(str(tmp_path / "m.gguf")), RecycledCandidates()
     drafter = TreeDrafter(lookups(recycled=memory), FixedPolicy(1, 4, 4), target.vocab_size)
     prompt = np.array([3, 5, 7, 3, 5], np.int32)
-    plain = continuation(Decoder(Session(target)), prompt, GREEDY, 12)
-    assert continuation(Decoder(Session(target), drafter), prompt, GREEDY, 12) == plain
+    plain = continuation(Context(Session(target)), prompt, GREEDY, 12)
+    assert continuation(Context(Session(target), drafter), prompt, GREEDY, 12) == plain
     assert len(memory.chances(-1, 5)[0]) == target.vocab_size
 
 
@@ -127,7 +130,7 @@ def test_guesses_from_below_save_passes(
     work = {}
     for name in ("tree", "one tree"):
         stats = GenerationStats()
-        for _ in generate(Decoder(Session(target), ways[name]), prompts[0], GREEDY, 40, stats=stats):
+        for _ in generate(Context(Session(target), ways[name]), prompts[0], GREEDY, 40, stats=stats):
             pass
         work[name] = stats
     tree, staged = work["tree"], work["one tree"]
@@ -194,11 +197,11 @@ class Breaking:
 def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
     call: str, which: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
+    expected = continuation(Context(Session(target)), prompts[1], GREEDY, 30)
     sessions = {"target": Session(target), "draft": Session(draft)}
     wrapped: dict[str, object] = {**sessions, which: Breaking(sessions[which], call, 10, KeyboardInterrupt())}
     drafter = TreeDrafter([ModelProposer(wrapped["draft"])], TREE, target.vocab_size)  # type: ignore[arg-type]
-    decoder = Decoder(wrapped["target"], drafter)  # type: ignore[arg-type]
+    decoder = Context(wrapped["target"], drafter)  # type: ignore[arg-type]
     if (call == "verify") == (which == "target"):
         with pytest.raises(KeyboardInterrupt):
             continuation(decoder, prompts[1], GREEDY, 60)
@@ -207,9 +210,9 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
 
 
 def test_a_prompt_longer_than_the_context(target: Model) -> None:
-    decoder = Decoder(Session(target, 16))
+    decoder = Context(Session(target, 16))
     with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        decoder.begin(np.zeros(17, np.int32), GREEDY, 1)
+        text_of(np.zeros(17, np.int32)).begin(decoder)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], bundled_draft: Path) -> None:
@@ -263,9 +266,9 @@ def test_drafts_of_another_vocabulary_change_nothing(kin: dict[int, Path], size:
     session = Session(target, 128)
     found = substitutes(Tokenizer(str(kin[0])), Tokenizer(str(kin[size])))
     prompts = [np.array(prompt, np.int32) for prompt in ([280, 65, 10, 281, 300, 309], [1, 2, 3, 1, 2, 3], [281])]
-    expected = [continuation(Decoder(session), prompt, sampling, 40) for prompt in prompts]
+    expected = [continuation(Context(session), prompt, sampling, 40) for prompt in prompts]
     for name, drafter in drafters(target, draft, None, found).items():
-        decoder = Decoder(session, drafter)
+        decoder = Context(session, drafter)
         assert [continuation(decoder, prompt, sampling, 40) for prompt in prompts] == expected, name
 
 
@@ -279,7 +282,7 @@ def test_tokens_of_the_target_alone_are_not_proposed(kin: dict[int, Path], size:
     sampling = SamplingConfig(temperature=1.5, seed=3)
     prompt = np.array([280, 65, 309, 281], np.int32)
     text, after = prompt.tolist(), 0
-    for step in generate(Decoder(Session(target, 256), drafter), prompt, sampling, 150):
+    for step in generate(Context(Session(target, 256), drafter), prompt, sampling, 150):
         assert not found.keys() & set(step.tree.tokens[1:].tolist())
         assert len(step.tree.tokens) > 1 or step.finish_reason
         after += text[-1] in found
@@ -297,8 +300,8 @@ def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
     drafter = TreeDrafter([ModelProposer(Session(draft, 256), substitutes=found)], CHAIN, 310)
     sampling, stats = SamplingConfig(temperature=1.0, seed=1), GenerationStats()
     prompt = np.array([65, 66, 67], np.int32)
-    text = continuation(Decoder(Session(target, 256)), prompt, sampling, 30)
-    steps = generate(Decoder(Session(target, 256), drafter), prompt, sampling, 30, stats=stats)
+    text = continuation(Context(Session(target, 256)), prompt, sampling, 30)
+    steps = generate(Context(Session(target, 256), drafter), prompt, sampling, 30, stats=stats)
     assert [token for step in steps for token in step.tokens] == text
     assert stats.accepted > 0
     assert found.keys() & set(text) or stats.accepted == stats.drafted
@@ -372,7 +375,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
             super().draft(sampling, max_depth, seconds)
 
     now = [0.0]
-    decoder = Decoder(
+    decoder = Context(
         Session(target),
         Interrupted(target.vocab_size),
         cost=PassCost({1: 1.0, 32: 1.0}),
@@ -390,36 +393,36 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
 def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_context(
     target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
+    decoder = Context(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
     prompt, stats = prompts[0], GenerationStats()
-    steps = list(generate(decoder, prompt, GREEDY, 30, stats=stats))
+    text = text_of(prompt, GREEDY, 30, stats=stats)
+    steps = list(stepper.generate(decoder, text))
     whole = [token for step in steps for token in step.tokens]
-    assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
+    assert (text.tokens, text.finish) == (whole, "length")
     assert len(whole) == stats.new_tokens == 30
     assert stats.steps == len(steps)
     assert (stats.prompt_tokens, stats.reused_tokens) == (len(prompt), 0)
     assert 0 < stats.target_seconds < stats.decode_seconds
     assert stats.drafters["draft"].passes > 0
     end = whole[20]
-    steps = list(generate(decoder, prompt, GREEDY, 30, is_end=lambda token: token == end))
+    text = text_of(prompt, GREEDY, 30, is_end=lambda token: token == end)
+    steps = list(stepper.generate(decoder, text))
     assert [token for step in steps for token in step.tokens] == whole[: whole.index(end)]
-    assert steps[-1].finish_reason == "stop"
+    assert text.finish == "stop"
     assert all(len(step.tokens) == len(step.stages) for step in steps)
     room = len(prompt) + 12
-    short = Decoder(Session(target, room), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    steps = list(generate(short, prompt, GREEDY, 99))
+    short = Context(Session(target, room), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
+    text = text_of(prompt, GREEDY, 99)
+    steps = list(stepper.generate(short, text))
     assert [token for step in steps for token in step.tokens] == whole[:13]
-    assert steps[-1].finish_reason == "length"
-    for arguments in ((prompt, GREEDY, 0), (prompt[:0], GREEDY, 1)):
-        with pytest.raises(ValueError, match="at least"):
-            decoder.begin(*arguments)
+    assert text.finish == "length"
 
 
 def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
     target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    decoder = Decoder(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    expected = continuation(Decoder(Session(target)), prompts[1], GREEDY, 30)
+    decoder = Context(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
+    expected = continuation(Context(Session(target)), prompts[1], GREEDY, 30)
     stats = GenerationStats()
     steps = generate(decoder, prompts[0], GREEDY, 30, stats=stats)
     first = next(steps)
@@ -433,8 +436,8 @@ def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
 
 def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
     prompt = (np.arange(600) * 7 % 250).astype(np.int32)
-    expected = continuation(Decoder(Session(draft)), prompt, GREEDY, 8)
-    decoder, calls = Decoder(Session(draft)), list[tuple[int, int]]()
+    expected = continuation(Context(Session(draft)), prompt, GREEDY, 8)
+    decoder, calls = Context(Session(draft)), list[tuple[int, int]]()
 
     def progress(done: int, total: int) -> None:
         calls.append((done, total))
@@ -447,8 +450,10 @@ def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
     # What was read is not read again.
     assert decoder.target.tokens.tolist() == prompt[:512].tolist()
     stats = GenerationStats()
-    steps = generate(decoder, prompt, GREEDY, 8, stats=stats, progress=progress)
-    assert [token for step in steps for token in step.tokens] == expected
+    text = text_of(prompt, GREEDY, 8, stats=stats, progress=progress, queue=Said()).begin(decoder)
+    while not text.finish:
+        stepper.Stepper(None).step([text])
+    assert text.tokens == expected
     assert calls[3:] == [(0, 87), (87, 87)]
     assert stats.reused_tokens == 512
 
@@ -481,9 +486,9 @@ class Stumbling:
 def test_a_step_whose_policy_fails_can_be_made_again(
     member: str, answer: object, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
 ) -> None:
-    expected = continuation(Decoder(Session(target)), prompts[0], GREEDY, 24)
+    expected = continuation(Context(Session(target)), prompts[0], GREEDY, 24)
     session = Session(draft)
-    decoder = Decoder(
+    decoder = Context(
         Session(target), TreeDrafter([ModelProposer(session)], Stumbling(member, answer), target.vocab_size)
     )
     started(decoder, prompts[0])
@@ -504,7 +509,7 @@ def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     sessions = [Session(target), Session(draft)]
     wrapped = [Breaking(session, call, 3, RuntimeError("failed")) for session in sessions]
     drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
-    decoder = Decoder(wrapped[0], drafter)  # type: ignore[arg-type]
+    decoder = Context(wrapped[0], drafter)  # type: ignore[arg-type]
     started(decoder, prompts[0])
     failed = 0
     for _ in range(12):
@@ -516,10 +521,10 @@ def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
     # What the target has committed is its own text, of which the failed step is a part.
     length = len(prompts[0])
     written = sessions[0].tokens[length:].tolist()
-    assert written == continuation(Decoder(Session(target)), prompts[0], GREEDY, 99)[: len(written)]
+    assert written == continuation(Context(Session(target)), prompts[0], GREEDY, 99)[: len(written)]
     assert len(written) > 10
     assert continuation(decoder, prompts[1], GREEDY, 30) == continuation(
-        Decoder(Session(target)), prompts[1], GREEDY, 30
+        Context(Session(target)), prompts[1], GREEDY, 30
     )
 
 

@@ -22,18 +22,16 @@ from support.random_models import RandomModel, write
 from pystaged._core import Model, RecycledCandidates, Session, kernels, run
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.decoding.account import Meter
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify
-from pystaged.decoding.step import Step
 from pystaged.decoding.stepper import Stepper, best_rows
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import ParallelModelProposer
+from pystaged.drafting.model import ModelProposer, ParallelModelProposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.options.config import SamplingConfig
 
@@ -114,7 +112,7 @@ class Alone:
         key = prompt, sampling
         if key not in self.texts:
             session = Session(Model(str(self.paths[0]), kernels()[0], 1), 512)
-            self.texts[key] = continuation(Decoder(session), PROMPTS[prompt], SAMPLINGS[sampling], MOST_TOKENS)
+            self.texts[key] = continuation(Context(session), PROMPTS[prompt], SAMPLINGS[sampling], MOST_TOKENS)
         return self.texts[key]
 
 
@@ -130,19 +128,19 @@ def decoder_of(
     cost: PassCost,
     memory: RecycledCandidates | None = None,
     layer: Model | None = None,
-) -> Decoder:
+) -> Context:
     """A context with a way of drafting; `layer` is the target's MTP layer."""
     batch, meter, vocab = BatchLoad(), Meter(), session.vocab_size
     tree = FixedPolicy(width=3, depth=3, budget=10)
     proposers: list[Proposer] = [*lookups(recycled=memory)]
     if kind == "plain":
-        return Decoder(session, batch=batch, meter=meter)
+        return Context(session, batch=batch, meter=meter)
     if kind == "lies":
-        return Decoder(session, LyingDrafter(vocab), batch=batch, meter=meter)
+        return Context(session, LyingDrafter(vocab), batch=batch, meter=meter)
     if kind == "by gain":  # one tree
         policy = GainPolicy(cost, batch=batch)
         proposers.append(ModelProposer(Session(draft, 512), cost))
-        return Decoder(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=cost, batch=batch, meter=meter)
+        return Context(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=cost, batch=batch, meter=meter)
     if kind == "draft":
         proposers = [ModelProposer(Session(draft, 512))]
     elif kind == "parallel draft":
@@ -152,7 +150,7 @@ def decoder_of(
     elif kind == "mtp":
         assert layer
         proposers = [feature_proposer(Session(layer, 512), layer, session)]
-    return Decoder(session, TreeDrafter(proposers, tree, vocab, meter=meter), batch=batch, meter=meter)
+    return Context(session, TreeDrafter(proposers, tree, vocab, meter=meter), batch=batch, meter=meter)
 
 
 @pytest.mark.slow
@@ -171,7 +169,7 @@ def test_every_text_of_a_batch_is_what_it_is_alone(
     stepper = Stepper(cost if trims else None, delay)
     live: list[Text] = []
     due = list(itertools.accumulate(arrival.after for arrival in schedule))
-    before: Decoder | None = None
+    before: Context | None = None
     memory = RecycledCandidates(slots=64)
     for number in itertools.count():
         while len(live) < len(schedule) and due[len(live)] <= number:
@@ -195,8 +193,8 @@ def test_every_text_of_a_batch_is_what_it_is_alone(
         if arrival.cancelled_after is None:
             assert tokens == expected
         assert tokens == expected[: len(tokens)]
-        assert text.decoder.target.num_pending == 0
-        text.decoder.close()
+        assert text.context.target.num_pending == 0
+        text.context.close()
 
 
 def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
@@ -211,7 +209,7 @@ def test_a_text_that_fails_ends_alone(alone: Alone) -> None:
         prompt = PROMPTS[i].copy()
         if i == 2:
             prompt[-1] = 10**6  # no token: then the pass fails, and not its fault alone
-        live.append(Text(Decoder(Session(target, 512), drafter), prompt, SAMPLINGS[i], MOST_TOKENS))
+        live.append(Text(Context(Session(target, 512), drafter), prompt, SAMPLINGS[i], MOST_TOKENS))
     stepper = Stepper(None)
     while not all(text.is_over for text in live):
         step(stepper, live)
@@ -318,12 +316,15 @@ class Simulated:
         self.tree = builder.build(range(1, len(builder.nodes)))
 
         self.request: Any = None
-        self.outcome: Any = None
+        self.error = self.finish = None
+        self.context = self
         self.times: list[float] = []
         self.wants_draft, self.done = False, 0
 
     def ask(self) -> None:
-        self.outcome, left = None, self.prompt - self.done
+        left = self.prompt - self.done
+        if self.request:
+            return
         if left:
             self.request = SimulatedRead(self.target, self.done, np.zeros(left, np.int32))
         else:
@@ -333,8 +334,8 @@ class Simulated:
         if isinstance(self.request, Read):
             self.done += self.request.num_rows
         else:
-            self.outcome = Step([], [], self.tree, [], 0.0, 0.0, 0, 0)
             self.times.append(self.target.machine.now)
+        self.request = None
 
 
 def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tuple[Text, list[float]]:
@@ -378,7 +379,7 @@ def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     read = [request for each in machine.passes for request in each if isinstance(request, Read)]
     assert 0 < short[1][0] < middle[1][0]
     assert not long[1]
-    of_long = [request.num_rows for request in read if request.session is long[0].decoder.target]
+    of_long = [request.num_rows for request in read if request.session is long[0].context.target]
     assert sum(of_long) >= 200
     while not long[1]:
         step(stepper, texts)
@@ -398,7 +399,7 @@ def test_guesses_fade_as_texts_come() -> None:
             step(stepper, texts)
         rows = sum(request.num_rows for request in machine.passes[-1])
         shares.append((rows - count) / count)
-        assert {text.decoder.batch.sequences for text in texts} == {count}
+        assert {text.context.batch.sequences for text in texts} == {count}
     # One text is not trimmed here: its own policy has chosen already.
     assert shares[0] == 5
     assert shares[1:] == sorted(shares[1:], reverse=True)
@@ -470,7 +471,7 @@ class Guesser(TreeDrafter):
 
 @pytest.fixture
 def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of a Decoder are seen by its session's machine as they are."""
+    """Requests of a Context are seen by its session's machine as they are."""
     for kind in (Read, Verify):
         monkeypatch.setattr(kind, "can_share", True)
         monkeypatch.setattr(kind, "work", lambda request: request)
@@ -490,7 +491,7 @@ def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count:
             cost, batch = PassCost(curve.seconds), BatchLoad()
             session: Any = AcceptingSession(machine, chance, random)
             drafter = Guesser(machine, believed, GainPolicy(cost, batch=batch)) if drafts else None
-            decoder = Decoder(session, drafter, cost=cost, batch=batch, clocks=clocks_of(machine))
+            decoder = Context(session, drafter, cost=cost, batch=batch, clocks=clocks_of(machine))
             live.append(Text(decoder, np.zeros(3, np.int32), SAMPLINGS[0], 10**6))
         for _ in range(500):
             step(stepper, live)

@@ -94,7 +94,7 @@ def test_stop_strings_take_a_step_for_each_character() -> None:
             steps += 1
             return super().after(state, character)
 
-    buffer = TextBuffer()
+    buffer = TextBuffer(("x",))
     buffer._anywhere._stops = Counting((" " * longest, " " * (longest - 1) + "x"))
     steps = 0
     assert [buffer.push(b" ") for _ in range(longest - 1)] == [""] * (longest - 1)

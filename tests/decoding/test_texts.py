@@ -18,7 +18,7 @@ from support.scheduling import held, in_loop, is_idle, wait_until
 
 import pystaged
 from pystaged import ContextFullError, Engine, GenerationResult, Growth, Piece
-from pystaged.decoding.batch import results
+from pystaged.decoding.readers import results
 from pystaged.decoding.scheduler import MOST_UNREAD
 from pystaged.options.config import GenerationConfig
 
@@ -99,8 +99,8 @@ def test_n_texts_have_the_seeds_that_follow(engine: Engine, path: Path) -> None:
 
 def test_texts_begin_to_come_however_many_there_will_be(plain: Engine, path: Path) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 4}
-    sequence = plain.runtime.sequence(PROMPTS[0], GenerationConfig(**options))
-    with closing(results(plain.runtime.scheduler, plain.runtime.repeated([sequence], 10**10))) as found:
+    sequence = plain.start(PROMPTS[0], GenerationConfig(**options))
+    with closing(results(plain.repeated([sequence], 10**10))) as found:
         first = [told(next(found)) for _ in range(3)]
     assert first == [alone(path, PROMPTS[0], **options | {"seed": seed}) for seed in (5, 6, 7)]
 
@@ -113,7 +113,7 @@ def test_a_prompt_is_read_by_its_first_text(plain: Engine) -> None:
 
 
 def test_more_texts_than_are_stepped_at_once(plain: Engine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pystaged.decoding.batch.MOST_AT_ONCE", 3)
+    monkeypatch.setattr("pystaged.decoding.readers.MOST_AT_ONCE", 3)
     prompts = [PROMPTS[i % 4] + str(i % 2) for i in range(9)]
     results = plain.generate(prompts, max_tokens=5)
     assert [told(each) for each in results] == [alone(path, prompt, max_tokens=5) for prompt in prompts]
@@ -271,7 +271,7 @@ def test_an_event_loop_goes_on_meanwhile(plain: Engine, path: Path) -> None:
 async def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
     stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
     await anext(stream)
-    sequence = stream.sequence
+    sequence = stream.text
     while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
         await asyncio.sleep(0)
     assert sequence.num_sent <= MOST_UNREAD + 1
@@ -312,10 +312,10 @@ def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
         with held(plain):  # so that the text cannot end by itself meanwhile
             reading = asyncio.create_task(stream.finish())
             other = asyncio.create_task(plain.astream(PROMPTS[1], max_tokens=20).finish())
-            while not stream.sequence.is_open:
+            while not stream.text.is_open:
                 await asyncio.sleep(0)
             reading.cancel()
-            while not stream.sequence.is_cancelled:
+            while not stream.text.is_cancelled:
                 await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -376,7 +376,7 @@ def test_dropped_async_streams_end(plain: Engine) -> None:
             stream = plain.astream(PROMPTS[0], max_tokens=500)
             async for _ in stream:
                 break
-            sequence = stream.sequence
+            sequence = stream.text
             del stream
             while not sequence.is_over:
                 await asyncio.sleep(0)
@@ -396,5 +396,5 @@ def test_a_loop_that_is_closed_ends_its_texts_alone(plain: Engine, path: Path) -
     loop.run_until_complete(anext(stream))
     loop.close()
     assert told(plain.generate(PROMPTS[1], max_tokens=30)) == alone(path, PROMPTS[1], max_tokens=30)
-    wait_until(lambda: stream.sequence.is_over)
+    wait_until(lambda: stream.text.is_over)
     assert rest(plain) == 0

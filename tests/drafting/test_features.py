@@ -22,8 +22,8 @@ from support.scheduling import wait_until
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy, Growth
 from pystaged.decoding.requests import Read
 from pystaged.decoding.stepper import Stepper
@@ -79,11 +79,11 @@ class Pair:
     target_path: Path
     draft_path: Path
 
-    def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Decoder:
+    def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Context:
         """A decoder whose drafter asks the draft alone."""
         target = Session(self.target, n_ctx)
         proposer = feature_proposer(Session(self.draft, n_ctx, target), self.draft, target)
-        return Decoder(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
+        return Context(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -98,7 +98,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(target, draft, target_path, draft_path)
 
 
-def first_tree(pair: Pair, text: list[int], sampling: SamplingConfig, like: Decoder) -> TokenTree:
+def first_tree(pair: Pair, text: list[int], sampling: SamplingConfig, like: Context) -> TokenTree:
     """The tree that a new decoder drafts after a text, if it weighs candidates as another one does."""
     decoder = pair.decoder(n_ctx=1024)
     decoder.inherit(like)
@@ -131,7 +131,7 @@ def test_after_steps_trees_are_those_after_reading_the_text(pair: Pair, sampling
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_texts_are_those_of_plain_decoding(pair: Pair, sampling: SamplingConfig) -> None:
-    plain = continuation(Decoder(Session(pair.target, 140)), CONTEXT, sampling, 100)
+    plain = continuation(Context(Session(pair.target, 140)), CONTEXT, sampling, 100)
     assert continuation(pair.decoder(n_ctx=140), CONTEXT, sampling, 100) == plain
     assert len(plain) == 51  # to the end of the context
 
@@ -178,7 +178,7 @@ def test_the_next_prompt_goes_on_from_what_both_hold(pair: Pair) -> None:
         reused = started(decoder, np.array(prompt, np.int32))
         assert (0 if pair.target.state_bytes else least) <= reused <= len(prompt) - 1
         same(drafted(decoder.drafter, sampling, 20), first_tree(pair, prompt, sampling, decoder))
-        expected = continuation(Decoder(Session(pair.target, 256)), np.array(prompt, np.int32), sampling, 20)
+        expected = continuation(Context(Session(pair.target, 256)), np.array(prompt, np.int32), sampling, 20)
         assert continuation(decoder, np.array(prompt, np.int32), sampling, 20) == expected
 
 
@@ -219,8 +219,7 @@ def test_prompts_are_read_once_and_as_soon_as_without_a_draft(pair: Pair, monkey
         decoders = [pair.decoder(n_ctx=1024) for _ in prompts]
         texts = []
         for decoder, prompt in zip(decoders, prompts, strict=True):
-            decoder.begin(prompt, SAMPLINGS["greedy"], 10, speculate=speculate)
-            texts.append(Text(decoder))
+            texts.append(Text(decoder, prompt, SAMPLINGS["greedy"], 10, speculate=speculate))
         stepper = Stepper(None)
         while not all(text.steps for text in texts):
             step(stepper, texts)
@@ -258,7 +257,7 @@ def test_texts_out_of_phase_share_the_targets_passes(pair: Pair) -> None:
         def keep(self, growth: Growth) -> int:
             Waiting.steps += 1
             if Waiting.steps == 3:
-                wait_until(lambda: second.sequence.is_open)
+                wait_until(lambda: second.text.is_open)
             return super().keep(growth)
 
     with (

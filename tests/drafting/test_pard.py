@@ -16,14 +16,13 @@ from support.random_models import Floats, RandomModel, add_key, add_vocabulary, 
 from pystaged import Engine
 from pystaged._core import Model, ModelError, Session, Tokenizer
 from pystaged.bench.pairs import continuation
+from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.decoder import Decoder
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.pard import PLACES, ParallelModelProposer
+from pystaged.drafting.model import PLACES, ModelProposer, ParallelModelProposer
 from pystaged.loading.costs import Costs
 from pystaged.loading.metadata import PARD_TOKEN
 from pystaged.options.config import SamplingConfig
@@ -90,9 +89,9 @@ POLICIES = {"fixed": FixedPolicy(2, 4, 8), "gain": GainPolicy(PassCost({1: 1.0, 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_shorter_context_than_the_targets(models: tuple[Model, Model], policy: TreePolicy) -> None:
     target, draft = models
-    plain = continuation(Decoder(Session(target, 120)), CONTEXT, SAMPLINGS[0], 60)
+    plain = continuation(Context(Session(target, 120)), CONTEXT, SAMPLINGS[0], 60)
     proposers = [*lookups(), ParallelModelProposer(Session(draft, len(CONTEXT) + 20), MASK)]
-    decoder = Decoder(Session(target, 120), TreeDrafter(proposers, policy, VOCAB))
+    decoder = Context(Session(target, 120), TreeDrafter(proposers, policy, VOCAB))
     assert continuation(decoder, CONTEXT, SAMPLINGS[0], 60) == plain
 
 
@@ -101,7 +100,7 @@ def test_masks_are_never_part_of_the_text(models: tuple[Model, Model]) -> None:
     target, _ = models
     session = Session(target)
     proposer = ParallelModelProposer(session, MASK)
-    decoder = Decoder(Session(target), TreeDrafter([proposer], FixedPolicy(4, 4, 12), VOCAB))
+    decoder = Context(Session(target), TreeDrafter([proposer], FixedPolicy(4, 4, 12), VOCAB))
     started(decoder, CONTEXT)
     text, accepted = CONTEXT.tolist(), 0
     for _ in range(20):
@@ -117,9 +116,9 @@ def test_masks_are_never_part_of_the_text(models: tuple[Model, Model]) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_texts_are_those_of_plain_decoding(models: tuple[Model, Model], sampling: SamplingConfig) -> None:
     target, draft = models
-    plain = continuation(Decoder(Session(target, 96)), CONTEXT, sampling, 100)
+    plain = continuation(Context(Session(target, 96)), CONTEXT, sampling, 100)
     drafter = TreeDrafter([ParallelModelProposer(Session(draft, 96), MASK)], FixedPolicy(3, 9, 20), VOCAB)
-    assert continuation(Decoder(Session(target, 96), drafter), CONTEXT, sampling, 100) == plain
+    assert continuation(Context(Session(target, 96), drafter), CONTEXT, sampling, 100) == plain
     assert len(plain) == 60  # to the end of the context
 
 
@@ -136,10 +135,10 @@ def test_a_draft_that_overflows_drafts_no_more(models: tuple[Model, Model], tmp_
     session = Session(draft, 96)
     proposer = ParallelModelProposer(session, MASK) if is_parallel else ModelProposer(session)
     drafter = TreeDrafter([proposer], FixedPolicy(3, 9, 20), VOCAB)
-    decoder = Decoder(Session(target, 96), drafter)
+    decoder = Context(Session(target, 96), drafter)
     for context in (CONTEXT, CONTEXT[5:]):
         found = continuation(decoder, context, SAMPLINGS[1], 30)
-        assert found == continuation(Decoder(Session(target, 96)), context, SAMPLINGS[1], 30)
+        assert found == continuation(Context(Session(target, 96)), context, SAMPLINGS[1], 30)
         assert (proposer.lag(), proposer.is_ready, session.num_pending) == (math.inf, False, 0)
 
 

@@ -14,7 +14,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import bundle
 from pystaged.loading.costs import Costs
-from pystaged.loading.factory import DecoderFactory
+from pystaged.loading.factory import ContextFactory
 
 
 def test_auto_does_without_a_device_that_the_model_does_not_fit(
@@ -57,7 +57,7 @@ def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., 
     long, short = random_gguf("Q8_0", context=9000), random_gguf("Q8_0", context=96)
     for draft, n_ctx in ((long, 8500), (short, 96)):
         made = bundle.Bundle(long, draft=draft, num_threads=1)
-        decoder = DecoderFactory(made).decoder(8500, FixedPolicy(2, 2, 4))
+        decoder = ContextFactory(made).context(8500, FixedPolicy(2, 2, 4))
         assert [session.n_ctx for session in decoder.sessions] == [8500, n_ctx]
 
 

@@ -19,12 +19,12 @@ from random_weights import (
     write_random_gpt2,
     write_random_llama,
 )
+from support.decoding import generate
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, Session, Tokenizer
-from pystaged.decoding.decoder import Decoder
-from pystaged.decoding.stepper import generate
+from pystaged.decoding.context import Context
 from pystaged.loading.quantize import quantize
 from pystaged.options.config import SamplingConfig
 
@@ -121,7 +121,7 @@ def own_logits(path: Path) -> npt.NDArray[np.float32]:
 
 def greedy(path: Path) -> list[int]:
     """The twenty tokens that the model writes after TOKENS."""
-    decoder = Decoder(Session(Model(str(path))))
+    decoder = Context(Session(Model(str(path))))
     steps = generate(decoder, np.array(TOKENS, np.int32), SamplingConfig(), 20)
     return [token for step in steps for token in step.tokens]
 

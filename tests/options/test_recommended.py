@@ -19,8 +19,8 @@ from support.server import live
 import pystaged
 from pystaged import FixedPolicy, SamplingConfig
 from pystaged._core import metadata
-from pystaged.decoding.sequence import TokenRoles
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream
+from pystaged.decoding.text import TokenRoles
 from pystaged.loading import names
 from pystaged.options.aliases import MODELS
 from pystaged.options.config import GenerationConfig
@@ -211,8 +211,8 @@ def test_a_loop_of_reasoning_ends_before_a_grammar_begins(engine: pystaged.Engin
         config = GenerationConfig(
             grammar='root ::= "0, "{140}', stop_loops=True, logit_bias=options, ignore_eos=True, max_tokens=1000
         )
-        sequence = engine.runtime.sequence("ab", config, TokenRoles(reasoning=reasoning))
-        result = Stream(engine.runtime.scheduler, sequence).finish()
+        sequence = engine.start("ab", config, TokenRoles(reasoning=reasoning))
+        result = Stream(sequence).finish()
         assert result.finish_reason == finish
         assert len(result.tokens) == 128 if finish == "loop" else result.text.endswith("0, " * 140)
 

@@ -266,8 +266,8 @@ def test_another_seed_or_bias_differs(engine: Engine, sampled: Receipt) -> None:
 def test_a_difference_ends_the_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine.generate(PROMPT, max_tokens=80, ignore_eos=True).receipt
     sequences: list[Any] = []
-    honest = Runtime.sequence
-    monkeypatch.setattr(Runtime, "sequence", lambda *args: sequences.append(honest(*args)) or sequences[-1])
+    honest = Runtime.start
+    monkeypatch.setattr(Runtime, "start", lambda *args: sequences.append(honest(*args)) or sequences[-1])
     monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 8)
     found = pystaged.repeat(engine, replace(made, tokens=((made.tokens[0] + 1) % 300, *made.tokens[1:])))
     assert found is not None

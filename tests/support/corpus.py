@@ -31,8 +31,7 @@ from unittest import mock
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult
-from pystaged.decoding.batch import results
-from pystaged.decoding.streams import Stream
+from pystaged.decoding.readers import Stream, results
 from support.families import CASES
 from support.random_models import write
 
@@ -174,7 +173,7 @@ def texts(entries: Sequence[Entry], folder: Path) -> Iterator[tuple[Engine, Entr
             for _, each in groupby(group, lambda entry: entry["how"] == "batch" or entry["name"]):
                 batch = list(each)
                 streams = (_stream(engine, entry) for entry in batch)
-                found = results(engine.runtime.scheduler, (stream.sequence for stream in streams))
+                found = results(stream.text for stream in streams)
                 for entry, result in zip(batch, found, strict=True):
                     yield engine, entry, _made(entry, result)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged.decoding.decoder import Decoder, Phase
+import pystaged.decoding.text
+from pystaged.decoding import stepper
+from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import Drafter, fulfil_all
 from pystaged.decoding.requests import Clocks, fulfil
-from pystaged.decoding.step import Step
 from pystaged.decoding.stepper import Stepper
+from pystaged.decoding.text import Phase, PrefillProgress, TokenRoles
 from pystaged.decoding.tree import TokenTree
-from pystaged.options.config import SamplingConfig
+from pystaged.options.config import GenerationConfig, SamplingConfig
+from pystaged.result import Piece
 
 
 def drafted(drafter: Drafter, *arguments: Any, clocks: Clocks | None = None) -> TokenTree:
@@ -24,56 +28,97 @@ def drafted(drafter: Drafter, *arguments: Any, clocks: Clocks | None = None) -> 
     return drafter.tree
 
 
-def started(decoder: Decoder, prompt: NDArray[np.int32], **options: Any) -> int:
+def text_of(
+    prompt: NDArray[np.int32],
+    sampling: SamplingConfig | None = None,
+    max_tokens: int = 10**6,
+    *,
+    is_end: Any = None,
+    speculate: bool = True,
+    progress: Any = None,
+    **fields: Any,
+) -> pystaged.decoding.text.Text:
+    """A text of tokens alone."""
+    config = GenerationConfig(
+        max_tokens=max_tokens, speculate=speculate, progress=progress, sampling=sampling or SamplingConfig()
+    )
+    return pystaged.decoding.text.Text(prompt.tolist(), prompt, config, roles=TokenRoles(is_end=is_end), **fields)
+
+
+def generate(context: Context, *arguments: Any, **options: Any) -> Generator[Piece, None, None]:
+    """What the steps of a text add, decoded alone; arguments as of `text_of`."""
+    return stepper.generate(context, text_of(*arguments, **options))
+
+
+class Said:
+    """The pieces of a text, which tells of its prompt at once."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def put(self, item: Any) -> None:
+        if isinstance(item[1], PrefillProgress):
+            item[1].report()
+        else:
+            self.pieces.append(item[1])
+
+
+_texts = WeakKeyDictionary[Context, Any]()
+
+
+def started(context: Context, prompt: NDArray[np.int32], **options: Any) -> int:
     """Read a prompt; returns the number of tokens that the context held already."""
-    decoder.begin(prompt, SamplingConfig(), 10**6, **options)
-    while request := decoder._next_read():
-        fulfil(request, decoder.clocks)
-        decoder.request = request
-        decoder.take()
-        if isinstance(decoder.outcome, BaseException):
-            raise decoder.outcome
-    return decoder.reused
+    text = _texts[context] = text_of(prompt, queue=Said(), **options).begin(context)
+    while request := text._next_read():
+        fulfil(request, context.clocks)
+        text.request = request
+        text.take()
+        if text.error is not None:
+            raise text.error
+    return text.reused
 
 
-def stepped(decoder: Decoder, sampling: SamplingConfig, max_tokens: int) -> Step:
+def stepped(context: Context, sampling: SamplingConfig, max_tokens: int) -> Piece:
     """One step after `started`."""
-    decoder.sampling, decoder.left = sampling, max_tokens
-    decoder.request, decoder._phase = None, Phase.STEP
-    stepper, outcome = Stepper(None, clocks=decoder.clocks), None
-    while outcome is None:
-        (outcome,) = stepper.step([decoder])
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+    text, said = _texts[context], Said()
+    text.sampling, text.config = sampling, GenerationConfig(max_tokens=max_tokens)
+    text.context, text.tokens, text.queue, text.error, text.finish = context, [], said, None, None
+    text.request, text._phase = None, Phase.STEP
+    while not said.pieces:
+        Stepper(None, clocks=context.clocks).step([text])
+        if text.error is not None:
+            raise text.error
+    return said.pieces[0]
 
 
 class Text:
     """A text of a batch: what it says, and how it ends."""
 
-    def __init__(self, decoder: Decoder, *arguments: Any) -> None:
-        self.decoder = decoder
-        self.steps, self.error, self.is_over = list[Any](), None, False
+    def __init__(self, context: Any, *arguments: Any, **options: Any) -> None:
+        self.context, self._said = context, Said()
+        self.error: BaseException | None = None
+        self.is_over = False
+        self.text: Any = context  # which is simulated
         if arguments:
-            decoder.begin(*arguments)
+            self.text = text_of(*arguments, queue=self._said, **options).begin(context)
+
+    @property
+    def steps(self) -> list[Piece]:
+        return self._said.pieces
 
     @property
     def tokens(self) -> list[int]:
         return [token for step in self.steps for token in step.tokens]
 
     def end(self) -> None:
-        self.is_over = True
-        self.decoder.end()
+        self.is_over, self.error = True, self.text.error
+        self.text.end(self.error)
 
 
-def step(stepper: Stepper, texts: Sequence[Text]) -> None:
+def step(of: Stepper, texts: Sequence[Text]) -> None:
     """Step texts of a batch that are not over."""
     texts = [text for text in texts if not text.is_over]
-    for text, outcome in zip(texts, stepper.step([text.decoder for text in texts]), strict=True):
-        if isinstance(outcome, BaseException):
-            text.error = outcome
+    of.step([text.text for text in texts])
+    for text in texts:
+        if text.text.error is not None or text.text.finish:
             text.end()
-        elif outcome:
-            text.steps.append(outcome)
-            if outcome.finish_reason:
-                text.end()

@@ -33,7 +33,7 @@ def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def is_idle(engine: Engine) -> bool:
     """Whether no text is running or waiting; ended ones may have unread pieces."""
     scheduler = engine.runtime.scheduler
-    return scheduler._is_waiting and not scheduler._sequences and scheduler._inbox.empty()
+    return scheduler._is_waiting and not scheduler._texts and scheduler._inbox.empty()
 
 
 @contextmanager

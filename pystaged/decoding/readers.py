@@ -1,0 +1,184 @@
+"""Readers of texts: a stream of one, and several in order. Each waits on a queue; see async_stream for event loops."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from math import inf
+from queue import SimpleQueue
+
+from pystaged.decoding.scheduler import Scheduler
+from pystaged.decoding.text import PrefillProgress, Text
+from pystaged.result import GenerationResult, Piece
+
+MOST_AT_ONCE = 64  # texts; more gain no speed and take memory
+
+
+class Stream(Iterator[Piece]):
+    """Iterator of the pieces of one text. To stop early, close it from any thread, use it as a context manager,
+    or drop it.
+
+    A thread of the engine decodes all texts in batches, each at most 256 tokens ahead of its reader.
+
+    Args:
+        then: called once, at the end or when the stream is dropped.
+    """
+
+    def __init__(self, text: Text, then: Callable[[], None] = lambda: None) -> None:
+        # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
+        self.text = text
+        self._scheduler: Scheduler = text.scheduler
+        self._queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
+        self._then = weakref.finalize(self, then)
+        self._turn = threading.Lock()
+        self._reader: int | None = None  # id of the thread that is reading
+        self._is_open = self._cancelled = self._over = False
+
+    def __next__(self) -> Piece:
+        self._scheduler.check_caller()
+        if self._reader == threading.get_ident():
+            raise RuntimeError("`progress` or a signal handler reads the stream while its thread does")
+        try:
+            with self._turn:
+                self._reader = threading.get_ident()
+                try:
+                    piece = self._next()
+                finally:
+                    self._reader = None
+        except BaseException:
+            self.close()
+            raise
+        if self._cancelled:
+            self.close()
+        return piece
+
+    def _next(self) -> Piece:
+        if self._over:
+            raise StopIteration
+        if not self._is_open:
+            self._is_open = True
+            weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
+        while isinstance(item := self._get(), PrefillProgress):
+            item.report()
+        if item is None:
+            self._over = True
+            raise StopIteration if self.text.error is None else self.text.error
+        self._scheduler.note_read(self.text, item)
+        return item
+
+    def _get(self) -> Piece | PrefillProgress | None:
+        """The next item of the text."""
+        if not self.text.is_open:
+            self._scheduler.open(self.text, self._queue)
+        if self.text.is_over and self._queue.empty():  # Ctrl-C interrupted an earlier read of the end
+            return None
+        return self._queue.get()[1]
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result, once the stream is exhausted or closed. Raises RuntimeError before."""
+        if self._cancelled and not self._over:
+            self.close()
+        if not self._over:
+            raise RuntimeError("the stream has not been read to its end")
+        return self.text.result()
+
+    def finish(self) -> GenerationResult:
+        """Read the rest and return the whole result."""
+        with self:
+            for _ in self:
+                pass
+            return self.result
+
+    def close(self) -> None:
+        """Stop after the current step. If another thread is reading, or a policy calls this inside the step, the result
+        is complete after that step."""
+        self._cancelled = True
+        if self._is_open:
+            self._scheduler.cancel(self.text)
+        if self._scheduler.can_wait and self._turn.acquire(blocking=False):
+            try:
+                while self._is_open and not self._over:
+                    self._over = self._get() is None
+                self._over = True
+            finally:
+                self._turn.release()
+        if self._over:
+            self._then()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Text, Piece | None], None, None]:
+    """Decode texts, which run ahead of this reader without bound. Closing the generator ends them, and waits for their
+    ends if the caller can.
+
+    Args:
+        most: number that is decoded at once, 64 by default.
+
+    Yields:
+        A text and its next piece, None at its end.
+
+    Raises:
+        Exception: the error that ended a text.
+        RuntimeError: as Scheduler.check_caller.
+    """
+    waiting, running = iter(texts), set[Text]()
+    queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
+    try:
+        while True:
+            for text in islice(waiting, (most or MOST_AT_ONCE) - len(running)):
+                running.add(text)
+                text.scheduler.open(text, queue, inf)
+            if not running:
+                return
+            next(iter(running)).scheduler.check_caller()
+            text, item = queue.get()
+            if isinstance(item, PrefillProgress):
+                item.report()
+                continue
+            if item is None:
+                running.discard(text)
+                if text.error is not None:
+                    raise text.error
+            yield text, item
+    finally:
+        for text in running:
+            text.scheduler.cancel(text)
+        # A text that Ctrl-C kept from being opened never ends.
+        begun = [text for text in running if text.is_open]
+        while any(not text.is_over and text.scheduler.can_wait for text in begun):
+            queue.get()
+
+
+def results(texts: Iterable[Text]) -> Generator[GenerationResult, None, None]:
+    """Decode texts together, as `pieces` does.
+
+    Yields:
+        Results in order, each as soon as it and all before it are complete.
+
+    Raises:
+        Exception: the error that ended a text; the others are cancelled.
+    """
+    left, ended = deque[Text](), set[Text]()
+
+    def begun() -> Iterator[Text]:
+        for text in texts:
+            left.append(text)
+            yield text
+
+    with closing(pieces(begun())) as found:
+        for text, piece in found:
+            if piece is None:
+                ended.add(text)
+            while left and left[0] in ended:
+                ended.remove(left[0])
+                yield left.popleft().result()
