@@ -95,7 +95,7 @@ std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
         return "the file is empty";
     }
     if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
-        return "no GGUF file: it does not begin with the letters GGUF";
+        return "no GGUF file: it does not begin with the letters GGUF; name such a file, or the folder of a checkpoint";
     }
     // Without the function of ggml that says so.
     const size_t colon = reason.rfind("gguf_init", 0) == 0 ? reason.find(": ") : std::string::npos;

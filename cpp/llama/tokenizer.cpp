@@ -73,12 +73,12 @@ constexpr const char* kMaskToken = "pystaged.pard_token";
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
     if (model != "gpt2" && model != "gemma4" && model != "llama") {
-        file.fail("tokenizer model '" + model +
-                  "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' (SentencePiece)");
+        file.fail("tokenizer model '" + model + "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' " +
+                  "(SentencePiece); choose another model, or run this one with llama.cpp");
     }
     // It asserts that no words have spaces in them, and splits by them nowhere else.
     if (file.text("tokenizer.ggml.pre", "") == "whitespace") {
-        file.fail("pre-tokenizer 'whitespace' is not supported");
+        file.fail("pre-tokenizer 'whitespace' is not supported; choose another model, or run this one with llama.cpp");
     }
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (!tokens || tokens->second == 0 || tokens->second > size_t(1) << 24) {

@@ -110,7 +110,8 @@ const Family& find_family(const GgufFile& file) {
         }
         return *found;
     }
-    file.fail("architecture '" + name + "' is not supported; there are: " + names);
+    file.fail("architecture '" + name +
+              "' is not supported; run it with llama.cpp, or choose a model of one of: " + names);
 }
 
 }  // namespace pystaged

@@ -495,8 +495,10 @@ Manifest::Manifest(const GgufFile& file, const Family& family, const Hyperparame
     };
     for (const std::string& name : file.tensor_names()) {
         if (!claimed.count(name) && !is_of_other(name)) {
-            file.fail("tensor '" + name + "' is none of architecture '" + family.name +
-                      "' as it is known here; without it the model would not be the one that was trained");
+            file.fail(
+                "tensor '" + name + "' is none of architecture '" + family.name +
+                "' as it is known here; without it the model would not be the one that was trained; choose another "
+                "file of it, or run this one with llama.cpp");
         }
     }
 }

@@ -345,15 +345,19 @@ void Model::cut_head(int rows) {
     if (rows < 1 || !executor_.expired()) {
         throw std::invalid_argument("a head is cut to 1 row at least, before the first session is opened");
     }
-    if (!lender_ || head_.present() || !head_tokens_.empty() || numbers_.markov_rank > 0 ||
-        rows >= numbers_.head_size) {
+    if (!lender_ || head_.present() || !head_tokens_.empty() || rows >= numbers_.head_size) {
         return;
     }
-    const PackedMatrix& whole = lender_->head().packed;
-    head_.packed = PackedMatrix(type_of(whole.packing()), rows, whole.cols(), whole.data());
+    const auto first_rows = [&](const PackedMatrix& whole) {
+        return PackedMatrix(type_of(whole.packing()), rows, whole.cols(), whole.data());
+    };
+    head_.packed = first_rows(lender_->head().packed);
     head_bias_ = lender_->head_bias();
+    if (numbers_.markov_rank > 0) {
+        markov_.out.packed = first_rows(markov_.out.packed);
+    }
     numbers_.head_size = rows;
-    weight_bytes_ -= whole.bytes() - head_.packed.bytes();
+    weight_bytes_ -= lender_->head().packed.bytes() - head_.packed.bytes();
 }
 
 size_t Model::cell_bytes() const {

@@ -145,27 +145,23 @@ def _head(source: Source, pattern: re.Pattern[str], form: CallForm, schemas: Sch
         if len(source.text) > _LONGEST_HEAD and not (end and _REVERSED.match(source.text)):
             return None
         if not (yield from source.more()):
-            name, is_whole = _cut_name(source.text, pattern, form) if source.is_cut else (None, False)
-            likely = [tool for tool in schemas if tool == name or (not is_whole and tool.startswith(name or ""))]
-            if name is not None and (likely or not form.at_start):
-                source.text = ""
-                if is_whole:
-                    yield "call", name
+            name = _cut_name(source.text, pattern, form) if source.is_cut else ""
+            if name and (name in schemas or not form.at_start):
+                source.text, source.has_cut = "", True
+                yield "call", name
             return None
 
 
-def _cut_name(text: str, pattern: re.Pattern[str], form: CallForm) -> tuple[str | None, bool]:
-    """The tool's name in a text that more would make a head, and whether it is whole; None for another text."""
-    found = "" if form.end and _REVERSED.match(text) else None
+def _cut_name(text: str, pattern: re.Pattern[str], form: CallForm) -> str:
+    """The tool's name, if it is whole, in a text that more would make a head; "" for another text."""
     for head in (form.head, form.head.replace("[ARGS]", "[CALL_ID][ARGS]"), _JSON.replace("{{", '{{"type": "x", ')):
         for rest in ("{", ")", "=", form.end, form.member.partition("{key}")[0]):
             whole = head.format(name="x", quoted='"x"') + rest
             for at in range(len(whole)):
-                if (made := pattern.match(text + whole[at:])) and made[1]:
-                    found = text[made.start(1) : made.end(1)]
-                    if made.end(1) < len(text):
-                        return found, True
-    return found, False
+                made = pattern.match(text + whole[at:])
+                if made and made[1] and made.end(1) < len(text):
+                    return text[made.start(1) : made.end(1)]
+    return ""
 
 
 def _json_value(source: Source) -> Parser[bool]:

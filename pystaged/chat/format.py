@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,17 @@ from pystaged._core import Tokenizer
 from pystaged.chat import ENDLESS, ChatTemplateError, history
 from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
-from pystaged.chat.marked import ANSWERS, mark
-from pystaged.chat.messages import Message, completed, in_parts, marked, marked_messages, with_joined_parts
-from pystaged.chat.turn import TurnReader
+from pystaged.chat.marked import ANSWERS, join, mark, marks_of
+from pystaged.chat.messages import (
+    Message,
+    completed,
+    in_parts,
+    is_answer,
+    marked,
+    marked_messages,
+    with_joined_parts,
+)
+from pystaged.chat.turn import CHANNELS, Dialect, TurnReader, prefill_of
 from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
 
 _KEY = "tokenizer.chat_template"
@@ -27,6 +36,7 @@ _ROOM = 1 << 20  # characters that a template may write in addition to its messa
 _ESCAPED = 8  # most characters that one of a message becomes, for example in JSON
 _MOST_REPORTED = 16  # names; a server's clients may send any number
 _LONGEST_NAME = 64  # characters of a reported name
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable by which templates switch reasoning on or off
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
@@ -107,6 +117,7 @@ class ChatFormat:
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
         """Render messages as the text of a prompt.
 
@@ -117,12 +128,13 @@ class ChatFormat:
             template: one of `names`; by default "tool_use" if there are tools and such a template.
             template_options: further variables for the template, such as {"enable_thinking": False}.
             add_generation_prompt: end with the header of an answer.
+            continues: end with the text of the last message, if that is an answer without calls.
 
         Raises:
             ChatTemplateError: the template cannot be used, or refuses the messages.
             ValueError, TypeError: invalid messages, tools or options; see marked_messages.
         """
-        return str.__str__(self._write(messages, tools, template, template_options, add_generation_prompt))
+        return str.__str__(self._write(messages, tools, template, template_options, add_generation_prompt, continues))
 
     def encode(
         self,
@@ -131,10 +143,11 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> NDArray[np.int32]:
         """The prompt for the next answer, int32[n]. Control tokens that messages, tools and options spell are plain
         text. Arguments and errors as in render."""
-        text = self._write(messages, tools, template, template_options, True)
+        text = self._write(messages, tools, template, template_options, True, continues)
         self._encoder = encoder = self._encoder or Encoder(self._tokenizer)
         answers = {
             chr(ANSWERS + i): message["tokens"] for i, message in enumerate(messages) if self._is_answer(message, i)
@@ -159,7 +172,14 @@ class ChatFormat:
         template: str | None,
         template_options: Mapping[str, Any] | None,
         add_generation_prompt: bool,
+        continues: bool = False,
     ) -> str:
+        if continues and is_answer(messages):
+
+            def write(told: Sequence[Message], adds: bool, **switches: bool) -> str:
+                return self._write(told, tools, template, {**switches, **(template_options or {})}, adds)
+
+            return self._continued(marked_messages(messages), write)
         if template_options is not None and not isinstance(template_options, Mapping):
             raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
         for name in set(template_options or {}) & set(_RESERVED):
@@ -210,6 +230,36 @@ class ChatFormat:
             if not self._can[name, "read"]:
                 self._report("the model's chat template writes calls of tools in an unknown form; they stay text")
         return text
+
+    def _continued(self, messages: Sequence[Message], write: Callable[..., str]) -> str:
+        """A prompt that ends with the last message's text, where the template writes that. Text that begins with
+        reasoning, or that the template does not write, stands behind an answer's header.
+
+        Args:
+            write: writes messages, with the header or without, and with further options.
+        """
+        *before, last = messages
+        thinking = Dialect.of(self.source(), self._tokenizer).thinking
+        text, own = prefill_of(last, thinking), chr(ANSWERS + len(before))
+        thinks = thinking is not None and thinking.begins(text)
+        if text.strip() and not thinks:
+            said = mark(str.__str__(text), own)
+            with suppress(ChatTemplateError):
+                written = write([*before, {**last, "content": said}], False)
+                begun = written[: marks_of(written).rfind(own) + 1]
+                header = begun[: len(marks_of(begun).rstrip(own))]
+                if begun[len(header) :].strip() == text.strip() and not (thinking and thinking.opens(header)):
+                    return join("", [header, said])
+            if thinking == CHANNELS:
+                raise ValueError(f"messages[{len(before)}]: the model's template cannot begin an answer with this text")
+        header = write(before, True, **{name: True for name in SWITCHES if thinks and name in self.variables()})
+        if thinking and thinks:
+            inside = text.lstrip()[len(thinking.begin) :]
+            reasoning, end, rest = inside.partition(thinking.closing if thinking.closing in inside else thinking.end)
+            header = header.rstrip() if thinking.opens(header) else join("", [header, thinking.begin])
+            return join("", [header, reasoning, str.__str__(end), rest])
+        is_inside = thinking and text.strip() and thinking.opens(header) and thinking.end not in text
+        return join("", [header, thinking.closing if thinking and is_inside else "", text])
 
     def _reads_calls(self, name: str) -> bool:
         """Whether a call that a template writes is read back."""

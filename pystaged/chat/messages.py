@@ -117,6 +117,12 @@ def with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": join(mark("\n"), [part["text"] for part in message["content"]])}
 
 
+def is_answer(messages: Sequence[Message]) -> bool:
+    """Whether the last message is an answer without calls, which can be continued."""
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant" and not last.get("tool_calls")
+
+
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A marked message with its text as a part, for templates that write nothing else."""
     content = message.get("content")

@@ -16,13 +16,14 @@ Parser = Generator[Event | None, None, _T]
 class Source:
     """The text that has arrived and is not read yet.
 
-    ended: whether no more will arrive. is_cut: whether that was not the model's will; what may then begin a mark at the
-    end does. trimmed: the white space that `until` left out last.
+    ended: whether no more will arrive. is_cut: whether that was not the model's will; what may then begin a mark in or
+    behind a call does. has_cut: whether a call was cut behind its name. trimmed: the white space that `until` left out
+    last.
     """
 
     def __init__(self) -> None:
         self.text = self.trimmed = ""
-        self.ended = self.is_cut = False
+        self.ended = self.is_cut = self.has_cut = False
 
     def take(self, count: int) -> str:
         """Read characters."""
@@ -46,11 +47,11 @@ class Source:
             if self.text or not (yield from self.more()):
                 return "".join(found)
 
-    def starts(self, *marks: str) -> Parser[bool]:
-        """Whether one of some marks comes next."""
+    def starts(self, *marks: str, drops: bool = True) -> Parser[bool]:
+        """Whether one of some marks comes next. drops: a mark that is cut is nothing."""
         while not self.text.startswith(marks):
             is_begun = any(mark.startswith(self.text) for mark in marks)
-            if not is_begun or not (yield from self.more(drops=True)):
+            if not is_begun or not (yield from self.more(drops=drops)):
                 return False
         return True
 
@@ -61,6 +62,7 @@ class Source:
         spelled: Callable[[str], str] = str,
         *,
         trims: bool = False,
+        drops: bool = False,
         then: Sequence[str] = (),
     ) -> Parser[str]:
         """Pass on the text before the first of some marks, and read that mark; returns it, or "" at the end.
@@ -69,6 +71,7 @@ class Source:
             kind: of the events.
             spelled: converts each part of the text.
             trims: leave out white space at the end.
+            drops: leave out a mark that is cut, as always in arguments.
             then: texts, one of which must follow a mark after white space, unless all text ends there; another mark is
                 text.
         """
@@ -99,7 +102,7 @@ class Source:
                 continue
             if not (yield from self.more()):
                 begun = self.take(len(self.text))
-                if (rest := "".join([*held, begun])) and not (begun and self.is_cut):
+                if (rest := "".join([*held, begun])) and not (begun and self.is_cut and (drops or kind == "arguments")):
                     yield kind, spelled(rest)
                 return ""
 
@@ -107,7 +110,7 @@ class Source:
         """Read the text before the first of some marks, and that mark; returns both, with "" for no mark. then: as in
         `until`."""
         words: list[str] = []
-        parser = self.until(marks, "text", then=then)
+        parser = self.until(marks, "text", drops=True, then=then)
         while True:
             try:
                 event = next(parser)

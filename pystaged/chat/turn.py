@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 from pystaged._core import Tokenizer
 from pystaged.chat.calls import HARMONY, HARMONY_MARKS, HERMES, CallForm, Schemas, form_of, is_json
+from pystaged.chat.marked import join
+from pystaged.chat.messages import REASONING, Message
 from pystaged.chat.source import Kind, Parser, Source
 
 _PIECE = 4096  # characters that are read at once
@@ -35,7 +37,17 @@ class Thinking(NamedTuple):
             return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end == "</think>" else self.end
 
+    def begins(self, answer: str) -> bool:
+        """Whether an answer begins with reasoning."""
+        return answer.lstrip().startswith(self.begin)
 
+    def opens(self, prompt: str) -> bool:
+        """Whether a prompt ends where reasoning begins."""
+        return prompt.rstrip().endswith(self.begin)
+
+
+Begun = Literal["thinking", "reasoning", "text"] | None
+"""Where an answer begins: where its reasoning does, in the middle of that or of its text; None for its beginning."""
 CHANNELS = Thinking("<|channel|>analysis<|message|>", "<|end|>")
 """gpt-oss's reasoning: messages in a channel of their own, among others."""
 _THINKING = (
@@ -70,11 +82,14 @@ class Dialect:
                 controls[mark] = tokens[0]
         return cls(form, thinking, controls)
 
-    def is_thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-        """Whether a prompt ends inside of reasoning."""
-        if self.thinking is None:
-            return False
-        return tokenizer.decode(prompt[-_ENOUGH:], special=True).rstrip().endswith(self.thinking.begin)
+    def begun(self, prompt: Sequence[int], tokenizer: Tokenizer, answer: Message | None = None) -> Begun:
+        """Where the answer to a prompt begins. answer: the message that the prompt ends with."""
+        text = prefill_of(answer, self.thinking) if answer else ""
+        if text.strip():
+            is_open = self.thinking and self.thinking.begins(text) and self.thinking.end not in text
+            return "reasoning" if is_open else "text"
+        end = tokenizer.decode(prompt[-_ENOUGH:], special=True)
+        return "thinking" if self.thinking and self.thinking.opens(end) else None
 
 
 @dataclass
@@ -99,7 +114,7 @@ class TurnReader:
 
     Args:
         thinking: marks of reasoning; None to leave it in the text.
-        is_open: whether the answer begins inside of reasoning.
+        begun: where the answer begins.
         form: of calls; None to leave them in the text.
         schemas: of the tools' arguments.
     """
@@ -107,13 +122,13 @@ class TurnReader:
     def __init__(
         self,
         thinking: Thinking | None = None,
-        is_open: bool = False,
+        begun: Begun = None,
         form: CallForm | None = None,
         schemas: Schemas = MappingProxyType({}),
     ) -> None:
         self.blocks: list[Block] = []
         self._source, self._length = Source(), 0
-        self._parser = _turn(self._source, thinking, is_open, form, schemas)
+        self._parser = _turn(self._source, thinking, begun, form, schemas)
 
     def push(self, text: str) -> list[tuple[Block, str]]:
         """Add to the answer; returns what is certain: blocks, which may be new or go on, each with its new text."""
@@ -160,6 +175,15 @@ class TurnReader:
             yield self.blocks[-1], text, self._length - len(self._source.text)
 
 
+def prefill_of(message: Message, thinking: Thinking | None) -> str:
+    """What a message holds of an answer that is to be continued: its text, or else its reasoning behind the mark."""
+    content, reasoning = message.get("content") or "", next((message[k] for k in REASONING if message.get(k)), "")
+    text: str = content if isinstance(content, str) else join("\n", [part["text"] for part in content])
+    if reasoning and thinking and not text.strip():
+        return join("", [thinking.begin, "" if thinking == CHANNELS else "\n", reasoning])
+    return text
+
+
 def calls_of(text: str) -> list[Block]:
     """The whole calls of an answer in the Hermes form whose arguments are valid JSON."""
     reader = TurnReader(form=HERMES)
@@ -179,38 +203,43 @@ def quoted(answer: str) -> str:
 
 
 def _turn(
-    source: Source, thinking: Thinking | None, is_open: bool, form: CallForm | None, schemas: Schemas
+    source: Source, thinking: Thinking | None, begun: Begun, form: CallForm | None, schemas: Schemas
 ) -> Parser[None]:
     if thinking == CHANNELS:
-        yield from _messages(source, form, schemas)
+        yield from _messages(source, begun, form, schemas)
         return
-    if thinking is not None and (is_open or (yield from _begins(source, thinking.begin))):
-        yield from source.space()
+    if thinking and begun != "text" and (begun or (yield from _begins(source, thinking.begin))):
+        if begun != "reasoning":
+            yield from source.space()
         yield from source.until((thinking.end,), "reasoning", trims=True)
         yield from source.space()
     if form is None:
         yield from source.until((), "text")
         return
-    if form.at_start and (yield from _begins(source, "{", takes=False)):
+    if form.at_start and begun != "text" and (yield from _begins(source, "{", takes=False)):
         yield from form.parse(source, form, schemas)
     while mark := (yield from source.until(form.begins, "text", trims=True)):
         space, is_inside = source.trimmed, mark == "<function="
         source.text = mark + source.text if is_inside else source.text
         if (yield from form.parse(source, form, schemas)):
             yield from source.space()
-        elif source.text or not source.is_cut:
+        elif not source.has_cut:
             source.text = source.text.removeprefix(mark) if is_inside else source.text
             yield "text", space + mark
 
 
-def _messages(source: Source, form: CallForm | None, schemas: Schemas) -> Parser[None]:
+def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Schemas) -> Parser[None]:
     """gpt-oss's messages: each has a header, which says its channel and to whom it is."""
     marks = ("<|message|>", *(HARMONY.begins if form is HARMONY else ()))
-    while (yield from _begins_header(source)):
-        header, mark = yield from source.collected(marks)
+    while begun or (yield from _begins_header(source)):
+        if begun:
+            header, mark = "final" if begun == "text" else "analysis", "<|message|>"
+            begun = None
+        else:
+            header, mark = yield from source.collected(marks)
         if mark in HARMONY.begins:
             if not (yield from HARMONY.parse(source, HARMONY, schemas)):
-                if source.text or not source.is_cut:
+                if not source.has_cut:
                     yield "text", mark
                 break
         elif mark:
@@ -232,6 +261,6 @@ def _begins_header(source: Source) -> Parser[bool]:
 def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:
     """Whether a mark comes next, after white space; if so, read it."""
     space = yield from source.space()
-    found = yield from source.starts(mark)
+    found = yield from source.starts(mark, drops=False)
     source.text = source.text[len(mark) :] if found and takes else space + source.text
     return found

@@ -61,7 +61,8 @@ class TextBuffer:
         self._held += text
         certain = self._anywhere.certain
         if self._reader:
-            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended, is_cut=cut)]
+            told = self._reader.placed(text, ended=ended, is_cut=cut)
+            found += [] if cut else [self._find_shown(*each) for each in told]  # at a cut it may begin a call
             certain = min(certain, self._shown.certain, self._read)
         if places := [place for place in found if place]:
             begin, end = min(places)

@@ -164,9 +164,10 @@ def _write_draft(
     shape, stored = numbers.shape, _stored_tensors(folder)
     quantization = quantization or _lossless_type(stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
-    adjacent = numbers.kind == EAGLE3
+    adjacent = numbers.kind == EAGLE3  # in GGUF files
+    pairs = None if adjacent == numbers.neighbours else _adjacent if adjacent else _apart
     tensors: list[Tensor] = [
-        _tensor(folder, shape, wanted, wanted.source, stored, quantization, adjacent) for wanted in plan.tensors
+        _tensor(folder, shape, wanted, wanted.source, stored, quantization, pairs) for wanted in plan.tensors
     ]
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
     if plan.feature_norms:
@@ -308,6 +309,7 @@ def _lossless_type(stored: dict[str, Stored]) -> str:
 def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Tensor], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
     family = shape.family
+    pairs = _adjacent if family.adjacent else None
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
@@ -318,7 +320,7 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
         source = wanted.source if wanted.source.startswith("lm_head.") else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization))
+        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, pairs))
         used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
@@ -333,12 +335,12 @@ def _tensor(
     source: str,
     all_stored: Mapping[str, Stored],
     quantization: str,
-    adjacent: bool | None = None,
+    pairs: Callable[[Floats, int], Floats] | None,
 ) -> Tensor:
     """Plan a tensor of the GGUF file from one of the checkpoint.
 
     Args:
-        adjacent: in place of the family's; norms of heads are reordered, too.
+        pairs: reorders rows of heads by what RoPE rotates together.
 
     Raises:
         ValueError: it has another shape, or a type that is not supported.
@@ -353,8 +355,8 @@ def _tensor(
     change: Callable[[Floats], Floats] = lambda values: values  # noqa: E731
     if family.transposed and wanted.layer is not None:
         together, change = sizes[0], lambda values: values.T
-    elif (family.adjacent if adjacent is None else adjacent) and name in _ROTATED:
-        together, change = shape.head_width, lambda values: _adjacent(values, shape.head_width)
+    elif pairs and name in _ROTATED:
+        together, change = shape.head_width, lambda values: pairs(values, shape.head_width)
     elif family.norm_offset and name.endswith("norm"):
         change = lambda values: values + np.float32(family.norm_offset)  # noqa: E731
     kind = GGMLQuantizationType[quantization if is_matrix and name != "position_embd" else "F32"]
@@ -393,6 +395,12 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
 def _adjacent(values: Floats, head_width: int) -> Floats:
     """Reorder each head's rows so that pairs rotated together, half a head apart before, are adjacent."""
     pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
+    return pairs.reshape(values.shape)
+
+
+def _apart(values: Floats, head_width: int) -> Floats:
+    """The inverse of _adjacent."""
+    pairs: Floats = values.reshape(-1, head_width // 2, 2, *values.shape[1:]).swapaxes(1, 2)
     return pairs.reshape(values.shape)
 
 

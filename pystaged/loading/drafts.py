@@ -35,32 +35,18 @@ class KnownDraft(NamedTuple):
     called: str = ""
 
 
-def _reading(
-    architecture: str, pre_tokenizer: str, width: int, layers: int, *names: str, called: str = ""
-) -> tuple[KnownDraft, ...]:
-    """Drafts that read the hidden states of one kind of target."""
-    return tuple(KnownDraft(architecture, pre_tokenizer, width, name, layers, called) for name in names)
-
-
-KNOWN = (
-    # DSpark, DFlash and EAGLE-3, in this order: more of a block's guesses are right, and it costs one pass.
-    *_reading("qwen3", "qwen2", 2048, 28, "AngelSlim/Qwen3-1.7B_eagle3"),
-    *_reading(
-        "qwen3",
-        "qwen2",
-        2560,
-        36,
+# Of those that read hidden states: the targets' architecture, pre-tokenizer, width and layers, and `called`.
+# DSpark, DFlash and EAGLE-3, in this order: more of a block's guesses are right, and it costs one pass.
+_READING: dict[tuple[str, str, int, int, str], tuple[str, ...]] = {
+    ("qwen3", "qwen2", 2048, 28, ""): ("AngelSlim/Qwen3-1.7B_eagle3",),
+    ("qwen3", "qwen2", 2560, 36, ""): (
         "deepseek-ai/dspark_qwen3_4b_block7",
         "z-lab/Qwen3-4B-DFlash-b16",
         "deepseek-ai/dflash_qwen3_4b_block7",
         "AngelSlim/Qwen3-4B_eagle3",
         "deepseek-ai/eagle3_qwen3_4b_ttt7",
     ),
-    *_reading(
-        "qwen3",
-        "qwen2",
-        4096,
-        36,
+    ("qwen3", "qwen2", 4096, 36, ""): (
         "deepseek-ai/dspark_qwen3_8b_block7",
         "z-lab/Qwen3-8B-DFlash-b16",
         "RedHatAI/Qwen3-8B-speculator.dflash",
@@ -70,46 +56,39 @@ KNOWN = (
         "deepseek-ai/eagle3_qwen3_8b_ttt7",
         "Tengyunw/qwen3_8b_eagle3",
     ),
-    *_reading(
-        "qwen3",
-        "qwen2",
-        5120,
-        40,
+    ("qwen3", "qwen2", 5120, 40, ""): (
         "deepseek-ai/dspark_qwen3_14b_block7",
         "deepseek-ai/dflash_qwen3_14b_block7",
         "RedHatAI/Qwen3-14B-speculator.eagle3",
         "AngelSlim/Qwen3-14B_eagle3",
         "deepseek-ai/eagle3_qwen3_14b_ttt7",
     ),
-    *_reading("qwen3", "qwen2", 5120, 64, "RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
-    *_reading(
-        "llama",
-        "llama-bpe",
-        4096,
-        32,
+    ("qwen3", "qwen2", 5120, 64, ""): ("RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
+    ("llama", "llama-bpe", 4096, 32, "llama318b"): (
         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
         "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
-        called="llama318b",
     ),
-    *_reading(
-        "llama",
-        "llama-bpe",
-        4096,
-        32,
-        "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
-        called="r1distillllama8b",
-    ),
-    *_reading(
-        "llama",
-        "llama-bpe",
-        8192,
-        80,
+    ("llama", "llama-bpe", 4096, 32, "r1distillllama8b"): ("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",),
+    ("llama", "llama-bpe", 8192, 80, "llama3370b"): (
         "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
         "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-Specforge",
         "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
-        called="llama3370b",
+    ),
+    ("llama", "minicpm5", 2048, 42, ""): ("openbmb/MiniCPM5-2B-DSpark", "openbmb/MiniCPM5-2B-DSpark-GGUF"),
+    ("lfm2", "lfm2", 2048, 16, "lfm2512binstruct"): (
+        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
+        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark-GGUF",
+    ),
+    ("lfm2", "lfm2", 2048, 30, ""): ("LiquidAI/LFM2.5-2.6B-DSpark",),
+    ("lfm2moe", "lfm2", 2048, 24, "lfm258ba1b"): ("LiquidAI/LFM2.5-8B-A1B-DSpark",),
+}
+KNOWN = (
+    *(
+        KnownDraft(architecture, pre_tokenizer, width, name, layers, called)
+        for (architecture, pre_tokenizer, width, layers, called), names in _READING.items()
+        for name in names
     ),
     # Parallel drafts (PARD), each trained for all targets of its family.
     KnownDraft("llama", "llama-bpe", 2048, "amd/PARD-Llama-3.2-1B"),

@@ -30,6 +30,7 @@ _KNOWN = {
     "DSparkDraftModel": DFLASH,
     "DSparkSpeculator": DFLASH,
     "Qwen3DSparkModel": DFLASH,
+    "Lfm2DSparkDraftModel": DFLASH,
     "dspark": DFLASH,
 }
 # Parts of names of drafts; the others of such names are not supported.
@@ -41,7 +42,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "use_swa": (False, None),
-    "rope_is_neox_style": (True, None),
+    "rope_is_neox_style": (True, False, None),
     "attention_value_scale": (None, 1),
     "output_multiplier": (None, 1),
     "input_embedding_scale": (None, 1),
@@ -100,6 +101,7 @@ class Numbers:
         metadata: further GGUF keys.
         own_embedding, own_head: False if the checkpoint's are copies of the target's.
         mask_token: id, None for EAGLE-3.
+        neighbours: RoPE rotates neighbouring dimensions together, not those half a head apart.
     """
 
     kind: str
@@ -113,6 +115,7 @@ class Numbers:
     own_embedding: bool
     own_head: bool
     mask_token: int | None
+    neighbours: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> Numbers | None:
@@ -183,7 +186,10 @@ class Numbers:
         taps = _taps(config, path)
         if taps is None and kind == DFLASH:
             raise ValueError(f"{path}: target_layer_ids is missing")
-        return cls(kind, shape, taps, tokens, rows, width, feature_norms, metadata, own_embedding, own_head, mask)
+        neighbours = config.get("rope_is_neox_style") is False
+        return cls(
+            kind, shape, taps, tokens, rows, width, feature_norms, metadata, own_embedding, own_head, mask, neighbours
+        )
 
 
 def _from_anchor(config: Mapping[str, Any], flag: Callable[[str], bool]) -> bool:

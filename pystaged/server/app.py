@@ -145,7 +145,7 @@ class _Endpoints:
 
     async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Reply:
         async def work(asked: Any, sender: Sender) -> None:
-            async with self._models.lent(asked.model) as state:
+            async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with _refusing():
                     if iscoroutinefunction(answer):
                         body = await run_sync(encoded, await answer(state, asked))
@@ -159,7 +159,10 @@ class _Endpoints:
         answers: list[Answer] = []
 
         async def work(asked: Any, sender: Sender) -> None:
-            async with self._models.lent(asked.model) as state:
+            if getattr(asked, "unloads", False) and not self._models.is_one:
+                await sender.whole(as_json(encoded(ollama.unloaded(self._models, asked))))
+                return
+            async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with state.gate.coming(), _refusing():
                     answers.append(await run_sync(begin, state, asked, limiter=self._limiter(asked)))
                 await answers[0].send(sender)

@@ -43,7 +43,8 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
     splits = request.reasoning_format != "none"
-    manner = Manner(dialect, splits, dialect.is_thinking(prompt.tolist(), engine.tokenizer), schemas_of(tools))
+    prefill = request.messages[-1].model_dump() if _continues(request) else None
+    manner = Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas_of(tools))
     config, ends = _config(state, request, manner), engine.chat_format.stop
     reader = manner.reader if manner.hides and config.stop else None
     if reader is None:
@@ -98,12 +99,24 @@ def _written(state: State, request: ChatRequest, write: Callable[..., T], param:
     given = [tool.model_dump(exclude_none=True) for tool in tools]
     options = template_options(request, chat_format, _thinks(state, request), bool(tools))
     try:
-        return write(messages, tools=given or None, template_options=options or None)
+        return write(messages, tools=given or None, template_options=options or None, continues=_continues(request))
     except ChatTemplateError:
         raise
     except (ValueError, TypeError) as error:
         blamed = "chat_template_kwargs" if str(error).startswith("template_options") else param
         raise ApiError(400, str(error), param=blamed) from None
+
+
+def _continues(request: ChatRequest) -> bool:
+    """Whether the answer goes on where the last message ends, an answer without calls. Raises ApiError."""
+    last, asked, begins = request.messages[-1], request.continue_final_message, request.add_generation_prompt
+    can = last.role == "assistant" and not last.tool_calls
+    if asked and (begins or not can):
+        needs = "a last message of the assistant, without tool_calls, and add_generation_prompt: false"
+        raise ApiError(400, f"continue_final_message needs {needs}", param="continue_final_message")
+    if begins is False and (asked is False or not can):
+        raise unsupported("add_generation_prompt", "a prompt without the beginning of an answer is not supported")
+    return can and asked is not False and not begins
 
 
 def _must_call(request: ChatRequest) -> bool:

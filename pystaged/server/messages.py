@@ -132,8 +132,6 @@ def _too_long(error: ApiError, most: int) -> ApiError:
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
-    if request.messages[-1].role == "assistant":
-        raise unsupported("messages", "the last message must be the user's: prefilled answers are not supported")
     if all(message.role == "system" for message in request.messages):
         raise unsupported("messages", "there must be a message of the user")
     messages = _system(state, request.system or "")
@@ -142,6 +140,8 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
             messages += _system(state, message.content)
         else:
             messages += _answered(message) if message.role == "assistant" else _asked(message)
+    if "tool_calls" in messages[-1]:
+        raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     tools = request.tools or []
     more: dict[str, Any] = {

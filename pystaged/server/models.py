@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
 from pystaged.server.state import State
 
+_LONGEST_REST = 1e9  # seconds; longer is for ever
 _LATEST = ":latest"  # what Ollama's clients add to names
 _log = logging.getLogger("pystaged.server")
 
@@ -33,8 +35,8 @@ class Served:
     """A model of a server.
 
     path: its file. size: bytes that it needs beside its keys and values. state: None while it is not loaded. users:
-    requests that have it. used: when the last one came, or had its answer, by time.monotonic. is_leaving: whether it is
-    unloaded after them. timer: ends its rest.
+    requests that have it. used: when the last one came, or had its answer, by time.monotonic; rest: seconds that it
+    stays after that. is_leaving: whether it is unloaded after them. timer: ends its rest.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Served:
     state: State | None = None
     users: int = 0
     used: float = field(default_factory=time.monotonic)
+    rest: float = 0.0
     is_leaving: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -73,7 +76,7 @@ class Models:
     ) -> None:
         self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
         self._load, self._memory, self._kv_memory = load, memory, kv_memory
-        self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
+        self.all = {name: Served(name, path, _size(path), rest=settings.keep_alive) for name, path in files.items()}
         self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
         self._waiting = 0  # requests among them
         self._left = asyncio.Event()  # set whenever a request has had its answer
@@ -121,8 +124,9 @@ class Models:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     @asynccontextmanager
-    async def lent(self, name: str | None) -> AsyncIterator[State]:
-        """The state of a model, which stays loaded while the block runs. Raises ApiError."""
+    async def lent(self, name: str | None, keep_alive: float | None = None) -> AsyncIterator[State]:
+        """The state of a model, which stays loaded while the block runs, and keep_alive seconds longer: below 0 for
+        ever, None for what the settings say. Raises ApiError."""
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
@@ -130,6 +134,7 @@ class Models:
                     if served.state is None:
                         await self._bring(served)
         served.users, served.used = served.users + 1, time.monotonic()
+        served.rest = self.settings.keep_alive if keep_alive is None else keep_alive if keep_alive >= 0 else math.inf
         try:
             yield served.state
         finally:
@@ -196,18 +201,25 @@ class Models:
             del state
             await run_sync(gc.collect)  # answers refer to themselves, and to the model: its memory would go much later
 
+    def leave(self, name: str | None) -> str:
+        """Unload a model after its texts, without waiting; returns its name. Raises ApiError."""
+        served = self.named(name)
+        served.rest = 0.0
+        self._rest(served)
+        return served.name
+
     def _rest(self, served: Served) -> None:
         """Unload a model after a time without requests."""
         if served.timer:
             served.timer.cancel()
-        if not self.is_one:
-            loop, keep_alive = asyncio.get_running_loop(), self.settings.keep_alive
-            served.timer = loop.call_later(keep_alive, lambda: self._tasks.add(loop.create_task(self._rested(served))))
+        if not self.is_one and served.rest < _LONGEST_REST:
+            loop = asyncio.get_running_loop()
+            served.timer = loop.call_later(served.rest, lambda: self._tasks.add(loop.create_task(self._rested(served))))
 
     async def _rested(self, served: Served) -> None:
         try:
             async with self._turn:
-                if not served.users and time.monotonic() - served.used >= self.settings.keep_alive:
+                if not served.users and time.monotonic() - served.used >= served.rest:
                     await self._unload(served)
         finally:
             self._tasks.discard(asyncio.current_task())

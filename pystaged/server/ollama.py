@@ -85,6 +85,11 @@ class _Request(ModelRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks for no text, and that the model is unloaded."""
+        return self.keep_alive == 0 and not any(getattr(self, name, None) for name in ("messages", "prompt", "suffix"))
+
 
 class OllamaChatRequest(_Request):
     """A request to /api/chat."""
@@ -119,11 +124,18 @@ def running(models: Models) -> dict[str, Any]:
         if state := served.state:
             named, engine = _named(served), state.engine
             video = 0 if set(engine.model.devices) <= {"CPU"} else named["size"]
-            rest = models.settings.keep_alive + served.used - time.monotonic()
+            rest = served.rest + served.used - time.monotonic()
             lasts = models.is_one or rest > 1e9  # seconds; a moment's year has four digits
             expires = _NEVER if lasts else _moment(time.time() + rest)
             found.append({**named, "expires_at": expires, "size_vram": video, "context_length": engine.n_ctx})
     return {"models": found}
+
+
+def unloaded(models: Models, request: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
+    """Unload a model that a request names. Raises ApiError."""
+    kind = ChatAnswer if isinstance(request, OllamaChatRequest) else TextAnswer
+    named = {"model": models.leave(request.model), "created_at": _moment(time.time())}
+    return named | kind.said("") | _LAST | {"done_reason": "unload"}
 
 
 def show(state: State, request: ModelRequest) -> dict[str, Any]:
@@ -236,7 +248,8 @@ def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
 class ChatAnswer(Answer):
     """An answer of /api/chat, whole or in lines of JSON."""
 
-    def said(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    @staticmethod
+    def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The members for new text, reasoning or calls."""
         more = {"thinking": thinking, "tool_calls": calls}
         return {"message": {"role": "assistant", "content": text} | {name: each for name, each in more.items() if each}}
@@ -303,7 +316,8 @@ class ChatAnswer(Answer):
 class TextAnswer(ChatAnswer):
     """An answer of /api/generate."""
 
-    def said(self, text: str, thinking: str = "", _calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    @staticmethod
+    def said(text: str, thinking: str = "", _calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         return {"response": text} | ({"thinking": thinking} if thinking else {})
 
 

@@ -38,8 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "mirostat": (0,),
     "dynatemp_range": (0,),
     "top_n_sigma": (-1, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ MOST_TEXTS = 128  # most sequences of a request
 MOST_TOOLS = 512
 _MOST_BIASES = 1024
 _LONGEST_GRAMMAR = 1 << 17  # characters
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}  # of Ollama's durations
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Validation stops at a list's first error: an error for each of a million items would take a minute and gigabytes.
@@ -29,6 +32,15 @@ def _pairs(value: Any) -> Any:
     if not all(isinstance(each, list) and len(each) == 2 for each in value):
         raise ValueError("must be a dictionary, or a list of pairs of a token and a number")
     return {str(token): -1e30 if bias is False else bias for token, bias in value}
+
+
+def _seconds(value: Any) -> Any:
+    """Convert one of Ollama's durations, such as "1h30m", to seconds, unless it is a number already."""
+    words = value.removeprefix("-") if isinstance(value, str) else ""
+    if not words or _PART.sub("", words):
+        return value
+    found = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(words))
+    return -found if words != value else found
 
 
 def only(*kinds: str | None) -> BeforeValidator:
@@ -61,6 +73,7 @@ class ModelRequest(Open):
     model_config = ConfigDict(protected_namespaces=())
 
     model: str | None = None
+    keep_alive: Annotated[Number, BeforeValidator(_seconds)] | None = None
 
 
 def _member(option: Option) -> Any:
@@ -270,6 +283,8 @@ class ChatRequest(TurnRequest):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True), only("function")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     prediction: Prediction | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
 
 

@@ -149,6 +149,7 @@ def _chat(request: ResponseRequest) -> ChatRequest:
         tools=tools,
         tool_choice=choice,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        continue_final_message=False,  # items are whole
     )
 
 

@@ -6,27 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pystaged.chat.format import ChatFormat
-from pystaged.chat.turn import Dialect, TurnReader
+from pystaged.chat.format import SWITCHES, ChatFormat
+from pystaged.chat.turn import Begun, Dialect, TurnReader
 from pystaged.sampling.text import encode_continuation
 from pystaged.sampling.thinking import Reasoning
 from pystaged.server.errors import ApiError
 from pystaged.server.request_types import ChatRequest, Tool, ToolChoice
-
-_THINKS = ("enable_thinking", "thinking")  # names of the variable by which templates switch reasoning on or off
 
 
 @dataclass(frozen=True)
 class Manner:
     """How an answer is written and read.
 
-    dialect: the model's. splits: whether reasoning is apart. is_open: whether the prompt ends inside of reasoning.
+    dialect: the model's. splits: whether reasoning is apart. begun: where the answer begins.
     schemas: of the arguments of the tools on offer; None for no tools.
     """
 
     dialect: Dialect
     splits: bool
-    is_open: bool
+    begun: Begun
     schemas: Mapping[str, Mapping[str, Any]] | None
 
     @property
@@ -45,7 +43,7 @@ class Manner:
         """Reads one answer."""
         thinking = self.dialect.thinking if self.splits else None
         form = self.dialect.form if self.schemas is not None else None
-        return TurnReader(thinking, self.is_open, form, self.schemas or {})
+        return TurnReader(thinking, self.begun, form, self.schemas or {})
 
 
 def offered(request: ChatRequest) -> list[Tool]:
@@ -69,7 +67,7 @@ def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]] | None:
 def template_options(request: ChatRequest, chat_format: ChatFormat, think: bool | None, tools: bool) -> dict[str, Any]:
     """The variables for a template: the request's own, and those for reasoning that the template knows."""
     effort, known = request.reasoning_effort, _variables(chat_format, tools)
-    found: dict[str, Any] = {name: think for name in _THINKS if think is not None and name in known}
+    found: dict[str, Any] = {name: think for name in SWITCHES if think is not None and name in known}
     if effort not in (None, "none") and "reasoning_effort" in known:
         found["reasoning_effort"] = effort
     return found | (request.chat_template_kwargs or {})
@@ -77,7 +75,7 @@ def template_options(request: ChatRequest, chat_format: ChatFormat, think: bool 
 
 def thinks_by_template(chat_format: ChatFormat, tools: bool) -> bool:
     """Whether a variable of the template switches reasoning on or off."""
-    return not _variables(chat_format, tools).isdisjoint(_THINKS)
+    return not _variables(chat_format, tools).isdisjoint(SWITCHES)
 
 
 def _variables(chat_format: ChatFormat, tools: bool) -> set[str]:
@@ -94,7 +92,8 @@ def reasoning(
     """
     thinking, asked = manner.dialect.thinking, request.reasoning_budget_tokens
     budget = limit if asked is None else asked if asked >= 0 else None
-    if thinking is None or (budget is None and not (has_grammar and manner.is_open)):
+    is_open = manner.begun in ("thinking", "reasoning")
+    if thinking is None or (budget is None and not (has_grammar and is_open)):
         return None
     closing = encode_continuation(tokenizer, thinking.closing).tolist()
-    return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), manner.is_open, budget)
+    return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), is_open, budget)

@@ -511,7 +511,11 @@ REFUSED: dict[str, tuple[RandomModel, Change | None, str]] = {
         name: (replace(model, metadata=model.metadata | told), None, message)
         for name, (model, told, message) in SAYS.items()
     },
-    "unknown": (RandomModel("mpt"), None, "architecture 'mpt' is not supported; there are: gpt2, llama, mistral3"),
+    "unknown": (
+        RandomModel("mpt"),
+        None,
+        "architecture 'mpt' is not supported; run it with llama.cpp, or choose a model of one of: gpt2, llama, mi",
+    ),
     "experts-shared-beside-dense": (
         replace(CASES["gemma4-experts"], experts=(8, 2, 32, 32)),
         None,

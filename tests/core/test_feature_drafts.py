@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.assistants import Assistant, AssistantTwin, write_assistant
+from support.draft_checkpoints import FORMS, write_form
 from support.families import CASES
 from support.family_reference import FamilyReference
-from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
+from support.feature_drafts import Block, BlockTwin, Contents, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
 from support.logits import llama_ahead, llama_assistant
 from support.memory import resident
 from support.random_models import Floats, RandomModel, write
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
+from pystaged.loading.quantize import quantize_checkpoint
 
 TARGET = RandomModel("llama", layers=3, head_dim=32, context=1024)
 TOKENS = np.random.default_rng(1).integers(0, 300, 700, dtype=np.int32)
@@ -215,6 +217,17 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
     assert cut.weight_bytes < whole.weight_bytes
     with pytest.raises(ValueError, match="before the first session"):
         cut.cut_head(50)
+    blocks = [Model(write_dflash(tmp_path / "block.gguf", dspark(taps=[1])), lender=target) for _ in range(2)]
+    blocks[1].cut_head(100)
+    tokens, found = [5, *[blocks[0].mask_token] * 3], []
+    for model in blocks:
+        session = Session(model)
+        run([Work.propose(session, tokens, range(-1, 3), 4, 1, GREEDY)])
+        found.append(session.likeliest([0, 2], [5, 7], 100))
+    for whole_tokens, chances, cut_tokens, cut_chances in zip(*found[0], *found[1], strict=True):
+        kept = whole_tokens < 100
+        assert cut_tokens[: kept.sum()].tolist() == whole_tokens[kept].tolist()
+        np.testing.assert_allclose(np.diff(cut_chances[: kept.sum()]), np.diff(chances[kept]), atol=1e-4)
     own = Model(write_eagle3(tmp_path / "own.gguf", Eagle3(own_head=True)), lender=target)
     before = own.weight_bytes
     own.cut_head(100)  # stays whole
@@ -224,9 +237,27 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Block) -> None:
     path = write_dflash(tmp_path / "draft.gguf", block, UNUSED if block.markov_rank else None)
-    target, draft = load(target_path, path)
     embedding = lent(target_path)
-    twin = BlockTwin.of(path, embedding, embedding)
+    compare(target_path, path, BlockTwin.of(path, embedding, embedding), block)
+
+
+@pytest.mark.parametrize("form", ["LFM2.5's DSpark", "MiniCPM5's DSpark"])
+def test_a_converted_checkpoint_is_its_twin(target_path: Path, tmp_path: Path, form: str) -> None:
+    made = FORMS[form]()
+    draft = replace(made.draft, taps=[1, 2, 3])
+    ids = {"target_layer_ids": [0, 1, 2]}
+    config = made.config | ids | ({"dflash_config": {"mask_token_id": 64} | ids} if made.neighbours else {})
+    quantize_checkpoint(
+        write_form(tmp_path / "draft", replace(made, draft=draft, config=config)), tmp_path / "draft.gguf", "f32"
+    )
+    embedding = lent(target_path)
+    twin = BlockTwin(Contents.made(draft), embedding, embedding, adjacent=made.neighbours)
+    compare(target_path, tmp_path / "draft.gguf", twin, draft)
+
+
+def compare(target_path: Path, path: Path, twin: BlockTwin, block: Block) -> None:
+    """A draft's blocks behind contexts of several lengths, and the corrections of its Markov head."""
+    target, draft = load(target_path, path)
     assert (draft.block_size, draft.is_anchored, draft.mask_token) == (block.block, block.from_anchor, twin.mask_token)
     hidden, session = read(target, 310), Session(draft)
     states = hidden.numpy().astype(np.float64)

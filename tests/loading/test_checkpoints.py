@@ -168,7 +168,7 @@ def test_names_are_those_of_gguf(model_type: str) -> None:
 def test_architectures_are_those_of_the_engine(tmp_path: Path) -> None:
     with gguf_file(tmp_path / "odd.gguf", "odd"):
         pass
-    with pytest.raises(_core.ModelError, match="there are: " + ", ".join(ARCHITECTURES)):
+    with pytest.raises(_core.ModelError, match="choose a model of one of: " + ", ".join(ARCHITECTURES)):
         _core.Model(str(tmp_path / "odd.gguf"))
     assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)
 

@@ -13,15 +13,16 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 from support.convert import change_json, convert, write_bfloat16
-from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, Form, write_form
+from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, LFM2, MINICPM5, Form, write_form
 from support.feature_drafts import Array, BlockTwin, Contents, Eagle3Twin
 
 from pystaged.loading import feature_drafts
 from pystaged.loading.quantize import quantize_checkpoint
 
 
-def outputs(contents: Contents, adjacent: bool) -> list[Array]:
-    """What a draft computes for some features and tokens."""
+def outputs(contents: Contents, adjacent: bool | None = None) -> list[Array]:
+    """What a draft computes for some features and tokens; `adjacent` None for a GGUF file's rotary pairs."""
+    adjacent = contents.architecture == "eagle3" if adjacent is None else adjacent
     random = np.random.default_rng(1)
     features = random.standard_normal((6, contents.tensors["fc.weight"].shape[1]))
     narrow = contents.keys["embedding_length"] < 64
@@ -31,7 +32,7 @@ def outputs(contents: Contents, adjacent: bool) -> list[Array]:
         logits, fed = eagle3.commit(features, [5, 7, 299, 0, 7, 11])
         deeper, _ = eagle3.add(fed[[5, 5]], [20, 21], [5, 5])
         return [logits, fed, deeper]
-    block = BlockTwin(contents, **parts)
+    block = BlockTwin(contents, **parts, adjacent=adjacent)
     block.commit(features)
     logits, y = block.block(9)
     return [logits, y, block.correction(3)]
@@ -50,8 +51,62 @@ def test_converted_drafts_compute_what_their_checkpoints_do(form: Callable[[], F
     for key, value in expected.keys.items():
         assert found.keys[key] == (pytest.approx(value) if isinstance(value, float) else value), key
     assert found.tensors.keys() == expected.tensors.keys()
-    for ours, theirs in zip(outputs(found, adjacent=True), outputs(expected, adjacent=False), strict=True):
+    for ours, theirs in zip(outputs(found), outputs(expected, adjacent=made.neighbours), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
+
+
+# The vocabulary, query heads, heads of keys, head's width, and weights of the published files.
+SIZES = {
+    "LFM2.5-1.2B-Instruct-DSpark": (LFM2 | {"rope_theta": 1e7}, 65536, 32, 8, 64, 295_725_953),
+    "MiniCPM5-2B-DSpark": (MINICPM5 | {"rope_parameters": {"rope_theta": 5e6}}, 130560, 16, 2, 128, 323_776_001),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_published_files_of_small_targets_are_read_whole(name: str, tmp_path: Path) -> None:
+    config, tokens, heads, kv_heads, dim, weights = SIZES[name]
+    width, ffn = 2048, 6144
+    layer = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (heads * dim, width),
+        "self_attn.k_proj": (kv_heads * dim, width),
+        "self_attn.v_proj": (kv_heads * dim, width),
+        "self_attn.o_proj": (width, heads * dim),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (ffn, width),
+        "mlp.up_proj": (ffn, width),
+        "mlp.down_proj": (width, ffn),
+    }
+    unused = {"confidence_head.proj.weight": (1, width + 256), "confidence_head.proj.bias": (1,)}
+    shapes = unused | {
+        "fc.weight": (width, 5 * width),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+        "markov_head.markov_w1.weight": (tokens, 256),
+        "markov_head.markov_w2.weight": (tokens, 256),
+        **{f"layers.{i}.{part}.weight": size for i in range(5) for part, size in layer.items()},
+    }
+    assert sum(np.prod(size) for size in shapes.values()) == weights
+    numbers = feature_drafts.Numbers.of(
+        config
+        | {"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": 5, "num_attention_heads": heads}
+        | {"num_key_value_heads": kv_heads, "head_dim": dim, "vocab_size": tokens, "max_position_embeddings": 128000},
+        tmp_path,
+    )
+    assert numbers
+    plan = feature_drafts.plan(tmp_path, numbers, shapes)
+    assert {each.source: each.shape for each in plan.tensors} == {
+        name: size for name, size in shapes.items() if name not in unused
+    }
+    assert plan.ids is None
+    assert plan.metadata == {
+        "block_size": config["block_size"],
+        "sample_from_anchor": True,
+        "attention.causal": False,
+    }
+    assert numbers.shape.metadata["rope.freq_base"] == (5e6 if "MiniCPM5" in name else 1e7)
 
 
 def change_tensors(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
@@ -98,7 +153,7 @@ def test_drafts_are_quantized_as_asked(form: str, kind: str, tmp_path: Path) -> 
         else:
             assert types[name] == ("F16" if values.shape[1] % 32 else kind.upper())
     found.keys.setdefault("target_layers", made.draft.taps)
-    ours, theirs = outputs(found, adjacent=True)[0], outputs(exact, adjacent=False)[0]
+    ours, theirs = outputs(found)[0], outputs(exact, adjacent=False)[0]
     assert np.abs(ours - theirs).max() > 0
     assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > (0.999 if kind == "q8_0" else 0.9)
 

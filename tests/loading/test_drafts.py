@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+from support.draft_checkpoints import FORMS, write_form
 from support.feature_drafts import Eagle3, dspark, write_dflash, write_eagle3
+from support.known_models import MODELS, SIZE
 from support.random_models import RandomModel, add_vocabulary, gguf_file, write
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from pystaged._core import Model, ModelError, metadata
 from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.drafts import KnownDraft, known_drafts
+from pystaged.loading.quantize import quantize_checkpoint
 
 NAME = "owner/tiny-draft"
 DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
@@ -106,6 +109,57 @@ def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pyte
         shown = CliRunner().invoke(cli.app, ["info", str(target)]).output
         assert re.search(r"draft +.*tiny-eagle.draft\.gguf, right for \d+% of next tokens", shown)
         assert re.search(r"draft's memory +0\.\d MB of weights, 0\.1 MB of keys and values per 1,000 tokens\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "name"),
+    [
+        ("LFM2.5-1.2B", "LFM2.5's DSpark", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"),
+        ("MiniCPM5-2B", "MiniCPM5's DSpark", "openbmb/MiniCPM5-2B-DSpark"),
+    ],
+)
+def test_published_drafts_of_small_targets(
+    model: str, form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skeletons, from the checkpoint on: named, converted, found, and the text stays."""
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "folder", lambda name="": tmp_path / "models" / name)
+    known = next(draft for draft in drafts.KNOWN if draft.name == name)
+    shown = {"general.architecture": known.architecture, "tokenizer.ggml.pre": MODELS[model].pre} | {
+        "general.name": f"{model} Instruct",
+        f"{known.architecture}.embedding_length": "2048",
+        f"{known.architecture}.block_count": str(known.layers),
+    }
+    assert known_drafts(shown)[0] == known
+    skeleton = MODELS[model].written
+    target = write(tmp_path / "target.gguf", skeleton)
+    tiny = known._replace(width=skeleton.width, layers=skeleton.layers, called="")
+    monkeypatch.setattr(drafts, "KNOWN", (tiny,))
+    taps = {"target_layer_ids": [0, 1]}
+    made = FORMS[form]()
+    config = made.config | (
+        {"dflash_config": made.config["dflash_config"] | taps} if "dflash_config" in made.config else taps
+    )
+    draft = replace(made.draft, target_width=skeleton.width, width=skeleton.width, vocab_size=SIZE, taps=[1, 2])
+    checkpoint = replace(made, draft=draft, config=config | {"draft_vocab_size": SIZE}, more={})
+    folder = write_form(tmp_path / "checkpoint", checkpoint)
+    with Engine(target, draft=None) as alone:
+        expected = [alone.generate("the the", max_tokens=30, temperature=t, seed=1).tokens for t in (0, 1)]
+    said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
+    assert f"{name} is made for it: pystaged pull {name} --type q8_0" in said
+    cache.folder(name).mkdir(parents=True)
+    quantize_checkpoint(folder, cache.folder(name) / "draft.Q8_0.gguf", "q8_0")
+    for chosen in ("auto", name, f"{name}:q8_0"):
+        with Engine(target, draft=chosen) as engine:
+            found = engine.runtime.bundle.features
+            assert found
+            assert found.block_size == draft.block
+            assert found.is_anchored
+            assert found.has_markov
+            texts = [engine.generate("the the", max_tokens=30, temperature=t, seed=1).tokens for t in (0, 1)]
+        assert texts == expected
+    shown_draft = CliRunner().invoke(cli.app, ["info", str(target)]).output
+    assert re.search(r"draft +.*draft\.Q8_0\.gguf, right for \d+% of next tokens", shown_draft)
 
 
 def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

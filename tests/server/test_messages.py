@@ -83,7 +83,8 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         name = "mcp_servers" if "extra_body" in options else [*options][-1]
         with pytest.raises(anthropic.BadRequestError, match=name):
             client.messages.create(messages=MESSAGES, **GREEDY | options)
-    for turns in ([], [*MESSAGES, {"role": "assistant", "content": "I"}], [{"role": "system", "content": "a"}]):
+    called: Any = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]
+    for turns in ([], [*MESSAGES, {"role": "assistant", "content": called}], [{"role": "system", "content": "a"}]):
         with pytest.raises(anthropic.BadRequestError, match="messages"):
             client.messages.create(messages=turns, **GREEDY)
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}

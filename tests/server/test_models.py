@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,32 @@ def test_one_that_rests_is_unloaded(several: Any) -> None:
         assert server.ask("/v1/models/one")[1]["meta"].keys() == {"size"}
         assert server.ask(PATH, ASK | {"model": "one"})[0] == 200
         assert len(loads.engines) == 2
+
+
+def test_requests_say_how_long_one_rests(several: Any) -> None:
+    """As Ollama's: keep_alive 0 unloads, after the text if there is one; below 0 it stays."""
+    models, loads = several(keep_alive=0.05)
+    with live_of(models) as server:
+        expires = {}
+        for name, kept in (("one", -1), ("two", "1h30m"), ("three", "90s")):
+            assert server.ask("/api/generate", {"model": name, "keep_alive": kept})[1]["done_reason"] == "load"
+        for each in server.ask("/api/ps")[1]["models"]:
+            rest = datetime.fromisoformat(each["expires_at"].replace("Z", "+00:00")) - datetime.now(timezone.utc)
+            expires[each["name"]] = rest.total_seconds()
+        assert expires["one"] > 1e9
+        assert 5300 < expires["two"] <= 5400
+        assert 60 < expires["three"] <= 90
+        for path, said in (("generate", {"response": ""}), ("chat", {"message": {"role": "assistant", "content": ""}})):
+            answer = server.ask(f"/api/{path}", {"model": "one", "keep_alive": 0})[1]
+            assert answer.items() >= {"model": "one", "done": True, "done_reason": "unload", **said}.items()
+            wait_until(lambda: "one" not in loaded(server))
+        assert len(loads.engines) == 3  # to unload one, it is not loaded
+        ask = {"model": "two", "prompt": "def f(", "stream": False, "options": {"num_predict": 3}, "keep_alive": "0s"}
+        assert server.ask("/api/generate", ask)[1]["eval_count"] == 3
+        wait_until(lambda: loaded(server) == ["three"])
+        assert server.ask("/api/generate", ask | {"keep_alive": "soon"})[0] == 400
+        assert server.ask(PATH, ASK | {"model": "three"})[0] == 200  # which rests as the server says
+        wait_until(lambda: not models.loaded())
 
 
 def test_one_that_cannot_be_loaded(several: Any, bundled_target: Path, tmp_path: Path) -> None:

@@ -205,6 +205,52 @@ def test_many_tokens_are_not_embedded_at_once(server: Server, monkeypatch: pytes
     assert "send at most 20 at once" in server.ask("/api/embed", {"input": ["a" * 20] * 2})[1]["error"]
 
 
+def test_an_answer_that_is_begun_goes_on_on_all_interfaces(server: Server, engine: Engine) -> None:
+    begun: Any = [*ASKED, {"role": "assistant", "content": "It is "}]
+    prompt = engine.chat_format.encode(begun, continues=True)
+    assert engine.tokenizer.decode(prompt.tolist(), special=True).endswith("</think>\n\nIt is ")
+    expected = engine.generate(prompt.tolist(), max_tokens=12).text
+    assert engine.chat(begun, max_tokens=12).text == expected
+    assert ask(server, "/api/chat", messages=begun, options=greedy())["message"]["content"] == expected
+    parts = lines(server, "/api/chat", messages=begun, options=greedy())
+    assert "".join(part["message"]["content"] for part in parts) == expected
+    whole = {"messages": begun, "temperature": 0, "max_tokens": 12}
+    assert server.ask("/v1/messages", whole)[1]["content"][0]["text"] == expected
+    for asked in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        found = server.ask("/v1/chat/completions", whole | asked)[1]
+        assert found["choices"][0]["message"]["content"] == expected
+        assert found["usage"]["prompt_tokens"] == len(prompt)
+        assert server.ask("/apply-template", {"messages": begun} | asked)[1]["prompt"].endswith("\n\nIt is ")
+    closed = engine.chat_format.encode(begun)
+    for honoured in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        assert server.ask("/v1/chat/completions", whole | honoured)[1]["usage"]["prompt_tokens"] == len(closed)
+    answer = server.ask("/v1/responses", {"input": begun, "max_output_tokens": 1})[1]
+    assert answer["usage"]["input_tokens"] == len(closed)
+
+
+def test_reasoning_that_is_begun_goes_on(server: Server, engine: Engine) -> None:
+    begun: Any = [*ASKED, {"role": "assistant", "content": "", "thinking": "I should"}]
+    prompt = engine.chat_format.encode(begun, continues=True)
+    expected = engine.generate(prompt.tolist(), max_tokens=12).text
+    found = ask(server, "/api/chat", messages=begun, options=greedy())["message"]
+    assert (found["thinking"], found["content"]) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": ASKED}, "continue_final_message"),
+        ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": ASKED, "add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(server: Server, options: Any, param: str) -> None:
+    begun: Any = [*ASKED, {"role": "assistant", "content": "It is "}]
+    status, body = server.ask("/v1/chat/completions", {"messages": begun} | options)
+    assert (status, body["error"]["param"]) == (400, param)
+
+
 def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
     written = {"grammar": 'root ::= "a" "\ud800"'}
     response = server.send("POST", "/api/chat", {"messages": ASKED, "options": written})

@@ -230,7 +230,7 @@ def test_reasoning_is_not_counted_anew_with_each_token(monkeypatch: pytest.Monke
             counted.append(len(text))
             return text.split()
 
-    answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), is_open=True)
+    answer, reader = object.__new__(ChatAnswer), TurnReader(Thinking("<think>", "</think>"), "thinking")
     answer.readers, answer.tokenizer, answer._counted = [reader], cast("Any", Words()), {}
     written = 1000
     monkeypatch.setattr(answer, "stats", lambda: [SimpleNamespace(new_tokens=written)])
@@ -268,18 +268,20 @@ def test_arguments_cut_in_the_middle(client: openai.OpenAI, claude: anthropic.An
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_marks_that_are_cut_are_no_text(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+def test_a_call_that_is_cut(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
+    """Before its name is whole it is text, of which nothing is lost."""
     text = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
     for size, names in ((5, []), (20, []), (35, ["weather"]), (len(text) - 5, ["weather"])):
         choice = chat(client, text, streams=False, tools=[CHAT_TOOL], max_tokens=size)
         assert [call.function.name for call in choice.message.tool_calls or []] == names
-        assert not choice.message.content
+        said = "" if names else text[:size]
+        assert (choice.message.content or "") == said
         found = message(claude, text, streams=streams, tools=[MESSAGE_TOOL], max_tokens=size)
         assert [block.name for block in found.content if block.type == "tool_use"] == names
-        assert not any(block.text for block in found.content if block.type == "text")
+        assert "".join(block.text for block in found.content if block.type == "text") == said
         whole = response(client, text, streams=streams, tools=[RESPONSE_TOOL], max_output_tokens=size)
         assert [item.name for item in whole.output if item.type == "function_call"] == names
-        assert not whole.output_text
+        assert whole.output_text == said
 
 
 def test_arguments_that_are_no_json_reach_no_client_that_fails_at_them(claude: anthropic.Anthropic) -> None:

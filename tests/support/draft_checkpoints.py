@@ -42,6 +42,7 @@ class Form:
         nested: the key that holds the numbers of layers.
         names: parts of tensors' names that differ from the usual ones.
         more: further tensors.
+        neighbours: RoPE rotates neighbouring dimensions together.
     """
 
     draft: Eagle3 | Block
@@ -49,6 +50,7 @@ class Form:
     nested: str = ""
     names: dict[str, str] = field(default_factory=dict)
     more: dict[str, Array] = field(default_factory=dict)
+    neighbours: bool = False
 
     def numbers(self) -> dict[str, Any]:
         """config.json."""
@@ -102,6 +104,34 @@ _MIDLAYER = {"layers.0.": "midlayer."}
 _CUT = {"draft_vocab": 90, "own_head": True}
 _SPECULATORS = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
 _DSPARK = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 16}
+_PUBLISHED = {"layer_types": ["full_attention"] * 5, "markov_rank": 256, "markov_head_type": "vanilla"} | {
+    "enable_confidence_head": True
+}
+# Of config.json of LFM2.5-1.2B-Instruct-DSpark and of MiniCPM5-2B-DSpark, as published.
+LFM2 = _PUBLISHED | {
+    "architectures": ["Lfm2DSparkDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 9,
+    "rms_norm_eps": 1e-5,
+    "rope_is_neox_style": False,
+    "dflash_config": {"mask_token_id": 64402, "target_layer_ids": [2, 5, 8, 11, 14], "num_target_layers": 16},
+}
+MINICPM5 = _PUBLISHED | {
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "auto_map": {"AutoModel": "modeling.Qwen3DSparkModel"},
+    "block_size": 7,
+    "attention_bias": False,
+    "attention_mode": "gqa",
+    "tie_word_embeddings": False,
+    "projector_type": "dspark",
+    "confidence_head_with_markov": True,
+    "confidence_head_alpha": 1.0,
+    "num_target_layers": 42,
+    "mask_token_id": 75982,
+    "target_layer_ids": [1, 10, 20, 30, 39],
+    "draft_vocab_size": 130560,
+}
 FORMS: dict[str, Callable[[], Form]] = {
     "EAGLE": lambda: Form(
         Eagle3(taps=[2, 3, 4], **_CUT),
@@ -214,6 +244,30 @@ FORMS: dict[str, Callable[[], Form]] = {
         },
         names={"markov_head.": ""},
         more={f"confidence_proj.{part}": values for part, values in _CONFIDENCE.items()},
+    ),
+    "LFM2.5's DSpark": lambda: Form(
+        dspark(
+            taps=[3, 6, 9, 12, 15],
+            block=9,
+            mask_token=64,
+            rope_base=1e7,
+            layers=5,
+            metadata={"attention.layer_norm_rms_epsilon": 1e-5},
+        ),
+        LFM2 | {"dflash_config": {"mask_token_id": 64, "target_layer_ids": [2, 5, 8, 11, 14], "num_target_layers": 16}},
+        more={f"confidence_head.proj.{part}": values for part, values in _CONFIDENCE.items()},
+        neighbours=True,
+    ),
+    "MiniCPM5's DSpark": lambda: Form(
+        dspark(taps=[2, 11, 21, 31, 40], block=7, mask_token=75, rope_base=5e6, layers=5, heads=8, kv_heads=1),
+        MINICPM5
+        | {
+            "draft_vocab_size": 300,
+            "mask_token_id": 75,
+            "rope_theta": None,
+            "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"},
+        },
+        more={f"confidence_head.proj.{part}": values for part, values in _CONFIDENCE.items()},
     ),
     "Speculators' DSpark": lambda: Form(
         dspark(taps=[2, 5], from_anchor=False, **_CUT),
