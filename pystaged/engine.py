@@ -269,6 +269,29 @@ class Engine:
         config, chat_format = GenerationConfig(**given), self.chat_format
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         prompt = chat_format.encode(messages, **of_template, continues=True)
+        return self.start(prompt, replace(config, stop=(*config.stop, *chat_format.stop)))
+
+    def start(self, prompt: Prompt, config: GenerationConfig, roles: TokenRoles = USUAL) -> Text:
+        """Prepare a text that continues a prompt, for a reader; it begins when that is read. With other roles it has no
+        receipt.
+
+        Raises:
+            ValueError, TypeError, ContextFullError: as in `stream`; ValueError: the engine is closed.
+            RuntimeError: the caller cannot wait for a text: a policy of this engine, or a forked process.
+        """
+        return self.runtime.start(prompt, config, roles)
+
+    def repeated(self, texts: Iterable[Text], n: int) -> Iterator[Text]:
+        """Yield each text n times, with the seeds seed, seed + 1, ... modulo 2**64; copies are made lazily.
+
+        Raises:
+            ValueError, TypeError: at once: n is no integer above 0.
+        """
+        return self.runtime.repeated(texts, n)
+
+    def forget(self) -> None:
+        """Free the contexts of ended texts, so that later prompts are read anew."""
+        self.runtime.contexts.forget()
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
