@@ -81,18 +81,6 @@ def gumbel(seed: int, position: int, token: int) -> float: ...
 def gumbel(seed: int, position: int, token: NDArray[np.int32]) -> NDArray[np.float32]:
     """The noise shared by every model for tokens at a position (Philox4x32-10, Salmon et al. 2011)."""
 
-def rotation(position: int, dims: int, base: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines of the rotary angles at a position, float32[dims / 2] each; for tests."""
-
-def multiply(
-    type: str, weights: bytes, rows: int, x: NDArray[np.float32], kernel: str = "", num_threads: int = 1
-) -> NDArray[np.float32]:
-    """W x by one kernel, for tests: weights in ggml's `type` ("q8_0"), x float32[n, cols]; float32[n, rows].
-
-    Raises:
-        ValueError: unknown type or kernel, or sizes that do not match.
-    """
-
 def read_bandwidth(num_bytes: int, num_threads: int) -> float:
     """Bytes per second at which this many threads read memory, the median of several rounds."""
 
@@ -201,9 +189,6 @@ class Tokenizer:
     @property
     def adds_bos(self) -> bool:
         """Whether texts begin with `bos`."""
-    @property
-    def adds_eos(self) -> bool:
-        """Whether texts end with `eos`."""
     @property
     def bos(self) -> int:
         """The token that begins texts, or -1."""

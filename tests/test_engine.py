@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, add_sentencepiece, write
-from support.scheduling import wait_until
+from support.scheduling import HeldPolicy, wait_until
 
 import pystaged
 from pystaged import (
@@ -27,7 +27,6 @@ from pystaged import (
     Engine,
     FixedPolicy,
     GenerationResult,
-    Growth,
     Piece,
     SamplingConfig,
     _core,
@@ -428,18 +427,12 @@ def test_prompts_that_are_none(engine: Engine) -> None:
             "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but the context",
         ),
         ({"seed": -1}, ValueError, r"seed must be .*, not -1; None draws a random seed"),
-        (
-            {"json_schema": SimpleNamespace(model_json_schema=dict)},
-            TypeError,
-            "pydantic's are Model.model_json_schema",
-        ),
+        ({"json_schema": SimpleNamespace(model_json_schema=dict)}, TypeError, "pydantic's are Model.model_json_schema"),
         ({"temperature": -1.0}, ValueError, "temperature"),
-        ({"seed": "1"}, TypeError, "seed"),
         ({"stop": ""}, ValueError, "a stop string must not be empty"),
         ({"stop": ("a", "")}, ValueError, "a stop string must not be empty"),
         ({"stop": b"a"}, TypeError, "stop must be"),
         ({"stop": (1,)}, TypeError, "stop must be"),
-        ({"stop": 5}, TypeError, "stop must be"),
         ({"stop": None}, TypeError, "stop must be"),
         ({"temprature": 1.0}, TypeError, "there is no option 'temprature'; did you mean temperature\\?"),
         ({"sampling": SamplingConfig(), "top_k": 3}, TypeError, "give either sampling or top_k, not both"),
@@ -668,27 +661,8 @@ def test_a_stream_closed_early_tells_what_there_was(engine: Engine, monkeypatch:
     assert (untouched.result.text, untouched.result.tokens) == ("", [])
 
 
-class Waiting:
-    """A policy that stops in the middle of a step until it may go on."""
-
-    children = 1
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def expand(self, growth: Growth) -> int:
-        del growth
-        self.reached.set()
-        assert self.go_on.wait(600)
-        return 0
-
-    def keep(self, growth: Growth) -> int:
-        del growth
-        return 0
-
-
 def test_a_running_stream_is_cancelled_from_another_thread(path: Path) -> None:
-    policy = Waiting()
+    policy = HeldPolicy()
     with pystaged.load(path, policy=policy) as engine:
         stream = engine.stream(PROMPT, max_tokens=40)
         pieces: list[Piece] = []
@@ -790,7 +764,6 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     ("options", "error", "words"),
     [
         ({"n_ctx": "8"}, TypeError, "n_ctx must be an integer, not str"),
-        ({"n_ctx": 2.5}, TypeError, "n_ctx must be an integer, not float"),
         ({"n_ctx": 10**12}, ValueError, "n_ctx must be at most 2\\*\\*31 - 1, not 1000000000000"),
         ({"n_ctx": -1}, ValueError, "n_ctx must be at least 0, not -1"),
         ({"num_threads": 2**31}, ValueError, "num_threads must be at most"),
@@ -800,7 +773,6 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
         ({"prompt_cache_size": 0}, ValueError, "prompt_cache_size must be at least 1"),
         ({"prompt_cache": 5}, TypeError, "prompt_cache must be a name or a path, not int"),
         ({"kv_memory": 0}, ValueError, "kv_memory must be at least 1"),
-        ({"kv_memory": -5}, ValueError, "kv_memory must be at least 1"),
         ({"kv_memory": "2G"}, TypeError, "kv_memory must be an integer, not str"),
         ({"recycle": "no"}, TypeError, "recycle must be True or False, not 'no'"),
     ],

@@ -11,36 +11,15 @@ from pathlib import Path
 import pytest
 from support.children import forks, in_child
 from support.commands import run_python
+from support.scheduling import HeldPolicy
 
 import pystaged
 from pystaged.decoding.async_stream import AsyncStream
-from pystaged.decoding.policy import Growth
 from pystaged.decoding.readers import pieces
 from pystaged.options.config import GenerationConfig
 
 PROMPT = "the tree then "
 SAYS = "load the model in the child, or use spawn"
-
-
-class Held:
-    """A policy that can hold the engine in the middle of a step."""
-
-    children = 1
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
-
-    def expand(self, growth: Growth) -> int:
-        del growth
-        if not self.go_on.is_set():
-            self.reached.set()
-        assert self.go_on.wait(600)
-        return 0
-
-    def keep(self, growth: Growth) -> int:
-        del growth
-        return 0
 
 
 async def read(stream: AsyncStream) -> None:
@@ -50,7 +29,8 @@ async def read(stream: AsyncStream) -> None:
 
 @forks
 def test_every_call_in_a_child_is_refused(random_gguf: Callable[..., Path]) -> None:
-    path, policy = random_gguf("F32", context=512), Held()
+    path, policy = random_gguf("F32", context=512), HeldPolicy()
+    policy.go_on.set()
     with pystaged.load(path, draft=None) as engine:
         alone = engine.generate(PROMPT, max_tokens=20).tokens
     with pystaged.load(path, policy=policy) as engine:

@@ -101,7 +101,6 @@ void add_models(py::module_& m) {
             py::arg("token"))
         .def("is_control", &Tokenizer::is_control, py::arg("token"))
         .def_property_readonly("adds_bos", &Tokenizer::adds_bos)
-        .def_property_readonly("adds_eos", &Tokenizer::adds_eos)
         .def_property_readonly("bos", &Tokenizer::bos)
         .def_property_readonly("eos", &Tokenizer::eos)
         .def_property_readonly("suppressed", &Tokenizer::suppressed)

@@ -101,27 +101,6 @@ void multiply(const Kernel& kernel, const std::vector<Product>& products, int nu
     });
 }
 
-std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
-                            Epilogue epilogue, int num_threads) {
-    const int cols = weights.padded_cols();
-    Activations rows{n, cols, x.data(), {}};
-    std::vector<int8_t> quants;
-    std::vector<BlockFactors> factors;
-    if (weights.integer()) {
-        quants.resize(x.size());
-        factors.resize(x.size() / kBlock);
-        rows.quantized = {n, weights.packing(), quants.data(), factors.data()};
-        for (int i = 0; i < n; ++i) {
-            kernel.quantize(x.data() + size_t(i) * cols, cols, i, rows.quantized);
-        }
-    }
-    epilogue.stride = weights.padded_rows();
-    std::vector<float> out(n * epilogue.stride);
-    epilogue.out = out.data();
-    multiply(kernel, {{&weights, rows, epilogue}}, num_threads);
-    return out;
-}
-
 void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima) {
     // Neither a maximum nor infinite.
     std::fill(x + size, x + n, x[size - 1]);

@@ -25,11 +25,6 @@ struct Product {
 // All of them in one join.
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
 
-// Outputs of one matrix for n rows of x, [n][padded inputs], which it quantizes: [n][padded outputs].
-// Ignores the epilogue's output pointer and stride.
-std::vector<float> multiply(const Kernel& kernel, const PackedMatrix& weights, const std::vector<float>& x, int n,
-                            Epilogue epilogue, int num_threads);
-
 // The maxima of the runs of x[size], one of them NaN where not all of x is finite. What is behind them becomes -inf, up
 // to x[n], n a multiple of kRun.
 void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima);

@@ -15,12 +15,7 @@ from typing import Any
 
 Setup = dict[str, Any]
 
-OURS = {
-    "plain": "plain",
-    "tree": "draft alone",
-    "staged": "staged",
-    "n-grams": "n-grams alone",
-}
+OURS = {"plain": "plain", "tree": "draft alone", "staged": "staged", "n-grams": "n-grams alone"}
 _SERVER = "llama-server"
 # llama-server's names for drafting with a model and for prompt lookup with n-grams of 3 tokens; ik_llama.cpp's differ.
 _SPECULATIONS = {

@@ -227,8 +227,4 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-_STYLES: dict[str, Callable[[_Grammar, str, Schema, Members], str]] = {
-    "xml": _xml,
-    "gemma": _gemma,
-    "python": _python,
-}
+_STYLES: dict[str, Callable[[_Grammar, str, Schema, Members], str]] = {"xml": _xml, "gemma": _gemma, "python": _python}

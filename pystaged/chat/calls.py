@@ -590,16 +590,7 @@ FORMS = (
         ("<function=", "</function>"), ("<function=",), _named_call, "<function={name}>", "</function>", "</function>"
     ),
     *(
-        CallForm(
-            (begin,),
-            (begin,),
-            _gemma_call,
-            f"{begin}call:{{name}}",
-            end,
-            end=end,
-            style="gemma",
-            quote=quote,
-        )
+        CallForm((begin,), (begin,), _gemma_call, f"{begin}call:{{name}}", end, end=end, style="gemma", quote=quote)
         for begin, end, quote in (
             ("<|tool_call>", "<tool_call|>", '<|"|>'),
             ("<start_function_call>", "<end_function_call>", "<escape>"),

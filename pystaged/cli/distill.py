@@ -46,13 +46,9 @@ def distill(
     block: Annotated[
         int | None, typer.Option(min=2, max=16, help="Tokens that the draft guesses in one pass.", show_default="8")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=8, help="Layers of the draft.", show_default="2")] = None,
     rows: Annotated[
         int | None,
         typer.Option(min=256, help="Size of the draft's vocabulary: the most common tokens.", show_default="16384"),
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=32, max=512, help="Rank of the Markov head, a multiple of 32.", show_default="64")
     ] = None,
     device: Annotated[
         str, typer.Option(help="Where torch trains: auto (a GPU if it has one), cpu, cuda or mps.")
@@ -69,8 +65,6 @@ def distill(
     """
     if quantization.lower() not in _TYPES:
         raise typer.BadParameter(f"--type is one of {', '.join(_TYPES)}, not {quantization}")
-    if rank is not None and rank % 32:
-        raise typer.BadParameter(f"--rank is a multiple of 32, not {rank}")
     name = either(model, named)
     if not name:
         raise typer.BadParameter("name the model to train a draft for")
@@ -90,7 +84,7 @@ def distill(
     work.mkdir(parents=True, exist_ok=True)
     with alone(work), orderly_end(), progress_bars() as progress:
         try:
-            given = {"tokens": tokens, "epochs": epochs, "rows": rows, "rank": rank, "block": block, "layers": layers}
+            given = {"tokens": tokens, "epochs": epochs, "rows": rows, "block": block}
             with closing(Job(path, work, prompts, device, threads, report)) as job:
                 job.plan(hours, given)
                 job.write(progress)

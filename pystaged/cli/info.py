@@ -21,11 +21,7 @@ from pystaged.loading.features import describe, known_form
 from pystaged.loading.metadata import reads_target
 
 
-def info(
-    model: ModelArgument = None,
-    kv: KeysAndValues = "f16",
-    kv_memory: KvMemory = None,
-) -> None:
+def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMemory = None) -> None:
     """Show this build, this machine's devices, and a model's properties.
 
     Example: pystaged info path/to/model.gguf

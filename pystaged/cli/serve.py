@@ -12,18 +12,7 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import errors, model_name, open_engine, report, size_words
-from pystaged.cli.options import (
-    MODEL_HELP,
-    OF_LOADING,
-    Given,
-    Host,
-    ModelToo,
-    Think,
-    check,
-    is_loopback,
-    takes,
-    usage,
-)
+from pystaged.cli.options import MODEL_HELP, OF_LOADING, Given, Host, ModelToo, Think, check, is_loopback, takes, usage
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
@@ -49,7 +38,7 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
     },
     n_ctx={
         "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
-        "16384 or 8192, the largest that fits into a quarter of the free memory.",
+        "16384 or 8192, the largest that fits into a quarter of the free memory."
     },
 )
 def serve(

@@ -128,10 +128,7 @@ def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | 
 
 
 def _sequences(
-    engine: pystaged.Engine,
-    asked: Sequence[Asked],
-    text_of: Callable[[Asked], Prompt],
-    config: GenerationConfig,
+    engine: pystaged.Engine, asked: Sequence[Asked], text_of: Callable[[Asked], Prompt], config: GenerationConfig
 ) -> list[Text]:
     """Prepare a sequence for each prompt. Raises ValueError that names an invalid prompt."""
     found: list[Text] = []

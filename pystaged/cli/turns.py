@@ -207,11 +207,7 @@ class Chat:
             raise ValueError(f"{path} is there already; the same command again replaces it")
         self._files.add(path)
         with whole_file(path) as part:
-            kept = {
-                "vocabulary": self._engine.tokenizer.fingerprint,
-                "system": self._system,
-                "messages": self._so_far,
-            }
+            kept = {"vocabulary": self._engine.tokenizer.fingerprint, "system": self._system, "messages": self._so_far}
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
@@ -311,10 +307,7 @@ class Chat:
         return self._system, self._template_options, self._given | {"seed": 0}
 
     def _tell(
-        self,
-        result: GenerationResult,
-        allows_more: str = "/set max_tokens",
-        allows_loops: str = "/set stop_loops off",
+        self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"
     ) -> None:
         """Show the speed of a turn if requested, and why it was cut."""
         if self._shows_stats:

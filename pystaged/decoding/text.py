@@ -400,17 +400,14 @@ class Text:
             self._drafter.advance(tokens)
         telling, certain = meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
         speedup = context.account.record(verified, telling, certain, experts)
-        seconds = context.clocks.wall() - self._began
         self._phase = Phase.STEP
-        emitted = self._emit(verified, stages)
-        self.stats.record(verified, stages[:emitted], context.batch.sequences, speedup, seconds)
+        self._emit(verified, stages, speedup, context)
 
-    def _emit(self, verified: Verify, stages: list[Stage]) -> int:
-        """Add the tokens of a step up to the end, and put the text that is certain after them; returns their number."""
-        assert self.context
+    def _emit(self, verified: Verify, stages: list[Stage], speedup: float, context: Context) -> None:
+        """Add the tokens of a step up to the end, and put the text that is certain after them."""
         path, tokens, logprobs, _ = verified.result
         text, count, room = "", 0, self.config.max_tokens - len(self.tokens)
-        full = len(tokens) >= room or self._length >= self.context.target.n_ctx
+        full = len(tokens) >= room or self._length >= context.target.n_ctx
         finish: FinishReason | None = "length" if full else None
         for i, token in enumerate(tokens[:room]):
             if self._is_end(token):
@@ -438,11 +435,12 @@ class Text:
             found = tuple(map(self._logprob, tokens[:count], logprobs[:count]))
             self.logprobs += found
         self.finish = "stop" if self._buffer.met is not None else finish
+        seconds = context.clocks.wall() - self._began
+        self.stats.record(verified, stages[:count], context.batch.sequences, speedup, seconds)
         if self.queue and (count or text):
             self.num_sent += count
             said = tuple(tokens[:count]), tuple(stages[:count]), verified.tree, tuple(path), found
             self.queue.put((self, Piece(text, *said)))
-        return count
 
     def _note_experts(self, tokens: NDArray[np.int32]) -> int | None:
         """Of a mixture, learn the experts of the last pass's rows; returns the number of those of the whole pass."""

@@ -133,10 +133,8 @@ def shape_for(model: Model, tokenizer: Tokenizer, target: Target, rows: int, **c
         chosen: fields of Shape that are not the target's.
 
     Raises:
-        ValueError: the target's width is no multiple of 32, or below the Markov head's rank.
+        ValueError: the target's width is no multiple of 32.
     """
-    if chosen.get("rank", 0) > model.width:
-        raise ValueError(f"--rank is {chosen['rank']}, but must be at most the target's width, {model.width}")
     if model.width % 32:
         raise ValueError(
             f"the target's width is {model.width}, but distilling needs a multiple of 32, to quantize the draft"
@@ -153,6 +151,7 @@ def shape_for(model: Model, tokenizer: Tokenizer, target: Target, rows: int, **c
         model.vocab_size,
         min(rows, model.vocab_size),
         unused[-1] if unused else model.vocab_size - 1,
+        rank=min(Shape.rank, model.width),
         rope_base=target.rope_base,
         **chosen,
     )

@@ -95,8 +95,7 @@ class Job:
                 )
             self._report(f"resuming from {self._folder}")
         plan = found or new
-        sizes = {"rank": plan.rank, "block": plan.block, "layers": plan.layers}
-        self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, **sizes)
+        self._shape = shape_for(self._model, self._tokenizer, self._target, plan.rows, block=plan.block)
         if not found:
             free = shutil.disk_usage(self._folder).free
             tokens, epochs = plans.amounts(speed, self._shape, 3600 * hours, free)
@@ -146,9 +145,7 @@ class Job:
         texts, held_out = self._answers.texts(numbers), self._answers.texts([0])
         steps = steps_of(len(texts), self._plan.epochs)
         self._trainer = Trainer(
-            *(draft, self._target, self._answers, texts, held_out, steps),
-            seed=self._plan.seed,
-            kind=self._plan.kind,
+            *(draft, self._target, self._answers, texts, held_out, steps), seed=self._plan.seed, kind=self._plan.kind
         )
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():

@@ -34,7 +34,7 @@ class Plan:
         target, prompts: identity() of the target's file and of the file of prompts, "" for none.
         kind: type of matrix products, "float32" or "bfloat16".
         tokens: of answers, in all. epochs: passes over them. 0 if not determined yet.
-        rows, rank, block, layers: see Shape.
+        rows, block: see Shape.
     """
 
     target: str
@@ -43,9 +43,7 @@ class Plan:
     tokens: int = 0
     epochs: int = 0
     rows: int = 16384
-    rank: int = 64
     block: int = 8
-    layers: int = 2
     seed: int = 0
 
     def save(self, folder: Path) -> None:
@@ -66,7 +64,7 @@ class Plan:
                 value = getattr(found, each.name)
                 if each.type != type(value).__name__ or (isinstance(value, int) and not 0 <= value < 1 << 40):
                     raise ValueError(each.name)
-            if found.kind not in KINDS or not min(found.tokens, found.epochs, found.rows, found.rank, found.layers):
+            if found.kind not in KINDS or not min(found.tokens, found.epochs, found.rows):
                 raise ValueError("no plan")
             return found
         except FileNotFoundError:

@@ -154,11 +154,7 @@ class Pystaged(_Common, llm.Model):
     Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     def execute(
-        self,
-        prompt: llm.Prompt,
-        stream: bool,
-        response: llm.Response,
-        conversation: llm.Conversation | None,
+        self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> Iterator[str | StreamEvent]:
         """Stream the answer."""
         del stream, conversation
@@ -176,11 +172,7 @@ class AsyncPystaged(_Common, llm.AsyncModel):
     Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     async def execute(
-        self,
-        prompt: llm.Prompt,
-        stream: bool,
-        response: llm.AsyncResponse,
-        conversation: llm.AsyncConversation | None,
+        self, prompt: llm.Prompt, stream: bool, response: llm.AsyncResponse, conversation: llm.AsyncConversation | None
     ) -> AsyncGenerator[str | StreamEvent, None]:
         """Stream the answer."""
         import asyncio  # noqa: PLC0415
@@ -257,11 +249,7 @@ def _end(engine: Engine, result: GenerationResult, response: Any) -> StreamEvent
     stats = result.stats
     reused = {"reused_tokens": stats.reused_tokens} if stats.reused_tokens else None
     response.set_usage(input=stats.prompt_tokens, output=len(result.tokens), details=reused)
-    response.response_json = {
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "stats": stats.to_dict(),
-    }
+    response.response_json = {"finish_reason": result.finish_reason, "seed": result.seed, "stats": stats.to_dict()}
     ours = {"vocabulary": engine.tokenizer.fingerprint, "tokens": result.tokens}
     return StreamEvent(type="text", chunk="", provider_metadata={_KEY: ours})
 

@@ -45,10 +45,7 @@ _LISTED: dict[str, Callable[[Models], Any]] = {
     "/api/tags": ollama.tags,
     "/api/ps": ollama.running,
 }
-_GIVEN: dict[str, Callable[[State], Any]] = {
-    "/props": about.properties,
-    "/tokenizer_info": about.tokenizer_info,
-}
+_GIVEN: dict[str, Callable[[State], Any]] = {"/props": about.properties, "/tokenizer_info": about.tokenizer_info}
 _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/v1/messages/count_tokens": messages.count,
     "/apply-template": chats.template,

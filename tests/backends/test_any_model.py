@@ -4,6 +4,8 @@ token after another."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,6 @@ import json
 import sys
 from pathlib import Path
 import numpy as np
-sys.path.append(sys.argv[3])
 from support.any_model import Asking
 from support.logits import llama_context, llama_pass
 from pystaged._core import Model, Session
@@ -76,7 +77,7 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in MORE.split()]
 
 @pytest.mark.parametrize("family", [*SOME.split(), *SLOW])
 def test_trees_are_libllamas_own(tmp_path: Path, family: str) -> None:
-    done = run_python(CHILD, family, tmp_path / "model.gguf", Path(__file__).parent.parent)
+    done = run_python(CHILD, family, tmp_path / "model.gguf", PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr[-2000:]
     gaps, spread = json.loads(done.stdout.splitlines()[-1])
     assert spread > 0.01

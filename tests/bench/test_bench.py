@@ -461,11 +461,7 @@ def test_report(two_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     about = {"file": "two.jsonl", "sha256": worker_sha(two_prompts), "chosen": 2, "used": {"code": 2}}
     assert conditions["prompts"] == about
     page = report.markdown()
-    for words in (
-        conditions["model"]["sha256"][:16],
-        conditions["kernel"],
-        "| **staged** |",
-    ):
+    for words in (conditions["model"]["sha256"][:16], conditions["kernel"], "| **staged** |"):
         assert words in page
     assert "token for token" in page
     assert "Interrupted" not in page

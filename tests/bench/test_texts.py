@@ -181,10 +181,7 @@ def test_command(path: Path, prompts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        (["--max-tokens", "90"], "the model's context holds 96"),
-        (["--llama-cpp", "/"], "there is no llama-server in /"),
-    ],
+    [(["--max-tokens", "90"], "the model's context holds 96"), (["--llama-cpp", "/"], "there is no llama-server in /")],
 )
 def test_refusals(path: Path, prompts: Path, options: list[str], words: str) -> None:
     done = run("--model", path, "--prompts", prompts, *options)

@@ -79,111 +79,12 @@ def split(text: str, **options: Any) -> list[Part]:
 WRITE = ("write", '{"path": "a.txt", "size": 3}', True)
 TIME = ("time", "{}", True)
 NAMES: list[list[str]] = [[], ["write"], ["write", "time"]]
+# Behind a line with its form's name each, the text up to the next one.
 AS_WRITTEN: list[tuple[CallForm, str]] = [
-    (
-        HERMES,
-        (
-            'I look.\n<tool_call>\n{"name": "write", "arguments": {"path": "a.txt", "size": 3}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n'
-        ),
-    ),
-    (
-        XML,
-        (
-            "I look.\n\n<tool_call>\n<function=write>\n<parameter=path>\na.txt\n</parameter>\n<parameter=size>\n3\n"
-            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"
-        ),
-    ),
-    (
-        GEMMA4,
-        'I look.<|tool_call>call:write{path:<|"|>a.txt<|"|>, size: 3}<tool_call|><|tool_call>call:time{}<tool_call|>',
-    ),
-    (
-        GEMMA3,
-        (
-            "I look.<start_function_call>call:write{path:<escape>a.txt<escape>, size: 3}<end_function_call>"
-            "<start_function_call>call:time{}<end_function_call>"
-        ),
-    ),
-    (MISTRAL, 'I look.[TOOL_CALLS]write[CALL_ID]abcdefghi[ARGS]{"path": "a.txt", "size": 3}[TOOL_CALLS]time[ARGS]{}'),
-    (
-        OLD_MISTRAL,
-        (
-            'I look. [TOOL_CALLS] [{"name": "write", "arguments": {"path": "a.txt", "size": 3}, "id": "abcdefghi"}, '
-            '{"name": "time", "arguments": {}, "id": "abcdefghj"}]'
-        ),
-    ),
-    (
-        GRANITE,
-        'I look.<|tool_call|>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, {"name": "time"}]',
-    ),
-    (
-        LLAMA,
-        (
-            'I look.<|python_tag|>{"name": "write", "parameters": {"path": "a.txt", "size": 3}}; '
-            '{"type": "function", "name": "time", "parameters": {}}'
-        ),
-    ),
-    (
-        GLM,
-        (
-            "I look.\n<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n<arg_key>size</arg_key>"
-            "\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>"
-        ),
-    ),
-    (
-        GLM,
-        (
-            "I look.<tool_call>write<arg_key>path</arg_key><arg_value>a.txt</arg_value><arg_key>size</arg_key>"
-            "<arg_value>3</arg_value></tool_call><tool_call>time</tool_call>"
-        ),
-    ),
-    (
-        SEED,
-        (
-            "I look.\n<seed:tool_call>\n<function=write>\n<parameter=path>a.txt</parameter>\n<parameter=size>3"
-            "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n"
-            "</seed:tool_call>"
-        ),
-    ),
-    (
-        MINICPM,
-        (
-            'I look.\n<function name="write"><param name="path">a.txt</param><param name="size">3</param></function>\n'
-            '<function name="time"></function>'
-        ),
-    ),
-    (FUNCTIONARY, 'I look.<function=write>{"path": "a.txt", "size": 3}</function><function=time>{}</function>'),
-    (
-        NEMOTRON,
-        (
-            'I look.\n<TOOLCALL>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, '
-            '{"name": "time", "arguments": {}}]</TOOLCALL>'
-        ),
-    ),
-    (
-        APRIEL,
-        (
-            'I look.\n<tool_calls>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}, "id": "a"}, '
-            '{"name": "time", "arguments": {}, "id": "b"}]</tool_calls>'
-        ),
-    ),
-    (
-        GIGACHAT,
-        (
-            'I look.<|function_call|>{"name": "write", "arguments": {"path": "a.txt", "size": 3}}'
-            '<|function_call|>{"name": "time", "arguments": {}}'
-        ),
-    ),
-    (LFM2, "I look.<|tool_call_start|>[write(path='a.txt', size=3), time()]<|tool_call_end|>"),
-    (LFM2, 'I look.\n<|tool_call_start|>[write(path="a.txt", size=3), time()]<|tool_call_end|>\n'),
-    (
-        LFM2,
-        (
-            'I look.<|tool_call_start|>[{"name": "write", "arguments": {"path": "a.txt", "size": 3}}, '
-            '{"name": "time", "arguments": {}}]<|tool_call_end|>'
-        ),
-    ),
+    (globals()[name], text.removesuffix("\n"))
+    for name, _, text in (
+        part.partition("\n") for part in (Path(__file__).parent / "calls.txt").read_text("utf-8").split("=== ")[1:]
+    )
 ]
 
 
@@ -488,17 +389,7 @@ def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str,
 
 
 @pytest.mark.parametrize("form", [XML, GLM])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "x {} y",
-        "line 1\n{}\nline 3",
-        "{}{} {}x",
-        "{}",
-        "a{}\n\n",
-        "<a>{}</a>\n  {} <b>",
-    ],
-)
+@pytest.mark.parametrize("words", ["x {} y", "line 1\n{}\nline 3", "{}{} {}x", "{}", "a{}\n\n", "<a>{}</a>\n  {} <b>"])
 def test_a_mark_that_ends_nothing_is_text(form: CallForm, words: str) -> None:
     text = words.format(*[form.member_end.strip()] * 3)
     text += "." if text.endswith(form.member_end.strip()) else ""
@@ -580,34 +471,9 @@ FRAGMENTS = [
     *("<arg_key>", "path</arg_key>", "<arg_value>", "</arg_value>", "write\n<arg_key>"),
     *("<|tool_call_start|>", "<|tool_call_end|>", "[write(path=", "time()", "(", ")", "=", "'", '"""'),
     *("</function>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-    *(
-        '{"name": "write", "arguments": ',
-        '{"name": "time"',
-        '"parameters": ',
-        '{"arguments": {}, "name": "time"}',
-        "call:write",
-    ),
-    *(
-        "<think>",
-        "</think>",
-        "<th",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "\\",
-        ":",
-        ",",
-        ";",
-        "\n",
-        " ",
-        "x",
-        "é",
-        "path",
-        "1.5",
-        "True",
-    ),
+    *('{"name": "write", "arguments": ', '{"name": "time"', '"parameters": ', '{"arguments": {}, "name": "time"}'),
+    *("call:write", "<think>", "</think>", "<th", "path", "1.5", "True"),
+    *'{}[]"\\:,;\n x\u00e9',
 ]
 
 

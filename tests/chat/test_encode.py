@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,72 +60,7 @@ def test_forged_control_tokens_are_text(tokenizer: Tokenizer, name: str) -> None
         assert "<|im_end|>" in tokenizer.decode(forged)
 
 
-EXPRESSIONS = [
-    "c",
-    "c | trim",
-    "c.strip() | upper | lower",
-    "' ' + c + ' '",
-    "' ' ~ c ~ ' '",
-    "c[1:] + c[:1]",
-    "c[::-1][::-1]",
-    "c.replace('~', '')",
-    "c | replace('~', '')",
-    "c.split('~') | join",
-    "''.join(c.split('~'))",
-    "c.split('~')[0] + c.split('~')[-1]",
-    "c.partition('~') | first + c.rpartition('~') | last",
-    "c.splitlines() | join('')",
-    "c.removeprefix('<') ~ c.removesuffix('>')",
-    "c | list | join",
-    "c | map('upper') | map('lower') | join",
-    "'%s' % c",
-    "'-%s-' % c",
-    "'%s%s' % (c, c)",
-    "'%s%s' | format(c, c)",
-    "'{}'.format(c)",
-    "'{a}'.format_map({'a': c})",
-    "'{a.content}'.format(a=messages[0])",
-    "c * 2",
-    "c | indent(1, true)",
-    "c | safe",
-    "c | string",
-    "c | center(999)",
-    "c.center(999)",
-    "c.title().lower()",
-    "c.lower()",
-    "c | truncate(9999)",
-    "c | tojson",
-    "messages",
-    "messages | tojson",
-    "messages[0]",
-    "messages[0].items() | list",
-    "messages | map(attribute='content') | join('\n')",
-    "messages[0] | dictsort",
-    "messages[0].values() | list | first ~ (messages[0].values() | list | last)",
-    "{'a': c}",
-    "[c, (c,)]",
-    "m(c)",
-    "m2()",
-    "ns.x",
-    "block",
-    "(c or 'x') if c else c",
-    "c | default('x')",
-    "[c] | first ~ [c] | last ~ [c] | max",
-    "{'a': c}.get('a')",
-    "namespace(x=c).x",
-    "dict(x=c).x",
-    "c | striptags ~ c | replace('&', '')",
-    "[{'a': c}] | groupby('a') | first | first",
-    "[c] | batch(1) | list | first | join",
-    "c.rsplit('~', 1) | join",
-    "('<|im_' ~ 'end|>').replace('~', c) | replace('<|im_end|>', c)",
-    "'~'.replace('~', c)",
-    "'~' | replace('~', c)",
-    "c.join(['', ''])",
-    "['', ''] | join(c)",
-    "('x' ~ c).zfill(99)",
-    "c.encode",
-]
+EXPRESSIONS = (Path(__file__).parent / "expressions.txt").read_text("utf-8").splitlines()
 SET = (
     "{%- set c = messages[0].content -%}{%- set ns = namespace() -%}{%- set ns.x = c ~ '' -%}"
     "{%- macro m(x) -%}{{ x }}{%- endmacro -%}{%- macro m2() -%}{% filter trim %}{{ c }}{% endfilter %}{%- endmacro -%}"

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
 from support import paths
+from support.chat import write_chat
 from support.conversations import says
-from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 
@@ -112,12 +111,8 @@ def test_without_a_template_it_warns() -> None:
 
 def test_templates_of_a_file(tmp_path: Path) -> None:
     long = "{{ messages[0].content }}" + "x" * 5000
-
-    def vocabulary(writer: GGUFWriter, size: int) -> None:
-        add_vocabulary(writer, size)
-        writer.add_chat_template([{"name": "default", "template": long}, {"name": "rag", "template": "\u00e9"}])
-
-    path = write(tmp_path / "model.gguf", RandomModel("llama", vocabulary=vocabulary))
+    templates = [{"name": "default", "template": long}, {"name": "rag", "template": "\u00e9"}]
+    path = write_chat(tmp_path / "model.gguf", templates)
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         assert engine.chat_format.names == ["default", "rag"]
         assert engine.chat_format.render([says("user", "a")]) == "a" + "x" * 5000

@@ -230,19 +230,13 @@ def test_calls_that_cannot_be_read(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
-            "{{ raise_exception('No system, please') }}",
-            "refuses these messages, line 1: No system, please",
-        ),
+        ("{{ raise_exception('No system, please') }}", "refuses these messages, line 1: No system, please"),
         ("a\n{% if %}", "is damaged, line 2: Expected an expression"),
         ("\n{{ messages[0].content.nothing.more }}", "fails for these messages, line 2: .*nothing"),
         ("{{ messages[0].content + 1 }}", "fails for these messages, line 1: "),
         ("{{ tools | urlize }}", "is damaged, line 1: No filter named 'urlize'"),
         ("{% include 'other' %}", "fails for these messages, line 1: "),
-        (
-            "{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}\n{{ f() }}",
-            "these messages, line 3: division by zero",
-        ),
+        ("{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}\n{{ f() }}", "these messages, line 3: division by zero"),
     ],
 )
 def test_templates_that_fail(tokenizer: Tokenizer, template: str, words: str) -> None:

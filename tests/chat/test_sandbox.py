@@ -74,8 +74,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "template",
-    [pytest.param(each, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, each in enumerate(ENDLESS_TEMPLATES)],
+    "template", [pytest.param(each, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, each in enumerate(ENDLESS_TEMPLATES)]
 )
 def test_it_comes_to_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(format, "_SECONDS", 0.1)

@@ -361,56 +361,6 @@ def test_bursts_of_ctrl_c_do_not_end_a_session() -> None:
     assert window.finish() == 0
 
 
-PRESS = """
-import os, signal, sys
-
-presses = iter(range(3))
-
-def press(frame, event, argument):
-    if event == "call" and frame.f_code.co_name == os.environ["PRESS_AT"] and os.path.exists(os.environ["PRESS_WHEN"]):
-        for _ in presses:
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.setprofile(press)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("function", "said"), [("take", b"stopped"), ("say", b"stopped"), ("print", b"per step")])
-def test_ctrl_c_between_turns_loses_nothing(tmp_path: Path, function: str, said: bytes) -> None:
-    """Where nothing is being generated or typed: at the call of a function, when it is armed."""
-    (tmp_path / "sitecustomize.py").write_text(PRESS)
-    folders, armed = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), tmp_path / "armed"
-    window = terminal(
-        "chat",
-        "bundled",
-        "--max-tokens",
-        "8",
-        "--temperature",
-        "0",
-        "--stats",
-        lines=60,
-        PYTHONPATH=folders,
-        PRESS_AT=function,
-        PRESS_WHEN=str(armed),
-    )
-    window.wait_for(b"> ")
-    window.type(b"def f(x):\n")
-    window.wait_for(b"per step")
-    window.wait_for(b"> ", start=window.output.index(b"per step"))  # the turn is over
-    armed.touch()
-    before = len(window.output)
-    window.type(b"x\n")
-    window.wait_for(said, start=before)
-    window.type(b"/text\n")
-    window.wait_for(b"/text\r\n")
-    window.type(b"/quit\n")
-    assert window.finish() == 0
-    assert "Traceback" not in "\n".join(window.shown)
-    # Typed, and shown.
-    assert "\n".join(window.shown).count("def f(x):") == 2
-
-
 # ---- Completion ----
 
 

@@ -15,7 +15,9 @@ from pystaged.decoding.requests import MOST_ROWS, only
 
 Floats = npt.NDArray[np.float32]
 
-SHAPE = RandomModel("llama", layers=3, head_dim=32)
+SHAPE = RandomModel("llama", layers=3, head_dim=32, context=1024)
+TAPS = [1, 3]
+TOKENS = np.random.default_rng(1).integers(0, 300, 700, dtype=np.int32)  # several passes
 GREEDY = Sampling()
 
 
@@ -34,6 +36,13 @@ def tapped(path: Path, layers: list[int]) -> Session:
     return Session(model)
 
 
+def every_row(path: Path) -> Model:
+    """A model that keeps the states of all rows of a reading."""
+    model = Model(path)
+    model.tap(TAPS, all_rows=True)
+    return model
+
+
 def states_of(session: Session) -> Floats:
     """float32[rows, layers * width]"""
     return session.hidden.numpy()
@@ -50,7 +59,7 @@ def test_states_are_those_that_a_shorter_model_ends_with(target_path: Path, tmp_
     def same_weights(found: dict[str, Floats]) -> None:
         found |= {name: tensor(target_path, name) for name in found}
 
-    shorter = write(tmp_path / "shorter.gguf", RandomModel("llama", layers=2, head_dim=32), same_weights)
+    shorter = write(tmp_path / "shorter.gguf", RandomModel("llama", layers=2, head_dim=32, context=1024), same_weights)
     other = tapped(shorter, [2])
     other.prefill([1, 2, 3, 4])
     other.verify(*rows, GREEDY, masks=only(np.array([6, 7, 8])))
@@ -148,3 +157,57 @@ def test_what_cannot_be_tapped(target_path: Path) -> None:
     assert states_of(session).shape == (0, 2 * SHAPE.width)
     session.close()
     model.tap([])
+
+
+# ---- Of readings ----
+
+
+def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
+    model = every_row(target_path)
+    whole, rows = Session(model), Session(model)
+    whole.prefill(TOKENS)
+    found = whole.hidden.numpy()
+    assert found.shape == (700, len(TAPS) * SHAPE.width)
+    verified = []
+    for first in range(0, 700, 35):
+        n = min(35, 700 - first)
+        rows.evaluate(TOKENS[first : first + n], range(-1, n - 1), n // 2)
+        rows.commit(range(n))
+        verified.append(rows.hidden)
+    joined = sum(verified[1:], verified[0])
+    np.testing.assert_array_equal(joined.numpy(), found)
+    np.testing.assert_array_equal(whole.hidden[2:700:3].numpy(), found[2::3])
+    # The logits are those of a model that keeps nothing.
+    plain = Session(Model(target_path))
+    plain.prefill(TOKENS)
+    for session in (whole, plain):
+        session.evaluate([1, 2], [-1, 0], 1)
+    np.testing.assert_array_equal(whole.logits(1), plain.logits(1))
+    pending = whole.hidden_of([0, 1]).numpy()
+    whole.commit([0, 1])
+    np.testing.assert_array_equal(whole.hidden.numpy(), pending)
+    whole.rewind(5)
+    assert len(whole.hidden) == 0
+
+
+def test_a_reading_has_those_of_its_last_row(target_path: Path) -> None:
+    every, last = every_row(target_path), Model(target_path)
+    last.tap(TAPS, last_row=True)
+    lengths = [700, 1, 40]
+    expected = [Session(every) for _ in lengths]
+    found = [Session(last) for _ in lengths]
+    for sessions in (expected, found):
+        run([Work.read(session, TOKENS[:n]) for session, n in zip(sessions, lengths, strict=True)])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.hidden.numpy(), other.hidden.numpy()[-1:])
+        one.prefill([])
+        assert len(one.hidden) == 0
+    *_, tokens = found[2].verify([1], [-1], GREEDY)
+    assert (len(found[2].hidden), len(tokens)) == (1, 1)
+
+
+def test_rows_that_were_not_judged_have_none(target_path: Path) -> None:
+    plain = tapped(target_path, [1])
+    plain.evaluate([1, 2], [-1, 0], 1)
+    with pytest.raises(ValueError, match="row 0"):
+        plain.hidden_of([0, 1])

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.kernels import EVERY_KERNEL
 
 import pystaged
 from pystaged import _core
@@ -32,25 +31,6 @@ def tree_logits(model: _core.Model, tokens: list[int], parents: list[int]) -> np
 
 TOKENS = list(range(20, 44))
 PARENTS = [-1, *range(11), *range(3, 15)]  # a chain, and branches from its middle
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_alone_and_in_a_tree(path: Path, kernel: str, threads: int) -> None:
-    together = tree_logits(_core.Model(str(path), kernel, threads, kv="q8_0"), TOKENS, PARENTS)
-    alone = _core.Model(str(path), "scalar", 1, kv="q8_0")
-    for row in (0, 11, len(TOKENS) - 1):
-        session = _core.Session(alone)
-        session.prefill(PROMPT)
-        chain = [row]
-        while PARENTS[chain[0]] >= 0:
-            chain.insert(0, PARENTS[chain[0]])
-        for node in chain:
-            session.evaluate(np.array([TOKENS[node]], np.int32), np.array([-1], np.int32))
-            logits = session.logits(0)
-            session.commit(np.zeros(1, np.int32))
-        np.testing.assert_array_equal(together[row], logits)
 
 
 def test_logits_are_nearly_those_of_f16_for_half_the_memory(path: Path) -> None:

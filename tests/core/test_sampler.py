@@ -13,14 +13,9 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.decoding import generate
+from support.sampling import kept
 
 from pystaged import SamplingConfig, _core
-from pystaged.decoding.context import Context
-from pystaged.decoding.policy import FixedPolicy
-from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.model import ModelProposer
-from pystaged.stats import GenerationStats
 
 Doubles = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -86,27 +81,9 @@ def noise(seed: int, position: int, tokens: npt.ArrayLike) -> Doubles:
 
 
 def log_probabilities(logits: npt.NDArray[np.float32], sampling: SamplingConfig) -> Doubles:
-    """log p of every token after the filters, -inf for those that are filtered out."""
-    order = np.argsort(-logits, kind="stable")  # ties to the lowest id
-    scaled = (logits[order].astype(np.float64) - logits.max()) / (float(np.float32(sampling.temperature)) or 1)
-    if sampling.temperature > 0:
-        if sampling.top_k > 0:
-            scaled = scaled[: sampling.top_k]
-        if sampling.top_p < 1:
-            sums = np.cumsum(softmax(scaled))
-            scaled = scaled[: np.searchsorted(sums, np.float32(sampling.top_p)) + 1]
-        p = softmax(scaled)
-        scaled = scaled[p >= np.float32(sampling.min_p) * p[0]]
-    result = np.full(len(logits), -np.inf)
-    result[order[: len(scaled)]] = scaled - np.log(np.exp(scaled).sum())
-    return result
-
-
-def softmax(x: Doubles) -> Doubles:
-    """Of numbers whose largest is 0."""
-    powers = np.exp(x)
-    result: Doubles = powers / powers.sum()
-    return result
+    """log p of every token after the filters, of which a greedy choice has none; -inf for those that are left out."""
+    filtered = sampling if sampling.temperature > 0 else SamplingConfig(1.0)
+    return kept(logits.astype(np.float64), filtered, coin=False)
 
 
 # ---- Rows of logits to sample from ----
@@ -344,30 +321,6 @@ def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path],
     check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", SEVERAL, ids=str)
-def test_drafted_tokens_are_drawn_by_their_probability(
-    random_gguf: Callable[..., Path], filters: dict[str, Any]
-) -> None:
-    path = random_gguf(vocab_size=257, width=32, layers=1)
-    row, prompt, temperature = row_of(path, [7, 7]), np.array([7, 7], np.int32), 0.05
-    target, draft = (
-        _core.Model(str(each), "", 1) for each in (path, random_gguf(vocab_size=257, width=32, layers=1, seed=1))
-    )
-    # The draft knows nothing of the target; one that is the target would show a bias towards what it proposes.
-    for model in (draft, target):
-        drafter = TreeDrafter([ModelProposer(_core.Session(model))], FixedPolicy(2, 1, 2, 2), 257)
-        decoder, stats, counts = Context(_core.Session(target), drafter), GenerationStats(), np.zeros(257)
-        for seed in range(DRAWS // 4):
-            steps = generate(decoder, prompt, SamplingConfig(temperature, seed=seed, **filters), 2, stats=stats)
-            counts[next(steps).tokens[0]] += 1
-            steps.close()
-        assert stats.drafted > 0
-        check_drawn(counts, np.exp(log_probabilities(row.logits, SamplingConfig(temperature, **filters))))
-        if model is target:
-            assert stats.accepted > DRAWS // 8
-
-
 # ---- Options ----
 
 
@@ -376,11 +329,9 @@ def test_drafted_tokens_are_drawn_by_their_probability(
     [
         ({"temperature": -0.1}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
-        ({"temperature": float("inf")}, "temperature must be"),
         ({"temperature": 1e39}, "temperature must be"),
         ({"top_k": -1}, "top_k must be"),
         ({"top_p": 0.0}, "top_p must be"),
-        ({"top_p": -1.0}, "top_p must be"),
         ({"top_p": 1.001}, "top_p must be"),
         ({"top_p": float("nan")}, "top_p must be"),
         ({"min_p": -0.001}, "min_p must be"),
@@ -396,46 +347,25 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": -1}, "seed must be between 0 and"),
-        ({"seed": 2**64}, "seed must be between 0 and"),
-        ({"top_k": 2**31}, "top_k must be"),
-        ({"top_k": -(2**31) - 1}, "top_k must be"),
-        ({"temperature": 10**400}, "temperature must be"),
-    ],
+    "options",
+    [{"seed": -1}, {"seed": 2**64}, {"top_k": 2**31}, {"top_k": -(2**31) - 1}, {"temperature": 10**400}],
     ids=["negative-seed", "long-seed", "long-top-k", "long-negative-top-k", "long-temperature"],
 )
-def test_values_beyond_the_native_types(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_values_beyond_the_native_types(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         SamplingConfig(**options)
     with pytest.raises((TypeError, ValueError)):
         _core.Sampling(**options)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        (field, value)
-        for field in ("temperature", "top_k", "top_p", "min_p", "seed")
-        for value in ("1", None, True, [0.5])
-        if (field, value) != ("seed", None)  # which draws one
-    ],
-    ids=str,
-)
-def test_values_of_a_wrong_type(field: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"^{field} must be"):
-        SamplingConfig(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["top_k", "seed"])
-def test_fractions_are_not_integers(field: str) -> None:
-    for kind, message in (
-        (SamplingConfig, f"^{field} must be an integer, not float"),
-        (_core.Sampling, "incompatible"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            kind(**{field: 1.5})  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "seed"])
+def test_values_of_a_wrong_type(field: str) -> None:
+    values: list[Any] = ["1", True, [0.5]]
+    values += [] if field == "seed" else [None]  # which draws one
+    values += [1.5] if field in ("top_k", "seed") else []
+    for value in values:
+        with pytest.raises(TypeError, match=f"^{field} must be"):
+            SamplingConfig(**{field: value})
 
 
 # ---- Masks ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,11 +20,10 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_weights import write_random_gpt2
-from support.children import forks, in_child
 from support.commands import run_python
 from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
+from support.plain import Plain
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -76,24 +74,7 @@ class Tree:
         return Tree([self.tokens[row] for row in order], [place[self.parents[row]] for row in order])
 
 
-class Sequential:
-    """The logits after some tokens by decoding them one by one in a fresh session; remembered."""
-
-    def __init__(self, path: Path) -> None:
-        self._model = load(str(path), num_threads=1)
-        self._known: dict[tuple[int, ...], Floats] = {}
-
-    def __call__(self, *tokens: int) -> Floats:
-        if tokens not in self._known:
-            session = _core.Session(self._model)
-            for i, token in enumerate(tokens):
-                session.evaluate([token], [-1])
-                self._known[tokens[: i + 1]] = session.logits(0)
-                session.commit([0])
-        return self._known[tokens]
-
-
-sequential = cache(Sequential)
+sequential = cache(Plain)
 
 
 @st.composite
@@ -121,7 +102,7 @@ def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], t
     """The rows from `first` on have the bits of decoding their paths token by token."""
     # The deepest first: decoding its path gives those above it.
     for row in reversed(range(first, len(tree.tokens))):
-        np.testing.assert_array_equal(session.logits(row), sequential(path)(*prefix, *tree.path(row)))
+        np.testing.assert_array_equal(session.logits(row), sequential(path)([*prefix, *tree.path(row)]))
 
 
 @pytest.mark.slow
@@ -185,7 +166,7 @@ def test_bundled_draft_up_to_the_end_of_its_context(bundled_draft: Path, kernel:
             full()
     session.rewind(1023)
     session.evaluate(PREFIX[1023:], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(*PREFIX))
+    np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(list(PREFIX)))
 
 
 @pytest.mark.slow
@@ -224,7 +205,7 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
     for back, right in guesses:
         # A child of the newest row, or of an earlier one; right guesses under one parent are duplicates.
         parent = max(-1, len(tree.tokens) - 2 - back)
-        token = int(sequential(path)(*PREFIX[:6], *tree.path(parent)).argmax())
+        token = int(sequential(path)([*PREFIX[:6], *tree.path(parent)]).argmax())
         tree.tokens.append(token if right else (token + 1) % 257)
         tree.parents.append(parent)
     for session in sessions(path):
@@ -236,7 +217,7 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         followed, tokens = session.follow(_core.Sampling())
         session.commit(followed)
         session.evaluate(tokens[-1:], [-1])
-        expected = sequential(path)(*PREFIX[:6], *tree.path(followed[-1]), tokens[-1])
+        expected = sequential(path)([*PREFIX[:6], *tree.path(followed[-1]), tokens[-1]])
         np.testing.assert_array_equal(session.logits(0), expected)
 
 
@@ -357,7 +338,7 @@ def test_failed_call_changes_nothing(random_gguf: Callable[..., Path], name: str
     assert_logits(session, path, PREFIX[:5], Tree([7, 8, 9, 9], [-1, 0, 1, -1]), 1)
     session.commit([0, 1, 2])
     session.evaluate([10], [-1])
-    np.testing.assert_array_equal(session.logits(0), sequential(path)(*PREFIX[:5], 7, 8, 9, 10))
+    np.testing.assert_array_equal(session.logits(0), sequential(path)([*PREFIX[:5], 7, 8, 9, 10]))
 
 
 @pytest.mark.parametrize("device", ["cpu", "ggml-cpu"])
@@ -495,77 +476,6 @@ print("handled")
 def test_signal_handler_that_touches_the_session(bundled_draft: Path) -> None:
     done = run_python(HANDLED, bundled_draft)
     assert (done.stdout, done.stderr) == ("handled\n", "")
-
-
-FORKED = """
-import os, sys, threading
-import numpy as np
-from pystaged import _core
-
-model = _core.Model(sys.argv[1], num_threads=3)
-session, busy = _core.Session(model), _core.Session(model)
-session.prefill([5] * 200)
-stop = threading.Event()
-
-def work():
-    while not stop.is_set():
-        busy.prefill([7] * 200)
-        busy.rewind(0)
-
-thread = threading.Thread(target=work)
-thread.start()
-codes = []
-for _ in range(20):
-    child = os.fork()
-    if child == 0:
-        fresh = _core.Session(model)
-        fresh.prefill([5] * 200)
-        for s in (session, fresh):
-            s.evaluate([4], [-1])
-        ok = np.array_equal(session.logits(0), fresh.logits(0))
-        try:
-            busy.discard()
-        except RuntimeError as error:
-            ok = ok and "forked" in str(error)
-        # Python's other threads are gone; what is left are the caller and two workers.
-        os._exit(0 if ok and len(os.listdir("/proc/self/task")) == 3 else 1)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-stop.set()
-thread.join()
-print(set(codes))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_has_workers_of_its_own(bundled_draft: Path) -> None:
-    done = run_python(FORKED, bundled_draft, PYTHONWARNINGS="ignore")
-    assert (done.stdout, done.stderr) == ("{0}\n", "")
-
-
-@pytest.mark.slow
-@forks
-def test_a_forked_child_waits_for_no_thread_of_its_parent(bundled_draft: Path) -> None:
-    model, stop = _core.Model(str(bundled_draft), num_threads=2), threading.Event()
-
-    def call() -> bool:
-        _core.Session(model, 64).discard()  # its executor is made for it, and let go with it
-        return True
-
-    def work() -> None:
-        while not stop.is_set():
-            call()
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        assert all(in_child(call) for _ in range(50))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 V1 = {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/jobs/one\n1:name=systemd:/\n"}
@@ -708,35 +618,6 @@ def test_llama_cpp_that_fits() -> None:
     done = run_python("import pystaged; pystaged.load", LLAMA_CPP_LIB_PATH="/opt/llama")
     assert done.returncode == 1
     assert "ImportError: LLAMA_CPP_LIB_PATH is set to /opt/llama" in done.stderr
-
-
-RESIDENT = """
-import pathlib, re, sys
-import psutil
-from pystaged import _core
-
-def peak():
-    # getrusage's would count what the parent had when it started this process.
-    status = pathlib.Path("/proc/self/status")
-    found = re.search(r"VmHWM:\\s*(\\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * int(found[1]) if found else psutil.Process().memory_info().rss
-
-before = psutil.Process().memory_info().rss
-model = _core.Model(sys.argv[1], num_threads=2)
-print(psutil.Process().memory_info().rss - before, peak() - before)
-"""
-
-
-@pytest.mark.slow
-def test_model_takes_the_memory_of_its_file(tmp_path: Path) -> None:
-    path, shape = tmp_path / "model.gguf", {"width": 512, "layers": 8, "heads": 8, "vocab_size": 12000}
-    write_random_gpt2(path, **shape, context=256, quantization="F16")
-    size = path.stat().st_size
-    assert size >= 60e6
-    done = run_python(RESIDENT, path)
-    assert done.stderr == ""
-    after, peak = map(int, done.stdout.split())
-    assert 0.9 * size < after <= peak <= 1.2 * size
 
 
 def test_ctrl_c_while_tokens_are_converted_is_not_a_wrong_argument(random_gguf: Callable[..., Path]) -> None:

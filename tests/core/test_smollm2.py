@@ -14,7 +14,6 @@ from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass
 
 import pystaged
-from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
@@ -25,25 +24,10 @@ Doubles = npt.NDArray[np.float64]
 
 QUESTIONS = [
     "What is the capital of France?",
-    "Write a haiku about rain.",
-    "Explain why the sky is blue.",
-    "How many legs does a spider have?",
-    "Translate 'good morning' into Spanish.",
-    "Name three kinds of cheese.",
-    "What is 17 plus 25?",
-    "Write a Python function that reverses a string.",
     "Who wrote Hamlet?",
-    "Give me a recipe for pancakes.",
-    "What does a compiler do?",
-    "Describe a sunset at sea.",
     "Why do cats purr?",
-    "List the planets of our solar system.",
-    "What is the difference between a virus and a bacterium?",
-    "Write a polite e-mail asking for a day off.",
     "How does a bicycle stay upright?",
-    "Tell me a short joke.",
-    "What causes tides?",
-    "Summarize the story of Cinderella.",
+    "Translate 'good morning' into Spanish.",
 ]
 PROMPTS = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
 ANSWER = 4  # tokens that are judged with each prompt
@@ -106,31 +90,11 @@ def their_logits(context: Any, tokens: list[int]) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.slow
-def test_beside_llama_cpp(model: Model, texts: list[list[int]], theirs: Any) -> None:
-    """The tokens that the texts go on with are as likely, and where one is clearly the likeliest it is the same."""
-    session = Session(model, 256)
-    differences, same, clear = list[float](), 0, 0
-    for tokens in texts:
-        ours = log_probabilities(our_logits(session, tokens))
-        reference = log_probabilities(their_logits(theirs, tokens))
-        rows = np.arange(len(tokens) - 1)
-        differences += (ours[rows, tokens[1:]] - reference[rows, tokens[1:]]).tolist()
-        sure = clear_choices(reference)
-        same += int((ours.argmax(axis=-1) == reference.argmax(axis=-1))[sure].sum())
-        clear += int(sure.sum())
-    assert len(differences) > 350
-    assert abs(np.mean(differences)) <= 0.05
-    # Both round what they multiply with to 8 bits, each in its own way.
-    assert np.abs(differences).mean() <= 0.1
-    assert same >= 0.98 * clear
-
-
-@pytest.mark.slow
 def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], theirs: Any) -> None:
     """As near to doubles as llama.cpp, and the same choice where these are sure."""
     session, exact_model = Session(model, 256), FamilyReference(path)
     our_error, their_error, same, clear = list[float](), list[float](), 0, 0
-    for tokens in texts[::4]:
+    for tokens in texts:
         exact = log_probabilities(exact_model.logits(tokens))
         ours = log_probabilities(our_logits(session, tokens))
         reference = log_probabilities(their_logits(theirs, tokens))
@@ -151,14 +115,10 @@ def test_by_name() -> None:
     except FileNotFoundError as error:
         pytest.skip(str(error))
     with engine:
-        _check_answer(engine)
-
-
-def _check_answer(engine: Engine) -> None:
-    staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
+        staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
+        likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
     assert staged.text == plain.text
     assert "Paris" in plain.text
     assert plain.finish_reason == "stop"
-    likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
     assert b"".join(likely.pieces) == b"The capital of France is Paris."
     assert likely.total > unlikely.total + 2

@@ -84,7 +84,7 @@ def test_as_libllama(pair: tuple[Tokenizer, Any], text: str, add_special: bool, 
 
 def test_what_sentencepiece_says(model_file: Callable[..., Path]) -> None:
     ours = Tokenizer(model_file("sentencepiece"))
-    assert (ours.adds_bos, ours.adds_eos, ours.bos, ours.eos) == (True, False, 1, 2)
+    assert (ours.adds_bos, ours.bos, ours.eos) == (True, 1, 2)
     tokens = ours.encode("the <|tool|>").tolist()
     assert tokens[0] == 1
     tool = tokens[-1]

@@ -98,7 +98,7 @@ def trainer(target: Path, answers: Answers) -> Callable[..., Trainer]:
 
     def make(steps: int = 60, **chosen: Any) -> Trainer:
         lender = Target(target)
-        shape = shape_for(Model(str(target)), Tokenizer(str(target)), lender, ROWS, rank=32, **chosen)
+        shape = shape_for(Model(str(target)), Tokenizer(str(target)), lender, ROWS, **chosen)
         tokens = commonest(answers.likely([1, 2], VOCABULARY), ROWS)
         draft = BlockDraft(shape, tokens, lender, torch.Generator().manual_seed(0))
         return Trainer(draft, lender, answers, answers.texts([1, 2]), answers.texts([0]), steps)
@@ -363,20 +363,7 @@ def command(target: Path, tmp_path: Path, small: None) -> Callable[..., Any]:
     del small
 
     def invoke(*arguments: object) -> Any:
-        given = [
-            "distill",
-            target,
-            "--folder",
-            tmp_path / "work",
-            "--rows",
-            ROWS,
-            "--rank",
-            32,
-            "--device",
-            "cpu",
-            "--threads",
-            1,
-        ]
+        given = ["distill", target, "--folder", tmp_path / "work", "--rows", ROWS, "--device", "cpu", "--threads", 1]
         return CliRunner().invoke(cli.app, [str(each) for each in [*given, *arguments]])
 
     return invoke
@@ -500,7 +487,6 @@ def test_a_model_without_a_chat_template_goes_on_from_the_start(
     ("arguments", "status", "words"),
     [
         (["--type", "q2_k"], 2, "--type is one of q8_0"),
-        (["--rank", "48"], 2, "--rank is a multiple of 32, not 48"),
         (["--device", "tpu"], 1, "torch has no device 'tpu' here"),
         (["--out", "nowhere/draft.gguf"], 1, "there is no folder"),
         (["--prompts", "missing.txt"], 1, "missing.txt"),
@@ -517,10 +503,3 @@ def test_without_torch_it_says_what_to_install(command: Callable[..., Any], monk
     done = command()
     assert done.exit_code == 1
     assert str(done.exception) == "distilling needs PyTorch; run: pip install torch"
-
-
-def test_help_names_what_it_does() -> None:
-    done = CliRunner().invoke(cli.app, ["distill", "--help-all"])
-    assert done.exit_code == 0
-    for words in ("--prompts", "--hours", "--epochs", "the same command resumes"):
-        assert words in " ".join(done.stdout.split())

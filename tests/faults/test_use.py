@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gguf import GGUFWriter
+from support.chat import write_chat
 from support.commands import run_python
 from support.families import CASES
-from support.random_models import add_vocabulary, write
+from support.random_models import write
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
@@ -25,12 +24,7 @@ PROMPT = "the tree and the house"
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return write(tmp_path / "model.gguf", dataclasses.replace(CASES["llama"], vocabulary=add_vocabulary_and_template))
-
-
-def add_vocabulary_and_template(writer: GGUFWriter, size: int) -> None:
-    add_vocabulary(writer, size)
-    writer.add_chat_template("{{ messages[0].content }}, it says")
+    return write_chat(tmp_path / "model.gguf", "{{ messages[0].content }}, it says", **vars(CASES["llama"]))
 
 
 def replace(model: Path) -> None:

@@ -24,10 +24,8 @@ from support.families import CASES
 from support.random_models import write
 
 from pystaged._core import Model, RecycledCandidates, Session
-from pystaged.decoding.cost import PassCost
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import cache, hub
-from pystaged.loading.costs import CostStore
 from pystaged.loading.kept import PACKED
 from pystaged.loading.packed import load_packed
 from pystaged.loading.prompt_cache import KeptPrompts
@@ -83,20 +81,6 @@ def pack(folder: Path) -> None:
 def packed(folder: Path) -> State:
     path = PACKED.path(folder / "model.gguf")
     return path.read_bytes() if path.exists() else None
-
-
-def save_costs(folder: Path) -> None:
-    for i in range(1, SAVED + 1):
-        CostStore(folder / "costs").save("key", PassCost({n: 0.01 * (n + i) for n in (1, 2, 4)}))
-
-
-def costs(folder: Path) -> State:
-    if not list((folder / "costs").glob("*.json")):
-        return None
-    found = CostStore(folder / "costs").load("key")
-    if found is None:
-        raise ValueError("half of the costs")
-    return sorted(found.seconds)
 
 
 def _memory(folder: Path) -> KeptCandidates:
@@ -190,7 +174,6 @@ WORKS = {
     "quantize": Work(_wide, quantize_model, lambda folder: tensors(folder / "out.gguf"), (OSError, ValueError)),
     "pull": Work(lambda _: None, remove_pulled, pulled, (OSError,)),
     "packed": Work(_llama, pack, packed),
-    "costs": Work(_llama, save_costs, costs),
     "memory": Work(_llama, save_memory, memory),
     "prompts": Work(_llama, keep_prompt, prompt),
     "table": Work(_llama, save_table, table, (OSError,)),

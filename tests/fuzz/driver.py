@@ -34,10 +34,6 @@ TARGETS = {  # by name: module and class; each of what is read without being tru
     "template": "fuzz.templates:Template",
     "grammar": "fuzz.grammars:Grammatical",
     "table": "fuzz.tables:Table",
-    "costs": "fuzz.kept:Costs",
-    "memory": "fuzz.kept:Memory",
-    "packed": "fuzz.kept:Packed",
-    "prompts": "fuzz.kept:Prompts",
     "receipt": "fuzz.receipts:Receipts",
     "http": "fuzz.http:Http",
 }

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from support.checkpoints import (
     write_tokenizer_json,
     write_weights,
 )
-from support.convert import change_json, convert, llama_tokens, write_bfloat16
+from support.convert import change_json, convert, gpt2_vocabulary, llama_tokens, needed_transformers, write_bfloat16
 from support.logits import engine_logits, llama_context, llama_pass
-from support.paths import DATA
 from support.random_models import gguf_file
 
 from pystaged import _core
@@ -106,14 +104,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-def save(transformers: Any, folder: Path, case: str, **options: Any) -> Any:
+def save(folder: Path, case: str) -> Any:
     """A random checkpoint; returns its model."""
+    transformers = needed_transformers()
     import torch  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -123,7 +116,7 @@ def save(transformers: Any, folder: Path, case: str, **options: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # norms and biases do not show mistakes otherwise
             parameter.add_((0.3 if "norm" in name else 0.1) * torch.randn_like(parameter))
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder)
     write_tokenizer_json(folder)
     return model
 
@@ -139,8 +132,8 @@ def expected_logits(model: Any) -> Floats:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, case: str) -> None:
-    expected = expected_logits(save(transformers, tmp_path / "saved", case))
+def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    expected = expected_logits(save(tmp_path / "saved", case))
     path = tmp_path / "model.gguf"
     convert(tmp_path / "saved", path)
     with llama_context(path, num_threads=2, exact=True) as context:
@@ -262,14 +255,6 @@ def split(pattern: str, behavior: str = "Isolated") -> list[dict[str, Any]]:
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": behavior == "Removed"},
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     ]
-
-
-@cache
-def gpt2_vocabulary() -> tuple[list[str], list[str]]:
-    """Tokens and merges."""
-    fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
-    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    return tokens, merges
 
 
 def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool = False, **more: Any) -> None:

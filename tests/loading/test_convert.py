@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,9 @@ import pytest
 from gguf import GGUFReader
 from random_weights import END_OF_TEXT
 from support.checkpoints import NUM_TOKENS, config, weights, write_checkpoint, write_tokenizer_json, write_weights
-from support.convert import change_json, convert, header, llama_tokens, write_bfloat16
+from support.convert import change_json, convert, gpt2_vocabulary, llama_tokens, needed_transformers, write_bfloat16
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
-from support.paths import DATA
 
 from pystaged import _core
 from pystaged.loading.metadata import About
@@ -39,41 +39,13 @@ PAGE = (
 )
 
 
-def assert_three_agree(path: Path, tokens: list[int], tolerance: float) -> None:
-    """Plain numpy, the engine and llama.cpp compute the same logits from a file.
-
-    llama.cpp keeps keys and values, and what GELU is given, in F16.
-    """
-    expected = FamilyReference(path, half=False).logits(tokens)
-    assert expected.std() > 0.1
-    (llama,) = llama_logits(path, [tokens])
-    assert np.abs(llama - expected).max() <= tolerance + 0.01
-    assert np.abs(engine_logits(path, tokens) - expected).max() <= tolerance
-
-
 # ---- Against transformers ----
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-@pytest.fixture(scope="module")
-def gpt2_tokenizer() -> tuple[list[str], list[str]]:
-    """Tokens and merges of GPT-2."""
-    fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
-    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    return tokens, merges
-
-
 @pytest.mark.slow
-def test_tokens_are_those_of_transformers(
-    transformers: Any, tmp_path: Path, gpt2_tokenizer: tuple[list[str], list[str]]
-) -> None:
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     """With tokens added to GPT-2's: special ones, others, and rows that no token has."""
-    tokens, merges = gpt2_tokenizer
+    transformers, (tokens, merges) = needed_transformers(), gpt2_vocabulary()
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = transformers.GPT2Tokenizer(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges])
     tokenizer.add_special_tokens({"pad_token": "<|pad|>", "additional_special_tokens": ["<|user|>"]})
@@ -210,7 +182,11 @@ def test_every_float_type_loads_everywhere(tmp_path: Path, kind: str, tied: bool
     assert types["blk.1.attn_qkv.weight"] == types["token_embd.weight"] == kind
     assert ("output.weight" in types) != tied
     assert types["position_embd.weight"] == types["blk.0.ffn_up.bias"] == "F32"
-    assert_three_agree(out, TOKENS, 1e-3 if kind == "F32" else 0.05)
+    expected, tolerance = FamilyReference(out, half=False).logits(TOKENS), 1e-3 if kind == "F32" else 0.05
+    assert expected.std() > 0.1
+    # llama.cpp keeps keys and values, and what GELU is given, in F16.
+    assert np.abs(llama_logits(out, [TOKENS])[0] - expected).max() <= tolerance + 0.01
+    assert np.abs(engine_logits(out, TOKENS) - expected).max() <= tolerance
     assert llama_tokens(out, PAGE) == _core.Tokenizer(str(out)).encode(PAGE).tolist()
     fields = GGUFReader(out).fields
     for key, value in {"name": "tiny", "license": "mit", "source.url": "https://example.org/tiny"}.items():
@@ -261,6 +237,10 @@ def index_of(*names: object) -> Callable[[Path], None]:
         (folder / "model.safetensors.index.json").write_text(json.dumps(found))
 
     return change
+
+
+def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text) and None
 
 
 def remove(*names: str) -> Callable[[Path], None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 from support.families import CASES
-from support.gguf_parts import ARRAY, STRING, Entry, Gguf, array, assemble, text
+from support.gguf_parts import ARRAY, STRING, array, changed, drop, put, text
 from support.logits import llama_vocabulary
 from support.random_models import write
 
@@ -50,18 +50,13 @@ def cached(tmp_path: Path) -> Path:
 
 def test_a_vocabulary_that_ends_libllama(cached: Path) -> None:
     """A token stands there twice, for which libllama aborts."""
-    parts = Gguf(cached.read_bytes())
-    twice = array(STRING, [text("a")] * 300)
-    entries = [Entry(e.key, ARRAY, twice) if e.key == b"tokenizer.ggml.tokens" else e for e in parts.entries]
-    cached.write_bytes(assemble(entries, parts.tensors))
+    twice = put("tokenizer.ggml.tokens", ARRAY, array(STRING, [text("a")] * 300))
+    changed(cached.read_bytes(), cached, twice)
     assert cache.about(cached)[:2] == ("?", "2 x 64, 4 heads")
 
 
 def test_what_terminals_would_obey_is_not_shown(cached: Path) -> None:
-    parts = Gguf(cached.read_bytes())
-    wiped = Entry(b"llama.block_count", STRING, text("\x1b[2J"))
-    entries = [wiped if e.key == wiped.key else e for e in parts.entries if e.key != b"general.architecture"]
-    cached.write_bytes(assemble([*entries, Entry(b"general.architecture", STRING, text("llama"))], parts.tensors))
+    changed(cached.read_bytes(), cached, put("llama.block_count", STRING, text("\x1b[2J")))
     assert cache.about(cached)[1] == "?[2J x 64, 4 heads"
-    cached.write_bytes(assemble(entries, parts.tensors))
+    changed(cached.read_bytes(), cached, drop("general.architecture"))
     assert cache.about(cached)[1] == "? x ?, ? heads"

@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from gguf import GGUFReader, LlamaFileType
 from support.checkpoints import write_checkpoint
@@ -191,67 +186,6 @@ def test_the_default_type_never_makes_a_larger_file(source: Path, tmp_path: Path
     assert here("quantize", source, out, "--force").returncode == 0
     assert GGUFReader(out).fields["general.file_type"].contents() == FILE_TYPES["q8_0"]
     assert out.stat().st_size < source.stat().st_size
-
-
-STANDSTILL = """
-import os, sys, time
-from pathlib import Path
-from pystaged.platform import process
-
-def main():
-    process.end_with_parent()
-    Path(sys.argv[2]).write_text("half")
-    Path("began").write_text(str(os.getpid()))
-    Path("began").rename("pid")
-    time.sleep(600)
-"""
-COMMAND = """
-import sys
-from pystaged.platform import process
-from pystaged.cli import main
-
-start = process.start
-process.start = lambda module, *args, **options: start("standstill", *args, **options)
-main()
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """With a quantizer that stands still in the middle."""
-    (tmp_path / "standstill.py").write_text(STANDSTILL)
-    yield tmp_path
-    if (tmp_path / "pid").exists():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "status", "left"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -signal.SIGKILL, 2)])
-@pytest.mark.parametrize("given", ["source", "checkpoint"])
-def test_a_quantization_that_is_ended(
-    request: pytest.FixtureRequest, source: Path, folder: Path, given: str, number: int, status: int, left: int
-) -> None:
-    """The quantizer ends with the command; what a killed one left goes when it runs again."""
-    out = folder / "out.gguf"
-    arguments = ["quantize", request.getfixturevalue(given), out, "--type", "q4_0"]
-    path = os.pathsep.join([str(folder), *sys.path])
-    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": path})
-    while not (folder / "pid").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    quantizer = psutil.Process(int((folder / "pid").read_text()))
-    process.send_signal(number)
-    assert process.wait(600) == status
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while quantizer.status() != psutil.STATUS_ZOMBIE:  # an orphan, which may have nobody who asks for its status
-            time.sleep(0.01)
-    parts = list(folder.glob("*.part"))
-    assert len(parts) == (min(left, 1) if given == "source" else left)
-    quantize(source, out, "q4_0")
-    assert list(folder.glob("*.part")) == []
-    assert list(folder.glob("*.gguf")) == [out]
 
 
 def test_a_folder_or_a_device_is_not_replaced(source: Path) -> None:

@@ -288,6 +288,37 @@ void test_many_rows(ggml_type type) {
     }
 }
 
+// Rows at the edges of F32 are those of the scalar kernel, and one without finite numbers leaves the others alone.
+void test_extremes(ggml_type type) {
+    constexpr int n = 8, rows = 33;
+    const float numbers[n] = {0, -0.0f, 3e38f, 1e-33f, 1e-42f, 1, NAN, INFINITY};
+    const int cols = ggml_blck_size(type) > 32 ? 256 : 96;
+    const RandomWeights source(type, rows, cols);
+    const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
+    const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
+    const int width = matrix.padded_cols(), stride = matrix.padded_rows();
+    const Array<float> x(size_t(n) * width), bias(stride), residual(size_t(n) * stride);
+    for (int i = 0; i < n; ++i) {
+        std::generate_n(&x[size_t(i) * width], cols, [&] { return random_int(0, 1) ? numbers[i] : -numbers[i]; });
+    }
+    Product expected(n, stride), alone(1, stride);
+    multiply(matrix, find_kernel("scalar"), x, 0, n, bias, residual, 1, {}, expected);
+    CHECK(std::all_of(expected.out.data(), &expected.out[2 * size_t(stride)], [](float sum) { return sum == 0; }));
+    for (const Kernel* kernel : available_kernels()) {
+        Product product(n, stride);
+        multiply(matrix, *kernel, x, 0, n, bias, residual, 2, {}, product);
+        for (const int i : {0, 1, 3, 4, 5}) {
+            multiply(matrix, *kernel, x, i, 1, bias, residual, 1, {}, alone);
+            const float* row = &product.out[size_t(i) * stride];
+            CHECK(same(row, &expected.out[size_t(i) * stride], rows) && same(row, alone.out.data(), rows));
+            CHECK(std::all_of(row, row + rows, [](float sum) { return std::isfinite(sum); }));
+        }
+        for (int r = 0; r < rows; ++r) {
+            CHECK(!std::isfinite(product.out[6 * size_t(stride) + r]));
+        }
+    }
+}
+
 // Gate and up in turns, against one after the other.
 void test_gated(ggml_type type, int rows, int cols) {
     constexpr int kMost = 9;
@@ -476,8 +507,12 @@ void test_matrices() {
         test_gated(GGML_TYPE_F32, rows, 33);
         test_gated(GGML_TYPE_F16, rows, 33);
     }
+    for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16}) {
+        test_extremes(type);
+    }
     for (const auto& [type, fields] : kIntegerTypes) {
         test_many_rows(type);
+        test_extremes(type);
     }
     CHECK_THROWS(std::invalid_argument, packing_of(GGML_TYPE_IQ3_S));
     CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));

@@ -117,7 +117,7 @@ void test_math() {
     CHECK(own_exp(0) == 1 && own_exp(-INFINITY) < 1e-300 && std::isnan(own_exp(NAN)) && std::isnan(own_log(NAN)));
 }
 
-// The same in whatever rounding mode the caller is.
+// The same in whatever rounding mode the caller is; and right far behind the beginning of a text.
 void test_rope() {
     Rope rope;
     rope.dims = 128;
@@ -130,6 +130,19 @@ void test_rope() {
         std::fesetround(mode);
         CHECK(rope.frequencies({}) == frequencies && rope.amplitude() == amplitude);
         std::fesetround(FE_TONEAREST);
+    }
+    for (const float base : {10000.0f, 500000.0f, 1e6f}) {
+        Rope plain;
+        plain.dims = 128;
+        plain.base = base;
+        for (const int position : {0, 1, 511, 8191, 131071, 1048575}) {
+            float cosines[64], sines[64];
+            rotation(plain.frequencies({}), plain.amplitude(), position, cosines, sines);
+            for (int i = 0; i < 64; ++i) {
+                const double angle = position * std::pow(double(base), -i / 64.0);
+                CHECK(std::fabs(cosines[i] - std::cos(angle)) <= 7e-8 && std::fabs(sines[i] - std::sin(angle)) <= 7e-8);
+            }
+        }
     }
 }
 

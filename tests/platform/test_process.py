@@ -102,6 +102,7 @@ def test_a_server_bounds_its_heaps_before_it_loads_a_model(monkeypatch: pytest.M
 
 JOB = """
 import os, subprocess, sys, time
+from pathlib import Path
 from pystaged.platform import process
 
 class Host:
@@ -121,7 +122,9 @@ class Host:
             self.taken.append(b"x" * size)
         return len(self.taken)
 
-    def sleep(self):
+    def sleep(self, *begun):
+        for path in begun:
+            Path(path).touch()
         time.sleep(600)
 
     def start(self):
@@ -189,20 +192,22 @@ def test_a_worker_that_owes_an_answer_is_ended(workers: process.Workers, monkeyp
 
 
 ORPHAN = """
+import sys
 from pystaged.platform import process
 child = process.Child("bounded_job_of_test")
 print(child.call("pid", timeout=600), child.call("start", timeout=600), flush=True)
-child.call("sleep", timeout=600)
+child.call("sleep", sys.argv[1], timeout=600)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not tell a child that its parent has ended")
-def test_a_child_and_its_own_end_in_a_call_whose_parent_was_killed(workers: process.Workers) -> None:
+def test_a_child_and_its_own_end_in_a_call_whose_parent_was_killed(workers: process.Workers, tmp_path: Path) -> None:
     del workers  # whose folder is on the path
-    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{ORPHAN}"]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{ORPHAN}", tmp_path / "begun"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         children = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
+        wait_until((tmp_path / "begun").exists)
         parent.kill()
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -223,34 +228,3 @@ def test_after_an_answer_that_was_cut_off_a_child_is_ended(
                 worker.call("pid", timeout=600)
         with pytest.raises(process.ChildError, match="crashed: it was ended"):
             worker.call("pid", timeout=600)
-
-
-FORKS = """
-import os, sys
-from pystaged.platform.process import Workers
-
-workers = Workers("bounded_job_of_test", 1)
-
-def pid():
-    with workers.turn() as worker:
-        return worker.call("pid", timeout=600)
-
-first = pid()
-child = os.fork()
-if not child:
-    sys.exit(pid() == first)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), pid() == first)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-def test_what_is_forked_has_workers_of_its_own_and_leaves_ours(workers: process.Workers) -> None:
-    del workers  # whose folder is on the path
-    child = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{FORKS}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    assert child.stdout.split() == ["0", "True"]

@@ -122,19 +122,8 @@ def test_what_cannot_be_compared(engines: tuple[Engine, Engine], bundled_target:
 def test_the_command(tmp_path: Path) -> None:
     prompts, page = tmp_path / "prompts.txt", tmp_path / "page.md"
     prompts.write_text("def f(n):\nclass A:\nimport\n")
-    command = (
-        "diff",
-        "bundled",
-        "bundled",
-        "--kv-b",
-        "q8_0",
-        "--prompts",
-        prompts,
-        "--limit",
-        "2",
-        "--max-tokens",
-        "6",
-    )
+    bounds = ("--limit", "2", "--max-tokens", "6")
+    command = ("diff", "bundled", "bundled", "--kv-b", "q8_0", "--prompts", prompts, *bounds)
     done = here(*command, "--out", page)
     assert done.returncode == 0, done.stderr
     nowhere = here(*command, "--out", tmp_path / "no" / "page.md")

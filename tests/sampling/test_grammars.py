@@ -26,7 +26,6 @@ import pystaged
 from pystaged import Engine, GrammarError
 from pystaged.options.config import GenerationConfig, Grammar
 from pystaged.platform.process import Child
-from pystaged.result import GenerationResult
 from pystaged.sampling.constraint import Mask, allows
 from pystaged.sampling.definitions import _Host, compiled, has_finite_value
 from pystaged.sampling.grammars import GrammarConstraint, Grammars
@@ -647,23 +646,3 @@ def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
 )
 def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> None:
     assert has_finite_value(schema) is ends
-
-
-@pytest.mark.slow
-def test_schemas_of_growing_size() -> None:
-    numbers, steps, tokens = range(0, 200, 24), 0, 0
-    with pystaged.load("smollm2", n_ctx=2048) as engine, ThreadPoolExecutor(8) as pool:
-        prompt = engine.chat_format.encode([{"role": "user", "content": "Invent an example. Answer as JSON."}])
-
-        def written(number: int, **options: Any) -> GenerationResult:
-            schema = schema_of(1 + number // 12, number)
-            return engine.generate(prompt, json_schema=schema, max_tokens=1500, **SAMPLINGS[number % 5 % 3], **options)
-
-        plain_texts = list(pool.map(lambda number: written(number, speculate=False), numbers))
-        for number, plain in zip(numbers, plain_texts, strict=True):
-            check({"json_schema": schema_of(1 + number // 12, number)}, plain.text)
-            staged = written(number)
-            assert (staged.tokens, staged.finish_reason, plain.finish_reason) == (plain.tokens, "stop", "stop")
-            steps += staged.stats.steps
-            tokens += len(plain.tokens)
-    assert steps < 0.7 * tokens

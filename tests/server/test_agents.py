@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from gguf import GGUFWriter
+from support.chat import write_chat
 from support.conversations import TEMPLATES
-from support.random_models import RandomModel, add_vocabulary, write
 from support.server import Server, live
 
 import pystaged
@@ -128,6 +127,7 @@ def codex(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
                     "id": "fc_1",
                 }
             )
+        items += [{"type": "web_search_call", "id": "ws_1", "status": "completed"}] if turn.calls else []
         for call in results(turn):
             items.append({"type": "function_call_output", "call_id": call.key, "output": call.result})
         items += [message("user", turn.reminder)] if turn.reminder else []
@@ -170,6 +170,7 @@ def claude_code(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
         if not messages[1:]:
             messages.append({"role": "system", "content": "reminders of the system"})
         blocks = [{"type": "thinking", "thinking": turn.thought, "signature": "x"}] if turn.thought else []
+        blocks += [{"type": "redacted_thinking", "data": "x"}] if turn.thought else []
         blocks += [{"type": "text", "text": turn.said}] if turn.said else []
         for call in turn.calls:
             given = {"path": call.path} if call.cut else json.loads(call.arguments)  # as far as it could be read
@@ -226,7 +227,7 @@ def opencode(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
         "max_tokens": 1,
         "temperature": 0,
         "messages": messages,
-        "tools": [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}],
+        "tools": [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}, {"type": "unknown"}],
         "tool_choice": "auto",
         "reasoning_effort": "medium",
         "stream_options": {"include_usage": True},
@@ -247,15 +248,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     opened: dict[str, Engine] = {}
 
     def engine(name: str) -> Engine:
-        def vocabulary(writer: GGUFWriter, size: int) -> None:
-            add_vocabulary(writer, size, dict(enumerate(MARKS, 300)))
-            writer.add_chat_template(TEMPLATES[name])
-
         if name not in opened:
-            model = RandomModel(
-                "llama", width=32, heads=2, layers=1, vocab_size=320, context=16384, vocabulary=vocabulary
-            )
-            path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+            path = tmp_path_factory.mktemp("model") / "model.gguf"
+            write_chat(path, TEMPLATES[name], MARKS, width=32, heads=2, layers=1, context=16384)
             opened[name] = pystaged.load(path, recycle=False, n_ctx=16384, report=lambda _: None)
         return opened[name]
 
@@ -304,7 +299,7 @@ def test_the_prompt_of_a_request(engines: Callable[[str], Engine]) -> None:
     with live(engine) as server:
         status, answer = server.ask("/apply-template", body | {"chat_template_kwargs": {"enable_thinking": False}})
         assert status == 200, answer
-        options = {"tools": body["tools"], "template_options": {"enable_thinking": False}}
+        options = {"tools": body["tools"][:1], "template_options": {"enable_thinking": False}}
         assert answer == {"prompt": engine.chat_format.render(body["messages"], **options)}
         tokens = server.ask("/tokenize", {"content": answer["prompt"]})[1]["tokens"]
         assert tokens == engine.chat_format.encode(body["messages"], **options).tolist()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
-from support.random_models import RandomModel, add_vocabulary, write
+from support.chat import write_chat
 from support.server import Server, live
 
 import pystaged
@@ -45,16 +44,11 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
-def _vocabulary(writer: GGUFWriter, size: int) -> None:
-    add_vocabulary(writer, size, {300: "<|im_start|>", 301: "<|im_end|>"})
-    writer.add_chat_template(TEMPLATE)
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A model with a chat template that knows tools."""
-    model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=_vocabulary)
-    path = write(tmp_path_factory.mktemp("chats") / "chat.gguf", model)
+    marks = ["<|im_start|>", "<|im_end|>"]
+    path = write_chat(tmp_path_factory.mktemp("chats") / "chat.gguf", TEMPLATE, marks, context=2048)
     with pystaged.load(path, policy=FixedPolicy(2, 3, 6), recycle=False, report=lambda _: None) as engine:
         yield engine
 

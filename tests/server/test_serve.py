@@ -56,15 +56,6 @@ def ask(server: Server, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_no_limit_of_tokens(path: str) -> None:
-    with serving(path, "-n", "-1", "--n-ctx", "64", *UNFILTERED) as (_, server, _):
-        params = server.ask("/props")[1]["default_generation_settings"]["params"]
-        assert params["max_tokens"] == 64
-        usage = ask(server, max_tokens=None, ignore_eos=True)["usage"]
-        assert usage["total_tokens"] == 65  # the last one is not read
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) -> None:
     with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5", *UNFILTERED) as (

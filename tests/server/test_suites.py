@@ -275,7 +275,7 @@ LEFT_OUT = {
         *("test_anthropic_vision_format_accepted", "test_anthropic_vision_base64_with_multimodal_model"),
     ],
     "need a template of another model": [
-        *("test_anthropic_thinking_history_in_count_tokens", "test_anthropic_thinking_with_reasoning_model"),
+        *("test_anthropic_thinking_history_in_count_tokens", "test_anthropic_thinking_with_reasoning_model")
     ],
     "look for a header by its capitals, or want a first token to cost no step": [
         *("test_metrics_prometheus_format", "test_metrics_prompt_processed_and_cached"),

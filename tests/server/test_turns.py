@@ -11,13 +11,10 @@ from typing import Any, cast
 import anthropic
 import openai
 import pytest
-from gguf import GGUFWriter
-from support.chat import controls
-from support.random_models import RandomModel, add_vocabulary, write
+from support.chat import controls, write_chat
 from support.server import NAME, Server, live
 
 import pystaged
-from pystaged.chat.calls import FORMS
 from pystaged.chat.turn import Thinking, TurnReader
 from pystaged.engine import Engine
 from pystaged.server.chats import ChatAnswer
@@ -66,12 +63,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     engines: list[Engine] = []
 
     def make(template: str, marks: list[str]) -> Engine:
-        def vocabulary(writer: GGUFWriter, size: int) -> None:
-            add_vocabulary(writer, size, dict(enumerate(marks, 300)))
-            writer.add_chat_template(template)
-
-        model = RandomModel("llama", vocab_size=320, context=2048, vocabulary=vocabulary)
-        path = write(tmp_path_factory.mktemp("model") / "model.gguf", model)
+        path = write_chat(tmp_path_factory.mktemp("model") / "model.gguf", template, marks, context=2048)
         engines.append(pystaged.load(path, recycle=False, report=lambda _: None))
         return engines[-1]
 
@@ -329,20 +321,6 @@ def test_stop_strings_stop_the_text_alone(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_stop_strings_do_not_cut_calls(client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool) -> None:
-    arguments = '{"place": "rm -r /tmp/x;END"}'
-    text = f'I look;\n<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
-    for stop in ("\n", "END", "weather", "<tool_call>"):
-        choice = chat(client, text, streams=streams, stop=[stop], tools=[CHAT_TOOL])
-        assert [call.function.arguments for call in choice.message.tool_calls] == [arguments]
-        assert (choice.message.content, choice.finish_reason) == ("I look;", "tool_calls")
-        found = message(claude, text, streams=streams, stop_sequences=[stop], tools=[MESSAGE_TOOL])
-        assert (found.content[1].input, found.stop_reason) == (json.loads(arguments), "tool_use")
-    choice = chat(client, text, streams=streams, stop=[";"], tools=[CHAT_TOOL])
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("I look", None, "stop")
-
-
-@pytest.mark.parametrize("streams", [False, True])
 def test_a_call_that_the_model_leaves_is_no_call(
     client: openai.OpenAI, claude: anthropic.Anthropic, streams: bool
 ) -> None:
@@ -409,80 +387,6 @@ def test_a_call_that_must_be(client: openai.OpenAI, claude: anthropic.Anthropic,
     assert block.input["place"] in ("Rome", "Oslo")
 
 
-def test_a_conversation_taken_back(
-    client: openai.OpenAI, claude: anthropic.Anthropic, server: Server, engine: Engine
-) -> None:
-    """Each interface's own form of the same conversation becomes the same prompt."""
-    calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": ROME}} for i in (1, 2)
-    ]
-    turns: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief"},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-        {"role": "tool", "tool_call_id": "call_2", "content": "wet"},
-        {"role": "user", "content": "And?"},
-    ]
-    parsed = [call | {"function": {"name": "weather", "arguments": json.loads(ROME)}} for call in calls]
-    plain = [turn | ({"tool_calls": parsed} if "tool_calls" in turn else {}) for turn in turns]
-    function = {"name": "weather", "parameters": PARAMETERS}
-    expected = len(engine.chat_format.encode(plain, tools=[{"type": "function", "function": function}]))
-    once: Any = {"max_tokens": 1, "messages": turns, "tools": [CHAT_TOOL, {"type": "unknown"}]}
-    status, body = server.ask("/v1/chat/completions", once)
-    assert (status, body["usage"]["prompt_tokens"]) == (200, expected)
-
-    blocks: list[Any] = [
-        {"role": "user", "content": "Hello"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."},
-                *(
-                    {"type": "tool_use", "id": f"call_{i}", "name": "weather", "input": json.loads(ROME)}
-                    for i in (1, 2)
-                ),
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "call_1", "content": "sunny", "is_error": True},
-                {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "wet"}]},
-                {"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}},
-            ],
-        },
-    ]
-    counted = claude.messages.count_tokens(model=NAME, system="Be brief", messages=blocks, tools=[MESSAGE_TOOL])
-    assert counted.input_tokens == expected
-    without = claude.messages.count_tokens(model=NAME, system="Be brief", messages=blocks)
-    assert without.input_tokens < expected
-
-    items: list[Any] = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        *({"type": "function_call", "call_id": f"call_{i}", "name": "weather", "arguments": ROME} for i in (1, 2)),
-        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
-        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "wet"}]},
-        {"role": "user", "content": "And?"},
-    ]
-    more: Any = {
-        "include": ["reasoning.encrypted_content"],
-        "store": False,
-        "truncation": "auto",
-        "prompt_cache_key": "x",
-    }
-    found = client.responses.create(
-        model=NAME, instructions="Be brief", input=items, tools=[RESPONSE_TOOL], max_output_tokens=1, **more
-    )
-    assert found.usage is not None
-    assert found.usage.input_tokens == expected
-
-
 def test_a_custom_call_taken_back(client: openai.OpenAI) -> None:
     items: list[Any] = [
         {"role": "user", "content": "Hello"},
@@ -503,14 +407,6 @@ def test_what_is_no_text_is_refused(client: openai.OpenAI, claude: anthropic.Ant
     item: Any = {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_image", "image_url": "x"}]}
     with pytest.raises(openai.BadRequestError, match="input_image is not supported"):
         client.responses.create(model=NAME, input=[item])
-
-
-def test_reasoning_in_place(client: openai.OpenAI) -> None:
-    text = "<think>\nHm\n</think>\n\nYes"
-    assert chat(client, text, streams=False).message.reasoning_content == "Hm"
-    choice = chat(client, text, streams=False, extra_body=says(text, reasoning_format="none"))
-    assert choice.message.content == text
-    assert not hasattr(choice.message, "reasoning_content")
 
 
 def test_logprobs_are_of_all_tokens(server: Server) -> None:
@@ -603,44 +499,6 @@ def test_a_call_that_must_be_after_open_reasoning(opened: Server) -> None:
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
-
-
-@pytest.mark.parametrize("number", range(len(FORMS)))
-def test_the_models_own_form_and_its_control_tokens(load: Load, number: int) -> None:
-    form = FORMS[number]
-    template = OPEN.partition("<|im_start|>assistant")[0] + "{% raw %}" + "".join(form.template) + "{% endraw %}"
-    with live(load(template, [*MARKS, *dict.fromkeys(form.marks)])) as server:
-        body: dict[str, Any] = {
-            "messages": ASKED,
-            "tools": [CHAT_TOOL],
-            "tool_choice": "required",
-            "parallel_tool_calls": False,
-            "max_tokens": 300,
-            "temperature": 0,
-        }
-        choice = server.ask("/v1/chat/completions", body)[1]["choices"][0]
-        (call,) = choice["message"]["tool_calls"]
-        assert choice["finish_reason"] == "tool_calls"
-        assert call["function"]["name"] == "weather"
-        assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
-
-
-def test_templates_that_want_ids_of_nine_characters_or_single_calls(load: Load) -> None:
-    folder = Path(__file__).parents[1] / "chat" / "templates"
-    calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": ROME}} for i in (1, 2)
-    ]
-    turns = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_2", "content": "wet"},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    for name, marks in (("mistral", ["[TOOL_CALLS]", "[INST]"]), ("llama3", ["<|eot_id|>", "<|python_tag|>"])):
-        with live(load((folder / f"{name}.jinja").read_text("utf-8"), marks)) as server:
-            body = {"messages": turns, "tools": [CHAT_TOOL], "max_tokens": 1}
-            status, found = server.ask("/v1/chat/completions", body)
-            assert status == 200, found
 
 
 @pytest.mark.parametrize(

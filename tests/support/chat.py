@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gguf import GGUFWriter
 
@@ -33,6 +35,16 @@ VOCABULARIES = {
     "byte pairs with BOS": _byte_pairs_with_bos,
     "sentencepiece": partial(add_sentencepiece, marks=MARKS),
 }
+
+
+def write_chat(path: Path, template: Any, marks: Sequence[str] = (), **shape: Any) -> Path:
+    """A model with a template, or several, and with control tokens from 300 on."""
+
+    def vocabulary(writer: GGUFWriter, size: int) -> None:
+        add_vocabulary(writer, size, dict(enumerate(marks, 300)))
+        writer.add_chat_template(template)
+
+    return write(path, RandomModel(**{"family": "llama", "vocab_size": 320} | shape | {"vocabulary": vocabulary}))
 
 
 def write_vocabulary(path: Path, kind: str) -> Tokenizer:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+from gguf import GGUFReader
 
 from pystaged.loading.quantize import quantize_checkpoint
 from support.logits import llama_tokenize, llama_vocabulary
+from support.paths import DATA
 
 
 def convert(folder: Path, out: Path, quantization: str = "F32", **options: Any) -> None:
@@ -45,5 +49,15 @@ def change_json(name: str, **changes: object) -> Callable[[Path], None]:
     return change
 
 
-def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
-    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + text) and None
+def needed_transformers() -> Any:
+    """The module; a test without it, or without PyTorch, is skipped."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@cache
+def gpt2_vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens and merges of GPT-2."""
+    fields = GGUFReader(DATA / "ggml-vocab-gpt-2.gguf").fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    return tokens, merges

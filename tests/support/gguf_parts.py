@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
 
 U8, U32, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 5, 6, 7, 8, 9, 10
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -145,3 +148,49 @@ def assemble(entries: list[Entry], tensors: list[Tensor], alignment: int = ALIGN
         weights += tensor.data + bytes(-len(tensor.data) % alignment)
     start = b"".join(head)
     return start + bytes(-len(start) % alignment) + weights
+
+
+# ---- Changed files ----
+
+Change: TypeAlias = Callable[[list[Entry], list[Tensor]], object]
+
+
+def changed(data: bytes, path: Path, *changes: Change) -> Path:
+    """Write a file whose parts are changed."""
+    parts = Gguf(data)
+    for change in changes:
+        change(parts.entries, parts.tensors)
+    path.write_bytes(assemble(parts.entries, parts.tensors))
+    return path
+
+
+def put(key: str, kind: int, value: bytes) -> Change:
+    """Set a key, in its place if it is there."""
+
+    def change(entries: list[Entry], _: list[Tensor]) -> None:
+        new = Entry(key.encode(), kind, value)
+        at = next((i for i, entry in enumerate(entries) if entry.key == new.key), len(entries))
+        entries[at : at + 1] = [new]
+
+    return change
+
+
+def drop(*names: str) -> Change:
+    """Leave out keys and tensors."""
+    left_out = {name.encode() for name in names}
+
+    def change(entries: list[Entry], tensors: list[Tensor]) -> None:
+        entries[:] = [entry for entry in entries if entry.key not in left_out]
+        tensors[:] = [tensor for tensor in tensors if tensor.name not in left_out]
+
+    return change
+
+
+def alter(name: str, **fields: Any) -> Change:
+    """Give a tensor other fields."""
+
+    def change(_: list[Entry], tensors: list[Tensor]) -> None:
+        at = [tensor.name for tensor in tensors].index(name.encode())
+        tensors[at] = replace(tensors[at], **fields)
+
+    return change

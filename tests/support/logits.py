@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
 
 from pystaged import _core
 from pystaged.bench.passes import decode
@@ -160,11 +158,3 @@ def llama_logits(path: Path, windows: list[list[int]]) -> list[Floats]:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
             results.append(llama_pass(context, tokens, 0))
     return results
-
-
-def trained_tokens(path: Path) -> npt.NDArray[np.intp]:
-    """Tokens with an embedding of their own: the others share one row, so their logits say nothing."""
-    (embedding,) = (tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
-    rows = [row.tobytes() for row in embedding]
-    counts = Counter(rows)
-    return np.flatnonzero([counts[row] < 100 for row in rows])

@@ -13,10 +13,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType, quants
+from random_weights import END_OF_TEXT, byte_alphabet
 
 Floats = npt.NDArray[np.float32]
 
-END_OF_TEXT = "<|endoftext|>"
 LAYER_NORM = {"gpt2", "starcoder2", "stablelm"}
 NO_GATE = {"gpt2", "starcoder2"}
 SPACES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
@@ -110,6 +110,12 @@ class RandomModel:
         """One that layers may differ in."""
         value = self.metadata.get(key, otherwise)
         return int(value if isinstance(value, int) else value[layer])
+
+
+def recorded(record: Mapping[str, Any], vectors: Mapping[str, dict[str, Floats]]) -> RandomModel:
+    """A model of a line of JSON, which has its fields and the name of its vectors."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return RandomModel(**fields | {"vectors": vectors[record["vectors"]] if "vectors" in record else {}})
 
 
 Change = Callable[[dict[str, Floats]], object]
@@ -268,8 +274,7 @@ def add_vocabulary(
     ends: int | None = None,
 ) -> None:
     """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    tokens = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
+    tokens = byte_alphabet()
     made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)

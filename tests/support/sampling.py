@@ -12,15 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pystaged import SamplingConfig
+from support.family_reference import softmax
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-
-
-def softmax(x: Doubles) -> Doubles:
-    powers = np.exp(x - x.max())
-    result: Doubles = powers / powers.sum()
-    return result
 
 
 # ---- Rules ----
@@ -112,7 +107,8 @@ def kept(logits: Doubles, s: SamplingConfig, *, coin: bool) -> Doubles:
         else:
             scaled = scaled / temperature
     result = np.full(len(logits), -np.inf)
-    result[order] = np.log(softmax(scaled[order]))
+    largest = scaled[order].max()
+    result[order] = scaled[order] - largest - np.log(np.exp(scaled[order] - largest).sum())
     return result
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from pystaged import Engine
+from pystaged import Engine, Growth
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -54,3 +54,23 @@ def held(engine: Engine) -> Iterator[None]:
     finally:
         stepper.step = step  # type: ignore[method-assign]
         go_on.set()
+
+
+class HeldPolicy:
+    """A policy that stops in the middle of a step until it may go on."""
+
+    children = 1
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def expand(self, growth: Growth) -> int:
+        del growth
+        if not self.go_on.is_set():
+            self.reached.set()
+        assert self.go_on.wait(600)
+        return 0
+
+    def keep(self, growth: Growth) -> int:
+        del growth
+        return 0
