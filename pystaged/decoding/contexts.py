@@ -61,8 +61,8 @@ class ContextPool:
     """Lends each context to one text at a time and keeps its KV cache for prompts with the same prefix.
 
     The KV caches of all contexts take at most `memory` bytes. A text counts with its prompt and max_tokens, an idle
-    context with its contents. A single text may exceed the bound. Idle contexts make room, the least recently used
-    first, each from its end.
+    context with its contents. A text may exceed the bound if no other can step. Idle contexts make room, the least
+    recently used first, each from its end.
 
     A recurrent layer can only go back to states that it has kept: shortly before the end of each prompt, where a prompt
     turned out to differ from another one, and where the last user turn began; as many as a share of `memory` holds.
@@ -183,11 +183,10 @@ class ContextPool:
             self._make_room(0)
 
     def forget(self) -> None:
-        """Free all idle contexts and drop all loans, after their device was lost."""
+        """Free all idle contexts."""
         with self._lock:
             for context in list(self._idle):
                 self._free(context)
-            self._lent.clear()
 
     def close(self) -> None:
         """Free the idle contexts, and each lent one when it is given back; lend no more."""

@@ -175,10 +175,9 @@ class Scheduler:
             finally:
                 if context := text.context:
                     text.context = None
-                    if isinstance(error, DeviceError):
+                    self._contexts.give_back(context)
+                    if isinstance(error, DeviceError):  # the idle ones may be lost, too
                         self._contexts.forget()
-                    else:
-                        self._contexts.give_back(context)
                     self._note_end()
         except BaseException as fault:  # must end this text alone
             text.error = fault if text.error is None else text.error

@@ -61,13 +61,16 @@ class TextBuffer:
         self._held += text
         certain = self._anywhere.certain
         if self._reader:
-            told = self._reader.placed(text, ended=ended, is_cut=cut)
-            found += [] if cut else [self._find_shown(*each) for each in told]  # at a cut it may begin a call
+            found += [self._find_shown(*told) for told in self._reader.placed(text, ended=ended, is_cut=cut)]
             certain = min(certain, self._shown.certain, self._read)
         if places := [place for place in found if place]:
             begin, end = min(places)
-            self.met = self._held[begin - self._begin : end - self._begin]
-            return self._held[: begin - self._begin]
+            text, self._held = self._held[: begin - self._begin], self._held[begin - self._begin :]
+            if cut:  # a limit has ended it: the rest might have become a call
+                self._held = ""
+            else:
+                self.met = self._held[: end - begin]
+            return text
         text, self._held = self._held[: certain - self._begin], self._held[certain - self._begin :]
         self._begin = certain
         return text

@@ -49,7 +49,10 @@ class PrefillProgress:
     of: int
 
     def report(self) -> None:
-        self.progress(self.tokens, self.of)
+        try:
+            self.progress(self.tokens, self.of)
+        except (StopIteration, StopAsyncIteration) as error:  # a reader would take it for the end
+            raise RuntimeError(f"{type(error).__name__} was raised by `progress`") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,8 @@ class Models:
 
     @asynccontextmanager
     async def lent(self, name: str | None, keep_alive: float | None = None) -> AsyncIterator[State]:
-        """The state of a model, which stays loaded while the block runs, and keep_alive seconds longer: below 0 for
-        ever, None for what the settings say. Raises ApiError."""
+        """The state of a model, which stays loaded while the block runs, and from now on keep_alive seconds longer:
+        below 0 for ever, None for what was said last. Raises ApiError."""
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
@@ -134,7 +134,8 @@ class Models:
                     if served.state is None:
                         await self._bring(served)
         served.users, served.used = served.users + 1, time.monotonic()
-        served.rest = self.settings.keep_alive if keep_alive is None else keep_alive if keep_alive >= 0 else math.inf
+        if keep_alive is not None:
+            served.rest = keep_alive if keep_alive >= 0 else math.inf
         try:
             yield served.state
         finally:

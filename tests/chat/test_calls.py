@@ -802,3 +802,10 @@ def test_a_stop_string_is_no_part_of_a_call_that_is_cut(stop: str) -> None:
     assert buffer.push(b'<tool_call>\n{"name') == ""
     buffer.finish(cut=True)
     assert not buffer.stopped
+
+
+@pytest.mark.parametrize(("stop", "text"), [("\n", "Hi\n"), (" ", "Hi "), ("<", "Hi<"), ("}", "Hi}\n")])
+def test_a_cut_answer_has_no_stop_string(stop: str, text: str) -> None:
+    buffer = TextBuffer((stop,), TurnReader(form=HERMES))
+    pieces = [buffer.push(each.encode()) for each in text]
+    assert "".join([*pieces, buffer.finish(cut=True)]) == "Hi"

@@ -415,6 +415,18 @@ def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
         gc.enable()
 
 
+def test_progress_cannot_end_a_reader_silently(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration was raised by `progress`"):
+        engine.generate([i % 250 for i in range(400)], max_tokens=3, progress=lambda *_: next(iter(())))
+
+
+def test_running_texts_stay_counted_when_others_are_forgotten(engine: Engine) -> None:
+    with engine.stream("def f(", max_tokens=100) as stream:
+        next(stream)
+        engine.forget()
+        assert engine.runtime.contexts.num_bytes > 0
+
+
 def test_the_first_exception_of_progress_is_the_reader_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 1)  # so that the text does not end meanwhile
     told: list[int] = []
