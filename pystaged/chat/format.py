@@ -174,14 +174,17 @@ class ChatFormat:
         add_generation_prompt: bool,
         continues: bool = False,
     ) -> str:
+        if template_options is not None and not isinstance(template_options, Mapping):
+            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
         if continues and is_answer(messages):
 
             def write(told: Sequence[Message], adds: bool, **switches: bool) -> str:
-                return self._write(told, tools, template, {**switches, **(template_options or {})}, adds)
+                return self._write(told, tools, template, {**(template_options or {}), **switches}, adds)
 
-            return self._continued(marked_messages(messages), write)
-        if template_options is not None and not isinstance(template_options, Mapping):
-            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
+            *before, last = marked_messages(messages)
+            if before and self._is_answer(messages[-1], len(before)):  # the model wrote it behind just the header
+                return join("", [write(before, True), last["content"]])
+            return self._continued([*before, last], write)
         for name in set(template_options or {}) & set(_RESERVED):
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
