@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import archive
-from support.chat import chat_format, write_vocabulary
+from support.chat import chat_format, write_chat, write_vocabulary
 from support.conversations import TEMPLATES, says
 
 import pystaged
@@ -97,6 +97,17 @@ def test_the_tokens_of_a_cut_answer_stand_behind_the_header(tokenizer: Tokenizer
         tokens = [token for letter in text for token in tokenizer.encode(letter, add_special=False).tolist()]
         cut = says("assistant", tokenizer.decode(tokens), tokens=tokens)
         assert chat.encode([ASKED, cut], continues=True).tolist() == [*chat.encode([ASKED]).tolist(), *tokens]
+
+
+def test_marks_that_a_cut_answer_hides_stand_in_the_prompt(tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "model.gguf", TEMPLATES["gpt-oss"], ["<|end|>", "<|im_end|>"])
+    tokenizer = Tokenizer(path)
+    chat, said = chat_format(TEMPLATES["gpt-oss"], tokenizer), tokenizer.encode("Hm", add_special=False).tolist()
+    for hidden, goes_on in ((300, True), (301, False)):
+        tokens = [*said, hidden, *said]
+        prompt = chat.encode([ASKED, says("assistant", "HmHm", tokens=tokens)], continues=True).tolist()
+        assert (prompt[-len(tokens) :] == tokens) == goes_on
+        assert (hidden in prompt[-len(tokens) :]) == goes_on
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma4"])
