@@ -150,17 +150,22 @@ class ChatFormat:
         text = self._write(messages, tools, template, template_options, True, continues)
         self._encoder = encoder = self._encoder or Encoder(self._tokenizer)
         answers = {
-            chr(ANSWERS + i): message["tokens"] for i, message in enumerate(messages) if self._is_answer(message, i)
+            chr(ANSWERS + i): message["tokens"]
+            for i, message in enumerate(messages)
+            if self._is_answer(message, i, continues and i == len(messages) - 1)
         }
         return np.array(encoder.encode(text, answers), np.int32)
 
-    def _is_answer(self, message: Message, number: int) -> bool:
-        """Whether a message has tokens that decode to exactly its content."""
+    def _is_answer(self, message: Message, number: int, continues: bool) -> bool:
+        """Whether a message has tokens that decode to exactly its content. One that is continued may have marks of
+        reasoning and calls in addition, which are control tokens."""
         tokens, content = message.get("tokens"), message.get("content")
         if not tokens or not isinstance(content, str):
             return False
         try:
-            spelled = self._tokenizer.decode(tokens) == content and all(map(self._tokenizer.token_bytes, tokens))
+            hidden = {token for token in tokens if not self._tokenizer.token_bytes(token)}
+            known = Dialect.of(self.source(), self._tokenizer).controls.values() if hidden and continues else ()
+            spelled = self._tokenizer.decode(tokens) == content and hidden <= set(known)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"messages[{number}]: 'tokens' are not tokens of this model: {error}") from None
         return spelled
@@ -174,14 +179,17 @@ class ChatFormat:
         add_generation_prompt: bool,
         continues: bool = False,
     ) -> str:
+        if template_options is not None and not isinstance(template_options, Mapping):
+            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
         if continues and is_answer(messages):
 
             def write(told: Sequence[Message], adds: bool, **switches: bool) -> str:
-                return self._write(told, tools, template, {**switches, **(template_options or {})}, adds)
+                return self._write(told, tools, template, {**(template_options or {}), **switches}, adds)
 
-            return self._continued(marked_messages(messages), write)
-        if template_options is not None and not isinstance(template_options, Mapping):
-            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
+            *before, last = marked_messages(messages)
+            if before and self._is_answer(messages[-1], len(before), True):  # the model wrote it behind just the header
+                return join("", [write(before, True), last["content"]])
+            return self._continued([*before, last], write)
         for name in set(template_options or {}) & set(_RESERVED):
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):

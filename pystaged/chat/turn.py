@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from pystaged._core import Tokenizer
 from pystaged.chat.calls import HARMONY, HARMONY_MARKS, HERMES, CallForm, Schemas, form_of, is_json
 from pystaged.chat.marked import join
-from pystaged.chat.messages import REASONING, Message
+from pystaged.chat.messages import REASONING, Message, marked_messages
 from pystaged.chat.source import Kind, Parser, Source
 
 _PIECE = 4096  # characters that are read at once
@@ -50,6 +50,7 @@ Begun = Literal["thinking", "reasoning", "text"] | None
 """Where an answer begins: where its reasoning does, in the middle of that or of its text; None for its beginning."""
 CHANNELS = Thinking("<|channel|>analysis<|message|>", "<|end|>")
 """gpt-oss's reasoning: messages in a channel of their own, among others."""
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|start|>")  # gpt-oss's
 _THINKING = (
     Thinking("<think>", "</think>"),
     Thinking("[THINK]", "[/THINK]"),
@@ -84,10 +85,16 @@ class Dialect:
 
     def begun(self, prompt: Sequence[int], tokenizer: Tokenizer, answer: Message | None = None) -> Begun:
         """Where the answer to a prompt begins. answer: the message that the prompt ends with."""
-        text = prefill_of(answer, self.thinking) if answer else ""
+        text = prefill_of(marked_messages([answer])[0], self.thinking) if answer else ""
         if text.strip():
-            is_open = self.thinking and self.thinking.begins(text) and self.thinking.end not in text
-            return "reasoning" if is_open else "text"
+            if not (self.thinking and self.thinking.begins(text)):
+                return "text"
+            if self.thinking == CHANNELS:
+                head, _, said = text.rpartition("<|message|>")
+                if any(end in said for end in _MESSAGE_ENDS):
+                    return None
+                return "reasoning" if head.endswith("analysis") else "text"
+            return "text" if self.thinking.end in text else "reasoning"
         end = tokenizer.decode(prompt[-_ENOUGH:], special=True)
         return "thinking" if self.thinking and self.thinking.opens(end) else None
 
@@ -244,7 +251,7 @@ def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Sche
                 break
         elif mark:
             kind: Kind = "reasoning" if header.endswith("analysis") else "text"
-            if (yield from source.until(("<|end|>", "<|call|>", "<|start|>"), kind)) == "<|start|>":
+            if (yield from source.until(_MESSAGE_ENDS, kind)) == "<|start|>":
                 source.text = "<|start|>" + source.text  # where control tokens are left out, it ends the message, too
         else:
             return  # nothing follows the header
@@ -252,7 +259,7 @@ def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Sche
 
 
 def _begins_header(source: Source) -> Parser[bool]:
-    for mark in ("<|channel|>", "<|start|>", "to="):
+    for mark in ("<|channel|>", "<|start|>", "<|message|>", "to="):
         if (yield from _begins(source, mark, takes=False)):
             return True
     return False

@@ -107,7 +107,9 @@ def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDA
     if file is None:
         return [prompt.tokens for prompt in choose(engine.file.path, None, limit)[1]]
     return [
-        engine.encode(asked.prompt) if asked.messages is None else engine.chat_format.encode(asked.messages)
+        engine.encode(asked.prompt)
+        if asked.messages is None
+        else engine.chat_format.encode(asked.messages, continues=True)
         for asked in read_prompts(file)[:limit]
     ]
 

@@ -124,7 +124,7 @@ def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | 
             raise ValueError("the messages have a system message, too; leave --system out")
         messages = [{"role": "system", "content": system}, *messages]
     options = {} if think is None else {"enable_thinking": think}
-    return engine.chat_format.encode(messages, template_options=options)
+    return engine.chat_format.encode(messages, template_options=options, continues=True)
 
 
 def _sequences(

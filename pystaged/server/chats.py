@@ -116,7 +116,13 @@ def _continues(request: ChatRequest) -> bool:
         raise ApiError(400, f"continue_final_message needs {needs}", param="continue_final_message")
     if begins is False and (asked is False or not can):
         raise unsupported("add_generation_prompt", "a prompt without the beginning of an answer is not supported")
-    return can and asked is not False and not begins
+    continues = can and asked is not False and not begins
+    if continues and _must_call(request):
+        message = (
+            "a call can be forced only at an answer's beginning; send continue_final_message: false to close the last"
+        )
+        raise ApiError(400, message, param="tool_choice")
+    return continues
 
 
 def _must_call(request: ChatRequest) -> bool:
@@ -184,8 +190,8 @@ class ChatAnswer(Answer):
         content = "".join(block.text for block in reader.of_kind("text"))
         calls = [self._call(i, block) for block in reader.of_kind("call")]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
-        for block in reader.of_kind("reasoning"):
-            message["reasoning_content"] = block.text
+        if thoughts := reader.of_kind("reasoning"):
+            message["reasoning_content"] = "".join(block.text for block in thoughts)
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         found = {"index": i, "message": message, "logprobs": self._logprobs(result), **self._end(i, result)}

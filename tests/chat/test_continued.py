@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import archive
-from support.chat import chat_format, write_vocabulary
+from support.chat import chat_format, write_chat, write_vocabulary
 from support.conversations import TEMPLATES, says
 
 import pystaged
@@ -90,6 +90,60 @@ def test_reasoning_goes_on(tokenizer: Tokenizer, name: str) -> None:
     assert begun(chat, "").endswith(chat.render([ASKED])[-20:])
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_of_a_cut_answer_stand_behind_the_header(tokenizer: Tokenizer, name: str) -> None:
+    chat = chat_format(TEMPLATES[name], tokenizer)
+    for text in ("\nI wonder ", "<|channel|>analysis<|message|>I ", "<think>\nI"):
+        tokens = [token for letter in text for token in tokenizer.encode(letter, add_special=False).tolist()]
+        cut = says("assistant", tokenizer.decode(tokens), tokens=tokens)
+        assert chat.encode([ASKED, cut], continues=True).tolist() == [*chat.encode([ASKED]).tolist(), *tokens]
+
+
+def test_marks_that_a_cut_answer_hides_stand_in_the_prompt(tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "model.gguf", TEMPLATES["gpt-oss"], ["<|end|>", "<|im_end|>"])
+    tokenizer = Tokenizer(path)
+    chat, said = chat_format(TEMPLATES["gpt-oss"], tokenizer), tokenizer.encode("Hm", add_special=False).tolist()
+    for hidden, goes_on in ((300, True), (301, False)):
+        tokens = [*said, hidden, *said]
+        prompt = chat.encode([ASKED, says("assistant", "HmHm", tokens=tokens)], continues=True).tolist()
+        assert (prompt[-len(tokens) :] == tokens) == goes_on
+        assert (hidden in prompt[-len(tokens) :]) == goes_on
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma4"])
+def test_begun_reasoning_goes_on_where_it_is_off(tokenizer: Tokenizer, name: str) -> None:
+    chat, answer = chat_format(TEMPLATES[name], tokenizer), says("assistant", "", reasoning_content="I ")
+    assert begun(chat, answer, template_options={"enable_thinking": False}) == begun(
+        chat, answer, template_options={"enable_thinking": True}
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ("", "reasoning"),
+        ("<|end|>", None),
+        ("<|end|><|start|>assistant", None),
+        ("<|end|><|start|>assistant<|channel|>final", None),
+        ("<|end|><|start|>assistant<|channel|>analysis<|message|>so", "reasoning"),
+        ("<|end|><|start|>assistant<|channel|>commentary<|message|>so", "text"),
+        (CHANNELS.closing, "text"),
+    ],
+)
+def test_where_gpt_oss_goes_on(tokenizer: Tokenizer, more: str, where: Any) -> None:
+    dialect = Dialect.of(TEMPLATES["gpt-oss"], tokenizer)
+    assert dialect.begun([], tokenizer, says("assistant", f"{CHANNELS.begin}hm{more}")) == where
+    assert dialect.begun([], tokenizer, says("assistant", f"Write {more}")) == "text"
+
+
+def test_a_refusal_goes_on_as_text(tokenizer: Tokenizer) -> None:
+    chat, dialect = chat_format(TEMPLATES["qwen3"], tokenizer), Dialect.of(TEMPLATES["qwen3"], tokenizer)
+    for told in ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": None, "refusal": "no"}):
+        refusal = {"role": "assistant", **told}
+        assert begun(chat, refusal).endswith("no")
+        assert dialect.begun([], tokenizer, refusal) == "text"
+
+
 def test_what_gpt_oss_cannot_begin_is_refused(tokenizer: Tokenizer) -> None:
     refusing = "{% if '<|channel|>' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}"
     with pytest.raises(ValueError, match=r"messages\[1\]: the model's template cannot begin an answer with this text"):
@@ -115,6 +169,8 @@ def test_what_is_no_beginning(tokenizer: Tokenizer) -> None:
     for wrong in ("Hello", {"role": "user"}, [], ["assistant"], [says("assistant", 5)]):
         with pytest.raises((TypeError, ValueError)):
             chat.render(wrong, continues=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="template_options must be a dictionary, not str"):
+        begun(chat, "b", template_options="abc")
 
 
 def test_control_tokens_of_a_text_are_text(tokenizer: Tokenizer) -> None:
@@ -145,6 +201,7 @@ def test_a_cut_answer_goes_on_with_the_same_tokens(random_gguf: Callable[..., Pa
         (THINK, "text", " is 4. <think>", [("text", " is 4. <think>")]),
         (THINK, "text", "<think>", [("text", "<think>")]),
         (CHANNELS, "text", " is 4.<|end|>", [("text", " is 4.")]),
+        (CHANNELS, None, "<|message|>Four", [("text", "Four")]),
         (
             CHANNELS,
             "reasoning",

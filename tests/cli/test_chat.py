@@ -545,7 +545,7 @@ def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
     assert [each["prompt"] for each in found] == [question for question in questions for _ in range(2)]
     assert [each["tokens"] for each in found] == expected
     conversations = tmp_path / "questions.jsonl"
-    messages = [asks("a = 1"), {"role": "assistant", "content": "b"}, asks("c")]
+    messages = [asks("a = 1"), {"role": "assistant", "content": "b"}, asks("c"), {"role": "assistant", "content": "d "}]
     conversations.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "def f(x):"}\n')
     done = here("generate", "--chat", "--prompts", conversations, *given)
     first, second = (json.loads(line) for line in done.stdout.splitlines())

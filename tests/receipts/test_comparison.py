@@ -139,3 +139,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert [text["number"] for text in told["texts"]] == [1, 2]
     assert (told["kv_a"], told["kv_b"], told["tokens"]) == ("f16", "q8_0", 12)
     assert {figure["name"]: figure["value"] for figure in told["figures"]}["KL(A || B), mean"] > 0
+    begun = tmp_path / "begun.jsonl"
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "x = 1"}]
+    begun.write_text(json.dumps({"messages": messages}))
+    here("diff", "bundled", "bundled", "--prompts", begun, *bounds, "--out", page)
+    assert page.read_text("utf-8").endswith("<|im_start|>assistant\n    x = 1\n")

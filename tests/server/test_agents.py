@@ -304,3 +304,17 @@ def test_the_prompt_of_a_request(engines: Callable[[str], Engine]) -> None:
         tokens = server.ask("/tokenize", {"content": answer["prompt"]})[1]["tokens"]
         assert tokens == engine.chat_format.encode(body["messages"], **options).tolist()
         assert server.ask("/apply-template", {"messages": []})[0] == 400
+
+
+def test_all_reasoning_of_gpt_oss_is_told(engines: Callable[[str], Engine]) -> None:
+    parts = (
+        "analysis<|message|>One. ",
+        "commentary<|message|>I look. ",
+        "analysis<|message|>Two.",
+        "final<|message|>Four",
+    )
+    answer = "<|end|><|start|>assistant".join(f"<|channel|>{part}" for part in parts)
+    with live(engines("gpt-oss")) as server:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "grammar": f"root ::= {json.dumps(answer)}"}
+        message = server.ask("/v1/chat/completions", body)[1]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("One. Two.", "I look. Four")

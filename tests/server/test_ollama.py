@@ -243,6 +243,7 @@ def test_reasoning_that_is_begun_goes_on(server: Server, engine: Engine) -> None
         ({"continue_final_message": True, "messages": ASKED}, "continue_final_message"),
         ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
         ({"messages": ASKED, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_what_cannot_go_on_is_refused(server: Server, options: Any, param: str) -> None:
