@@ -48,6 +48,7 @@ struct LlamaPass::Part {
     int first;  // of its pending rows
     bool is_reading;
     std::vector<int> rows;  // of the pass
+    bool rolled_back = false;
 
     int num_judged(const Pass& pass) const {
         const auto is_judged = [&](int row) { return row >= pass.num_rows - pass.num_logits; };
@@ -63,6 +64,7 @@ LlamaText::LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num
         throw DeviceError("llama.cpp has room for the states of no more texts at once; end one first");
     }
     sequences_.push_back({id});
+    const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
     pass.texts_.push_back(this);
 }
 
@@ -70,10 +72,14 @@ LlamaText::~LlamaText() {
     if (pass_.process_ != process_id()) {
         return;  // a child of fork(), where somebody may hold the lock for ever
     }
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    forget();
-    llama_memory_seq_rm(pass_.memory_, sequences_[0].id, -1, -1);
-    pass_.free_ids_.push_back(sequences_[0].id);
+    // Not mutex_: a pass that has it may wait for Python, which may be waiting here.
+    const std::lock_guard<std::mutex> lock(pass_.texts_mutex_);
+    for (const Sequence& sequence : sequences_) {
+        pass_.released_.push_back(sequence.id);
+    }
+    if (shadow_ >= 0) {
+        pass_.released_.push_back(shadow_);
+    }
     pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
 }
 
@@ -130,10 +136,8 @@ int LlamaText::sequence_behind(int row) {
         return static_cast<int>(std::find_if(sequences_.begin(), sequences_.end(), fits) - sequences_.begin());
     };
     int found = find([&](const Sequence& s) { return s.is_leaf && s.tail == row; });
-    if (found < static_cast<int>(sequences_.size())) {
-        return found;
-    }
-    found = find([](const Sequence& s) { return !s.is_leaf; });
+    const bool is_there = found < static_cast<int>(sequences_.size());
+    found = is_there ? found : find([](const Sequence& s) { return !s.is_leaf; });
     if (found == static_cast<int>(sequences_.size())) {
         const int id = pass_.take_id();
         if (id < 0) {
@@ -147,7 +151,7 @@ int LlamaText::sequence_behind(int row) {
         llama_memory_seq_cp(pass_.memory_, sequences_[0].id, sequence.id, sequence.length, length);
         sequence.length = length;
     }
-    if (row >= 0) {
+    if (row >= 0 && !is_there) {
         llama_memory_seq_cp(pass_.memory_, rows_[row].id, sequence.id, length, rows_[row].position + 1);
     }
     sequence.is_leaf = true;
@@ -185,6 +189,7 @@ std::vector<std::vector<int>> LlamaText::find_ids(int first) {
 }
 
 void LlamaText::keep(int length, const std::vector<int32_t>& path, bool) {
+    pass_.check_process();
     const std::lock_guard<std::mutex> lock(pass_.mutex_);
     const int end = length + static_cast<int>(path.size());
     Sequence& own = sequences_[0];
@@ -214,7 +219,7 @@ void LlamaText::keep(int length, const std::vector<int32_t>& path, bool) {
 }
 
 int LlamaText::reachable(int length) const {
-    if (!pass_.is_recurrent_) {
+    if (!pass_.is_recurrent_ || pass_.process_ != process_id()) {
         return length;
     }
     const std::lock_guard<std::mutex> lock(pass_.mutex_);
@@ -228,6 +233,7 @@ int LlamaText::reachable(int length) const {
 }
 
 int LlamaText::cut(int length) {
+    pass_.check_process();
     length = reachable(length);
     const std::lock_guard<std::mutex> lock(pass_.mutex_);
     drop(0);
@@ -264,6 +270,7 @@ int LlamaText::copy(const TextState& other, int length) {
 }
 
 void LlamaText::stretch(int, int longer) {
+    pass_.check_process();
     const std::lock_guard<std::mutex> lock(pass_.mutex_);
     committed_.resize(longer, committed_.back());
 }
@@ -369,7 +376,22 @@ std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
     return std::make_unique<LlamaText>(*this, num_rows);
 }
 
+void LlamaPass::check_process() const {
+    if (process_ != process_id()) {
+        throw std::runtime_error("the process forked since the session was opened; open another session");
+    }
+}
+
+void LlamaPass::free_released() {
+    for (const int id : std::exchange(released_, {})) {
+        llama_memory_seq_rm(memory_, id, -1, -1);
+        free_ids_.push_back(id);
+    }
+}
+
 int LlamaPass::take_id() {
+    const std::lock_guard<std::mutex> lock(texts_mutex_);
+    free_released();
     for (auto text = texts_.begin(); free_ids_.empty() && text != texts_.end(); ++text) {
         auto& sequences = (*text)->sequences_;
         if (sequences.size() > 1 && !sequences.back().is_leaf) {
@@ -427,6 +449,8 @@ void LlamaPass::decode(const Batch& batch) {
         } catch (const std::exception& error) {
             said = error.what();
             status = -1;
+        } catch (...) {  // of a C++ library of libllama's own
+            status = -1;
         }
         said = said.empty() ? log.first_error() : said;
     }
@@ -434,6 +458,7 @@ void LlamaPass::decode(const Batch& batch) {
         return;
     }
     if (status < 0 || (status == 2 && is_recurrent_)) {
+        const std::lock_guard<std::mutex> lock(texts_mutex_);
         for (LlamaText* text : texts_) {
             text->forget();
         }
@@ -487,33 +512,49 @@ void LlamaPass::compute(const Pass& pass) {
     const LogCapture quiet;
     interrupted_ = pass.interrupted;
     interruption_ = nullptr;
+    {
+        const std::lock_guard<std::mutex> texts(texts_mutex_);
+        free_released();
+    }
     std::vector<Part> parts = parts_of(pass);
-    std::vector<int> at(pass.num_rows, -1);  // in the batch
-    Batch batch;
+    // The states that libllama can go back to stay where they are when a batch of several texts moves the last ones.
+    const size_t at_once = is_recurrent_ ? 1 : parts.size();
     try {
-        for (Part& part : parts) {
-            const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(part, pass, batch) : find_ids(part);
-            for (size_t i = 0; i < part.rows.size(); ++i) {
-                const int row = part.rows[i];
-                if (!ids[i].empty()) {
-                    const bool is_output = pass.embeddings || row >= pass.num_rows - pass.num_logits;
-                    at[row] = batch.add(pass.tokens[row], pass.positions[row], ids[i], is_output);
-                }
-            }
+        for (size_t first = 0; first < parts.size(); first += at_once) {
+            compute(pass, &parts[first], at_once);
         }
-        llama_set_embeddings(context_.get(), pass.embeddings != nullptr);
-        decode(batch);
     } catch (...) {
         for (const Part& part : parts) {
             part.text->drop(part.first);
             part.text->kept_.cut(static_cast<int>(part.text->committed_.size()));
+            if (part.rolled_back) {  // which a copy would not know
+                part.text->forget();
+            }
         }
         throw;
     }
-    for (const Part& part : parts) {
-        part.text->has_read();
+}
+
+void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
+    std::vector<int> at(pass.num_rows, -1);  // in the batch
+    Batch batch;
+    for (Part* part = parts; part < parts + num_parts; ++part) {
+        const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(*part, pass, batch) : find_ids(*part);
+        for (size_t i = 0; i < part->rows.size(); ++i) {
+            const int row = part->rows[i];
+            if (!ids[i].empty()) {
+                const bool is_output = pass.embeddings || row >= pass.num_rows - pass.num_logits;
+                at[row] = batch.add(pass.tokens[row], pass.positions[row], ids[i], is_output);
+            }
+        }
     }
-    write_outputs(pass, at);
+    llama_set_embeddings(context_.get(), pass.embeddings != nullptr);
+    decode(batch);
+    for (Part* part = parts; part < parts + num_parts; ++part) {
+        part->rolled_back = false;
+        part->text->has_read();
+        write_outputs(pass, part->rows, at);
+    }
 }
 
 // Appends the rows to those that are pending.
@@ -521,9 +562,7 @@ std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
     std::vector<Part> parts;
     for (const Segment& segment : pass.segments) {
         auto* text = static_cast<LlamaText*>(segment.state);
-        if (&text->pass_ != this) {
-            throw std::runtime_error("the process forked since the session was opened; open another session");
-        }
+        text->pass_.check_process();
         auto part = std::find_if(parts.begin(), parts.end(), [&](const Part& known) { return known.text == text; });
         if (part == parts.end()) {
             text->drop(segment.first_pending);
@@ -544,13 +583,13 @@ std::vector<std::vector<int>> LlamaPass::find_ids(const Part& part) {
 }
 
 // Of a text with recurrent layers, whose rows are a chain: goes back to where that begins, and reads what is missing.
-std::vector<std::vector<int>> LlamaPass::go_on(const Part& part, const Pass& pass, Batch& batch) {
+std::vector<std::vector<int>> LlamaPass::go_on(Part& part, const Pass& pass, Batch& batch) {
     LlamaText& text = *part.text;
     const int behind = text.rows_[part.first].parent, id = text.sequences_[0].id;
     std::vector<int32_t> tokens = text.tokens_to(behind);
     const size_t begin = tokens.size();
-    const bool rolled_back = text.go_back(tokens);
-    if (!part.is_reading && behind >= 0 && !rolled_back &&
+    part.rolled_back = text.go_back(tokens);
+    if (!part.is_reading && behind >= 0 && !part.rolled_back &&
         text.shadow_length_ < static_cast<int>(text.committed_.size())) {
         text.cast_shadow();
     }
@@ -561,7 +600,7 @@ std::vector<std::vector<int>> LlamaPass::go_on(const Part& part, const Pass& pas
     size_t read_to = begin - text.held_.size() > kFewRows ? begin : text.held_.size();
     for (const int asked : text.kept_.asked()) {
         const bool is_judged = asked > static_cast<int>(tokens.size()) - part.num_judged(pass);
-        if (part.is_reading && asked > static_cast<int>(begin) && !is_judged) {
+        if (part.is_reading && !pass.embeddings && asked > static_cast<int>(begin) && !is_judged) {
             read_to = std::max<size_t>(read_to, asked);
         }
     }
@@ -576,23 +615,25 @@ std::vector<std::vector<int>> LlamaPass::go_on(const Part& part, const Pass& pas
     return ids;
 }
 
-void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& at) {
+void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& rows, const std::vector<int>& at) {
     const Hyperparameters& h = model_.numbers();
-    std::vector<const float*> rows;
-    for (int row = 0; row < pass.num_rows; ++row) {
-        const float* values = pass.embeddings ? llama_get_embeddings_ith(context_.get(), at[row]) : nullptr;
-        if (values) {
-            std::copy_n(values, h.width, pass.embeddings[row]);
+    const int first_judged = pass.num_rows - pass.num_logits;
+    std::vector<std::pair<int, const float*>> judged;
+    for (const int row : rows) {
+        if (pass.embeddings && pass.embeddings[row] && at[row] >= 0) {
+            std::copy_n(llama_get_embeddings_ith(context_.get(), at[row]), h.width, pass.embeddings[row]);
         }
-        if (row >= pass.num_rows - pass.num_logits) {
-            rows.push_back(at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]));
+        if (row >= first_judged) {
+            const float* values = at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]);
+            judged.emplace_back(row - first_judged, values);
         }
     }
     const size_t vocab = h.vocab_size, stride = h.logits_stride();
-    ThreadPool::shared().run(pass.num_logits, model_.num_threads(), [&](int i, int) {
-        float *logits = pass.logits + i * stride, *maxima = pass.maxima + i * stride / kRun;
-        if (rows[i]) {
-            std::copy_n(rows[i], vocab, logits);
+    ThreadPool::shared().run(static_cast<int>(judged.size()), model_.num_threads(), [&](int i, int) {
+        const auto& [index, values] = judged[i];
+        float *logits = pass.logits + index * stride, *maxima = pass.maxima + index * stride / kRun;
+        if (values) {
+            std::copy_n(values, vocab, logits);
             find_maxima(model_.kernel(), logits, static_cast<int>(vocab), static_cast<int>(stride), maxima);
         } else {
             std::fill_n(logits, stride, -INFINITY);

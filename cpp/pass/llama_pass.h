@@ -98,8 +98,14 @@ private:
 
     std::vector<Part> parts_of(const Pass& pass) const;
     std::vector<std::vector<int>> find_ids(const Part& part);
-    std::vector<std::vector<int>> go_on(const Part& part, const Pass& pass, Batch& batch);
-    void write_outputs(const Pass& pass, const std::vector<int>& at);
+    std::vector<std::vector<int>> go_on(Part& part, const Pass& pass, Batch& batch);
+    // In one batch of libllama.
+    void compute(const Pass& pass, Part* parts, size_t num_parts);
+    void write_outputs(const Pass& pass, const std::vector<int>& rows, const std::vector<int>& at);
+    // Throws std::runtime_error in a child of fork().
+    void check_process() const;
+    // Takes the ids of texts that are gone; the caller has texts_mutex_.
+    void free_released();
     // An id that no text uses, perhaps an idle leaf's; -1 where there is none.
     int take_id();
     void decode(const Batch& batch);
@@ -107,14 +113,16 @@ private:
     void read(LlamaText& text, const std::vector<int32_t>& tokens, size_t length);
     static bool is_interrupted(void* self);
 
-    std::mutex mutex_;  // of all that follows, and of all texts
+    std::mutex mutex_;  // of all that follows but the next three, and of all texts
+    std::mutex texts_mutex_;
+    std::vector<LlamaText*> texts_;
+    std::vector<int> released_;  // ids of texts that are gone
     const int process_;
     const bool is_recurrent_;
     const int num_back_;
     LlamaContextPtr context_;
     llama_memory_t memory_ = nullptr;
     std::vector<int> free_ids_;
-    std::vector<LlamaText*> texts_;
     const std::function<void()>* interrupted_ = nullptr;
     std::exception_ptr interruption_;
 };
