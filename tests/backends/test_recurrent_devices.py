@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from support.random_models import write
 
 import pystaged
 from pystaged import FixedPolicy
-from pystaged._core import Model, RecycledCandidates, Sampling, Session
+from pystaged._core import Model, RecycledCandidates, Sampling, Session, Work, run
 from pystaged.bench.pairs import continuation, reckoned
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import GainPolicy
@@ -71,6 +72,27 @@ def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
         expected = plain([*committed, *tokens[: row + 1]])
         assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= TOLERANCE
     session.discard()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_texts_of_one_pass_go_back_each_to_its_own_state(path_of: Callable[..., Path], name: str) -> None:
+    model, sizes = on_device(path_of(name)), (8, 3, 8)
+    chains = [[(7 * text + i) % 50 for i in range(size)] for text, size in enumerate(sizes)]
+    for order in permutations(range(3)):
+        sessions = [Session(model, 64) for _ in sizes]
+        for text, session in enumerate(sessions):
+            session.prefill([text + 1, 5])
+        parents = [range(-1, size - 1) for size in sizes]
+        run([Work.propose(sessions[i], chains[i], parents[i], sizes[i], 0, Sampling()) for i in order])
+        for session, chain in zip(sessions, chains, strict=True):
+            session.commit([0])
+            alone = Session(model, 64)
+            alone.prefill([*session.tokens[:2], chain[0]])
+            for each in (session, alone):
+                each.evaluate([9], [-1])
+            assert np.abs(logprobs(session.logits(0)) - logprobs(alone.logits(0))).max() <= TOLERANCE
+            session.close()
+            alone.close()
 
 
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
