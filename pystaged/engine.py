@@ -90,6 +90,8 @@ class Engine:
         if model is None:
             model = names.default_model(self._warn)
         bundle = Bundle(convert("model", Path, model), **options)
+        if bundle.inexact and not options.get("report"):  # which was told
+            _warn(f"{bundle.inexact}: its texts are not exact")
         self.runtime = Runtime(bundle, policy, self._warn)
         self._chat_format: ChatFormat | None = None
         self._lock = threading.Lock()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _USUAL_CONTEXT = 8192  # positions of a context, by default
 _TEXTS = 4  # full ones that llama.cpp has room for, by default
+_MOST_CELLS = 2**31 - 512  # of llama.cpp, which rounds them up
 _LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told by the length, too
 
 
@@ -56,7 +57,7 @@ class Runtime:
         free = bundle.free_memory()
         self.contexts = ContextPool(
             lambda source, length: factory.context(n_ctx, policy, source, length),
-            _reserve(bundle, n_ctx) or options["kv_memory"],
+            _reserve(bundle, n_ctx, report) or options["kv_memory"],
             free=free,
         )
         self.n_ctx = self.contexts.n_ctx
@@ -172,7 +173,7 @@ class Runtime:
         return self._grammars.constraint(grammar)
 
 
-def _reserve(bundle: Bundle, n_ctx: int) -> int:
+def _reserve(bundle: Bundle, n_ctx: int, report: Callable[[str], None]) -> int:
     """Let llama.cpp have room for the texts of an engine; returns the bytes that they may take, 0 without llama.cpp."""
     on_devices = [model for model in bundle.models if model.devices]
     if not on_devices:
@@ -183,8 +184,13 @@ def _reserve(bundle: Bundle, n_ctx: int) -> int:
     free = sum(gpus.get(name, 0) for name in on_devices[0].devices) or bundle.free_memory()
     memory = bundle.options["kv_memory"] or min(_TEXTS * context_bytes, free // FREE_SHARE)
     memory = max(memory, context_bytes)
+    if memory > free and on_devices[0].devices == ["CPU"]:
+        report(
+            f"llama.cpp takes {memory / 1e9:.1f} GB at once for keys and values, and {free / 1e9:.1f} GB are free; "
+            "a smaller n_ctx (--n-ctx) or kv_memory (--kv-memory) takes less"
+        )
     for model in on_devices:
-        reserve(model, memory // max(1, token_bytes))
+        reserve(model, min(memory // token_bytes, _MOST_CELLS) if token_bytes else 0)
     return memory + sum(model.state_bytes for model in bundle.models) * _TEXTS
 
 

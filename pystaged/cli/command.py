@@ -124,6 +124,12 @@ class Group(TyperGroup):
         """As click's."""
         formatter.write(help.help_of(self, ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's; no arguments ask for help, which some versions of Typer do not show then."""
+        shown = self.no_args_is_help and not (args or ctx.resilient_parsing)
+        rest: list[str] = super().parse_args(ctx, ["--help"] if shown else args)
+        return rest
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name."""
         words = " ".join([*ctx.command_path.split()[1:], args[0]])

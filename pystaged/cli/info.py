@@ -28,10 +28,12 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
     """
     named = model_name(model)
     path = names.resolve(named)
+    policy = FixedPolicy(width=1, depth=0, budget=0)
     with pystaged.load(
-        path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=FixedPolicy(width=1, depth=0, budget=0)
+        path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=policy, report=report
     ) as engine:
         loaded = engine.model
+        is_ours = not loaded.devices  # else it runs by llama.cpp
         draft = (
             names.resolve_draft(named, "auto")
             or find_distilled(path, engine.tokenizer, report)
@@ -41,7 +43,7 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
         rows = {
             "pystaged": pystaged.__version__,
             "llama.cpp": f"of llama-cpp-python {_llama.VERSION}{', inside this package' if _llama.IS_INSIDE else ''}",
-            "kernel": f"{loaded.kernel} (of {', '.join(_core.kernels())})",
+            "kernel": f"{loaded.kernel} (of {', '.join(_core.kernels())})" if is_ours else "llama.cpp's on ggml-cpu",
             "threads": str(loaded.num_threads),
             "model": str(path),
             "name": loaded.name,
@@ -63,7 +65,9 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
-    typer.echo(f"{'device':<18}cpu: this package's kernels, byte for byte exact")
+    typer.echo(
+        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
+    )
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         typer.echo(

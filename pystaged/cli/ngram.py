@@ -15,7 +15,7 @@ from rich.progress import Progress, TextColumn
 
 import pystaged
 from pystaged import _core
-from pystaged.cli.command import Command
+from pystaged.cli.command import Command, Group
 from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, either, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
@@ -24,7 +24,7 @@ from pystaged.loading import names
 from pystaged.loading.tables import table_path
 from pystaged.platform.files import destination, part_file
 
-app = typer.Typer(help="Build tables of n-grams to draft from.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Build tables of n-grams to draft from.", no_args_is_help=True)
 
 
 @app.command(cls=Command)

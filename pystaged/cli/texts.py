@@ -63,6 +63,8 @@ def write(
         begin()
     name = default_model(report) if model is None else model
     with open_engine(name, given) as engine:
+        if receipt:
+            engine.check_exact()
         if chat:
             answered = given.sampling(engine)
             config = replace(config, sampling=answered, stop=(*config.stop, *engine.chat_format.stop))

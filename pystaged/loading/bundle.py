@@ -63,7 +63,7 @@ class Bundle:
         check(draft_device)
         if candidates(device, kv) == ["cpu"]:
             device = "cpu"
-        self.costs = Costs(report)
+        self.inexact, self.costs = "", Costs(report)
         progress = announced(report)
         self.path, given = names.resolve(model, progress), names.resolve_draft(model, draft, progress)
         self.file = SeenModel.now(self.path)
@@ -86,11 +86,11 @@ class Bundle:
                     loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)
                 except UnsupportedModelError as error:
                     why = str(error).removeprefix(f"{path}: ").partition(";")[0]
-                    report(
-                        f"{path.name} runs by llama.cpp: not exact, drafts from n-grams and draft models only ({why})"
-                    )
-                    if path == self.path:
-                        self.inexact = f"{path.name} runs by llama.cpp, because {why}"
+                    runs = f"{path.name} runs by llama.cpp"
+                    if kv != "f16":
+                        raise ValueError(f"{runs}, which needs kv='f16' (--kv f16), not {kv} ({why})") from None
+                    report(f"{runs}: not exact, drafts from n-grams and draft models only ({why})")
+                    self.inexact = f"{runs}, because {why}" if path == self.path else self.inexact
                     loaded[_LLAMA] = _load(path, tokenizer, options["num_threads"], _LLAMA, kv, None)
                 except DeviceError as error:
                     if not loaded and name == devices[-1]:
@@ -98,7 +98,6 @@ class Bundle:
                     report(f"passed over: {error}")
             return loaded
 
-        self.inexact = ""
         targets = load(self.path, self.tokenizer, device)
         drafts: dict[str, Model] = {}
         self.draft_path: Path | None = None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from pystaged.options.table import SAMPLING, Option
 
@@ -72,7 +72,8 @@ class ModelRequest(Open):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model: str | None = None
+    # Ollama's older clients say `name`.
+    model: Annotated[str | None, Field(validation_alias=AliasChoices("model", "name"))] = None
     keep_alive: Annotated[Number, BeforeValidator(_seconds)] | None = None
 
 

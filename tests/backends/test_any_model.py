@@ -62,6 +62,18 @@ session.evaluate([7], [-1])
 gaps.append(gap(session.logits(0), [*text[:25], 7]))
 print(json.dumps([gaps, float(session.logits(0).std())]))
 """
+CELLS = """
+import sys
+from pathlib import Path
+import pystaged
+from support.any_model import Asking
+path = Path(sys.argv[1])
+Asking("mamba", path).load()
+policy = pystaged.FixedPolicy(1, 1, 1)
+with pystaged.load(path, kv_memory=4 << 30, num_threads=1, policy=policy, report=lambda _: None) as engine:
+    assert engine.model.cell_bytes == 0
+    print(len(engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).tokens))
+"""
 SOME = "falcon gemma mamba mpt phimoe jamba qwen3vlmoe"
 MORE = """
 arcee arctic baichuan bailingmoe bitnet bloom chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx deci deepseek
@@ -82,3 +94,8 @@ def test_trees_are_libllamas_own(tmp_path: Path, family: str) -> None:
     gaps, spread = json.loads(done.stdout.splitlines()[-1])
     assert spread > 0.01
     assert max(gaps) <= 0.03, gaps
+
+
+def test_a_text_without_keys_and_values_may_take_any_memory(tmp_path: Path) -> None:
+    done = run_python(CELLS, tmp_path / "mamba.gguf", PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.stdout.split()[-1:] == ["4"], done.stderr[-2000:]

@@ -89,6 +89,25 @@ def test_an_engine_says_what_is_not_exact(unknown: Path) -> None:
     assert b"not promised to be the same again" in done.stderr
 
 
+def test_it_is_said_before_a_text_is_written(unknown: Path) -> None:
+    with pytest.warns(UserWarning, match=r"runs by llama\.cpp, because .*: its texts are not exact") as warned:
+        pystaged.load(unknown, num_threads=1, policy=FixedPolicy(1, 1, 1)).close()
+    assert (len(warned), warned[0].filename) == (1, __file__)
+    with pytest.raises(
+        ValueError, match=r"unknown\.gguf runs by llama\.cpp, which needs kv='f16' \(--kv f16\), not q8_0"
+    ):
+        pystaged.load(unknown, kv="q8_0")
+    file = unknown.with_name("a.receipt")
+    done = here("generate", "a", "-m", unknown, "--receipt", file)
+    assert (done.returncode, done.stdout, file.exists()) == (1, b"", False)
+    assert b"not promised to be the same again" in done.stderr
+    done = here("info", unknown)
+    assert b"runs by llama.cpp: not exact" in done.stderr
+    rows = [line.split(maxsplit=1) for line in done.stdout.decode().splitlines()]
+    assert ["kernel", "llama.cpp's on ggml-cpu"] in rows
+    assert ["device", "cpu: this package's kernels, not for this model"] in rows
+
+
 def test_more_leaves_than_ids(unknown: Path) -> None:
     """The first 256 leaves are verified; what leads to no leaf is left out."""
     session = Session(Model(unknown, num_threads=1, device="ggml-cpu"), 100)

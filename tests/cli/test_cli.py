@@ -492,7 +492,8 @@ def test_help_is_also_a_word() -> None:
     asked = here("--help")
     assert (asked.returncode, asked.stderr) == (0, b"")
     assert b"Usage" in asked.stdout
-    assert here("help").stdout == asked.stdout
+    assert here("help").stdout == here().stdout == asked.stdout
+    assert here("ngram").stdout == here("ngram", "--help").stdout
     assert here("help", "pull").stdout == here("pull", "-h").stdout == here("pull", "--help").stdout
 
 

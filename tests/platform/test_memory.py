@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,14 @@ def test_a_context_that_does_not_fit(random_gguf: Callable[..., Path], monkeypat
 
     assert told(10**9) == []
     assert len(told(1000)) == 1
+
+
+def test_what_llama_cpp_takes_at_once(random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, lines = list[int](), list[str]()
+    monkeypatch.setattr("pystaged.runtime.reserve", lambda _, num_cells: cells.append(num_cells))
+    options: Any = {"draft": None, "recycle": False, "policy": pystaged.FixedPolicy(1, 1, 1), "report": lines.append}
+    pystaged.load(random_gguf(), device="ggml-cpu", **options).close()
+    assert lines == []
+    pystaged.load(random_gguf(), device="ggml-cpu", kv_memory=1 << 50, **options).close()
+    assert (cells[1], len(lines)) == (2**31 - 512, 1)
+    assert lines[0].startswith("llama.cpp takes 1125899.9 GB at once for keys and values")

@@ -120,6 +120,8 @@ def test_a_name_is_compared_with_theirs_alone(
         watched.undo()
         for name in ("two:latest", "Two", "TWO:Latest"):  # as Ollama's clients write
             assert server.ask(PATH, ASK | {"model": name})[1]["model"] == "two"
+        shown = [server.ask("/api/show", {"name": name})[0] for name in ("two", "four")]  # Ollama's older key
+        assert shown == [200, 404]
 
 
 def test_one_can_answer_to_all_other_names(several: Any) -> None:
