@@ -44,7 +44,7 @@ CPP_ROOMS = {
     "llama": 830,
     "model": 3150,
     "state": 1100,
-    "pass": 3000,
+    "pass": 3050,
     "sampling": 1250,
     "text": 1800,
     "drafting": 500,
