@@ -648,7 +648,7 @@ class Work:
         """
     @staticmethod
     def embed(session: Session, tokens: _Ints) -> Work:
-        """As read; the result is each token's hidden state after the last norm, float32[n, width]. On the CPU only."""
+        """As read; the result is each token's hidden state after the last norm, float32[n, width]."""
     @staticmethod
     def verify(
         session: Session,
@@ -703,7 +703,7 @@ def read_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes,
 def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several if they have more rows than a pass takes.
 
-    Each row has the same bits as in a pass of its own. On devices each text has its own passes. If one work fails, no
+    Each row has the same bits as in a pass of its own. By llama.cpp texts share a pass, too, but rows may round differently. If one work fails, no
     session changes.
 
     Returns:

@@ -356,7 +356,7 @@ class Engine:
         return Score(tokens, [self.tokenizer.token_bytes(token, True) for token in tokens], logprobs)
 
     def embed(self, texts: Prompts, *, pooling: Pooling | None = None, normalize: bool = True) -> NDArray[np.float32]:
-        """Embeddings of texts: their hidden states after the last norm, float32[n, width]. On the CPU only.
+        """Embeddings of texts: their hidden states after the last norm, float32[n, width].
 
         Args:
             texts: a list of texts or of token ids; none of them empty.

@@ -420,7 +420,8 @@ bool LlamaPass::is_interrupted(void* self) {
     return pass.interruption_ != nullptr;
 }
 
-// After a pass that failed nobody knows what libllama has: all texts are read again.
+// After an error, or after an interruption of recurrent layers, nobody knows what libllama holds: it forgets all texts,
+// and they are read again. A full context (status 1) changes nothing.
 void LlamaPass::decode(const Batch& batch) {
     const int num_rows = static_cast<int>(batch.tokens.size());
     if (num_rows == 0) {
@@ -517,7 +518,8 @@ void LlamaPass::compute(const Pass& pass) {
         free_released();
     }
     std::vector<Part> parts = parts_of(pass);
-    // The states that libllama can go back to stay where they are when a batch of several texts moves the last ones.
+    // Recurrent texts are computed one by one: a batch of several makes libllama move their last states to other cells,
+    // but not the earlier states that a text may go back to.
     const size_t at_once = is_recurrent_ ? 1 : parts.size();
     try {
         for (size_t first = 0; first < parts.size(); first += at_once) {
@@ -527,7 +529,7 @@ void LlamaPass::compute(const Pass& pass) {
         for (const Part& part : parts) {
             part.text->drop(part.first);
             part.text->kept_.cut(static_cast<int>(part.text->committed_.size()));
-            if (part.rolled_back) {  // which a copy would not know
+            if (part.rolled_back) {  // libllama took rows back, and a copy of the text would not know that
                 part.text->forget();
             }
         }
@@ -596,7 +598,7 @@ std::vector<std::vector<int>> LlamaPass::go_on(Part& part, const Pass& pass, Bat
     for (const int row : part.rows) {
         tokens.push_back(pass.tokens[row]);
     }
-    // States are kept between passes.
+    // A state can be kept only at the end of a pass, so read up to the last length at which one is asked for.
     size_t read_to = begin - text.held_.size() > kFewRows ? begin : text.held_.size();
     for (const int asked : text.kept_.asked()) {
         const bool is_judged = asked > static_cast<int>(tokens.size()) - part.num_judged(pass);

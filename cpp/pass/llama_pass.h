@@ -2,8 +2,8 @@
 //
 // One of its contexts holds all texts, each under a sequence id of its own. The leaves of a tree have further ones, so
 // that each is a sequence that begins with the text; a row carries the ids of all leaves below it. There are 256: rows
-// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers have one
-// id and chains.
+// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers are
+// chains: each has one id, and a second one for a copy of its state from before the rows of a draft.
 #pragma once
 
 #include <exception>
@@ -24,14 +24,14 @@ public:
 
     int room() const override { return num_rows_; }
     void keep(int length, const std::vector<int32_t>& path, bool was_read) override;
-    // In this machine's memory.
+    // Kept states are in this machine's memory, not the device's.
     void keep_states(const std::vector<int>& lengths, int most, int anchor) override {
         kept_.ask(lengths, most, anchor);
     }
     int reachable(int length) const override;
     int cut(int length) override;
     int copy(const TextState& from, int length) override;
-    // The next pass reads them.
+    // The next pass reads the added tokens.
     void stretch(int length, int longer) override;
     size_t num_bytes(int length) const override;
 
@@ -75,7 +75,7 @@ private:
     // read.
     std::vector<int32_t> held_;
     mutable int last_rows_ = 0;
-    int shadow_ = -1, shadow_length_ = 0;  // another sequence, which ended there
+    int shadow_ = -1, shadow_length_ = 0;  // a copy of the text's own sequence when it had so many tokens
     KeptStates kept_;                      // of recurrent layers, as libllama writes them
 };
 
@@ -109,12 +109,12 @@ private:
     // An id that no text uses, perhaps an idle leaf's; -1 where there is none.
     int take_id();
     void decode(const Batch& batch);
-    // Reads tokens of a text up to there, of which libllama has the first.
+    // Computes the first `length` tokens of a text, without outputs; libllama may hold the first of them already.
     void read(LlamaText& text, const std::vector<int32_t>& tokens, size_t length);
     static bool is_interrupted(void* self);
 
-    std::mutex mutex_;  // of all that follows but the next three, and of all texts
-    std::mutex texts_mutex_;
+    std::mutex mutex_;        // of the context, of ids and of all texts
+    std::mutex texts_mutex_;  // of texts_ and released_
     std::vector<LlamaText*> texts_;
     std::vector<int> released_;  // ids of texts that are gone
     const int process_;

@@ -35,7 +35,7 @@ class LoopQueue:
 class AsyncStream(AsyncIterator[Piece]):
     """Asynchronous iterator of the pieces of one text, to be read in one event loop.
 
-    A thread of the engine decodes all texts in batches, each at most 256 tokens ahead of its reader. `aclose`,
+    A thread of the engine decodes all texts in batches, each pauses while 256 tokens are unread. `aclose`,
     leaving `async with`, or cancelling the task that reads stops it early; so does dropping the stream. The option
     `progress` may be a coroutine function here.
     """
