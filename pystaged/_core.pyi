@@ -703,8 +703,8 @@ def read_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes,
 def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several if they have more rows than a pass takes.
 
-    Each row has the same bits as in a pass of its own. By llama.cpp texts share a pass, too, but rows may round differently. If one work fails, no
-    session changes.
+    Each row has the same bits as in a pass of its own. By llama.cpp texts share a pass, too, but rows may round
+    differently. If one work fails, no session changes.
 
     Returns:
         The works' results, in order.
