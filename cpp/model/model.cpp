@@ -203,6 +203,10 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         const Manifest manifest(file, family, numbers);
         check_memory(file, manifest, numbers, 0);
         check_factors(file, manifest);
+        const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
+        if (numbers.is_recurrent() && std::none_of(numbers.layers.begin(), numbers.layers.end(), attends)) {
+            file.fail("no layer attends, and llama.cpp does not compute such a model; leave out the device");
+        }
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
     }

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -647,8 +648,11 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     window.wait_for(b"> ")
     window.type(b'"""')
     window.wait_for(b'> """')
-    os.kill(window.process, signal.SIGCONT)  # as the shell's fg after Ctrl-Z
-    window.wait_for(b'> """', start=window.output.index(b'> """') + 1)
+    start = window.output.index(b'> """') + 1
+    while b'> """' not in window.output[start:]:
+        os.kill(window.process, signal.SIGCONT)  # as the shell's fg after Ctrl-Z; too early where it does not read yet
+        with suppress(AssertionError):
+            window.wait_for(b'> """', 1, start=start)
     window.type(b"\n")
     for line in question.split("\n"):
         window.wait_for(b". ")
