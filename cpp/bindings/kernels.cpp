@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "machine/measure.h"
+#include "machine/pool.h"
 #include "sampling/sampler.h"
 
 namespace pystaged {

@@ -12,13 +12,15 @@
 
 using namespace pystaged;
 
-// All of libllama that is needed but its vocabulary, which is not.
+#ifndef _WIN32
+// All of libllama that is called.
 void llama_log_get(ggml_log_callback* callback, void** data) {
     ggml_log_get(callback, data);
 }
 void llama_log_set(ggml_log_callback callback, void* data) {
     ggml_log_set(callback, data);
 }
+#endif
 
 namespace {
 
