@@ -202,7 +202,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("windowed_cell_bytes", &Model::windowed_cell_bytes)
         .def_property_readonly("target_layers", [](const Model& self) { return self.numbers().target_layers; })
         .def_property_readonly("borrows_cells", &Model::borrows_cells)
-        .def_property_readonly("head_tokens", [](const Model& self) { return to_array(self.head_tokens()); })
+        .def_property_readonly("head_tokens", [](const Model& self) { return to_array(self.weights().head_tokens); })
         .def_property_readonly("block_size", [](const Model& self) { return self.numbers().block_size; })
         .def_property_readonly("is_anchored", [](const Model& self) { return self.numbers().is_anchored; })
         .def_property_readonly("has_markov", [](const Model& self) { return self.numbers().markov_rank > 0; })

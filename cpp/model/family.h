@@ -20,23 +20,28 @@ enum class Reads { nothing, beside_tokens, joined_with_tokens, joined_with_cells
 
 // Tensors that not every architecture has.
 enum Part : unsigned {
-    kPositions = 1 << 0,     // position_embd
-    kAttnNorm = 1 << 1,      // before attention
-    kFfnNorm = 1 << 2,       // before the feed-forward network; without it that reads what attention read
-    kPostNorms = 1 << 3,     // of both branches, before they are added
-    kHeadNorms = 1 << 4,     // of queries and keys, the same for every head
-    kOwnHeadNorms = 1 << 5,  // of queries and keys, one for each head
-    kWholeNorms = 1 << 6,    // of queries and keys, over all heads at once
-    kQkvBias = 1 << 7,       //
-    kOutputBias = 1 << 8,    // of attention
-    kFfnBias = 1 << 9,       //
-    kFusedGate = 1 << 10,    // gate rows first in ffn_up, no ffn_gate
-    kHead = 1 << 11,         // output.weight; else the head is the embedding
-    kHeadBias = 1 << 12,     //
-    kRopeFactors = 1 << 13,  // rope_freqs
-    kLongFactors = 1 << 14,  // rope_factors_long and rope_factors_short
-    kSpaceNorm = 1u << 31,   // of what Mamba-2 makes, group by group
+    kPositions = 1 << 0,       // position_embd
+    kAttnNorm = 1 << 1,        // before attention
+    kFfnNorm = 1 << 2,         // before the feed-forward network; without it that reads what attention read
+    kPostNorms = 1 << 3,       // of both branches, before they are added
+    kHeadNorms = 1 << 4,       // of queries and keys, the same for every head
+    kOwnHeadNorms = 1 << 5,    // of queries and keys, one for each head
+    kWholeNorms = 1 << 6,      // of queries and keys, over all heads at once
+    kQkvBias = 1 << 7,         //
+    kOutputBias = 1 << 8,      // of attention
+    kFfnBias = 1 << 9,         //
+    kFusedGate = 1 << 10,      // gate rows first in ffn_up, no ffn_gate
+    kHead = 1 << 11,           // output.weight; else the head is the embedding
+    kHeadBias = 1 << 12,       //
+    kRopeFactors = 1 << 13,    // rope_freqs
+    kLongFactors = 1 << 14,    // rope_factors_long and rope_factors_short
+    kTapsBias = 1 << 15,       // of Mamba-2's convolution
+    kAheadNorm = 1 << 16,      // of a layer that predicts further tokens
+    kSelectionBias = 1 << 17,  // of the scores that experts are chosen by
+    kLayerScale = 1 << 18,     // of a layer's result
+    kSpaceNorm = 1u << 31,     // of what Mamba-2 makes, group by group
 };
+constexpr unsigned kOfAnyFamily = kTapsBias | kAheadNorm | kSelectionBias | kLayerScale;  // some files have them
 
 // What holds for some architectures and not for others.
 enum Rule : uint64_t {

@@ -9,8 +9,7 @@
 
 #include "error.h"
 #include "machine/pool.h"
-#include "model/loaders.h"
-#include "model/manifest.h"
+#include "model/loader.h"
 #include "pass/packed_pass.h"
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
@@ -32,24 +31,13 @@ int checked_threads(int num_threads) {
     return num_threads > 0 ? num_threads : physical_cores();
 }
 
-void check_factors(const GgufFile& file, const Manifest& manifest) {
-    for (const Role role : {Role::rope_factors, Role::rope_factors_long, Role::rope_factors_short}) {
-        const TensorView* tensor = manifest.find(role);
-        if (!tensor) {
-            continue;
-        }
-        const std::vector<float> factors = read_floats(file, *tensor);
-        if (std::any_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; })) {
-            file.fail("tensor '" + tensor->name + "' holds factors that are not above 0");
-        }
-    }
-}
-
 // Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
 // than its file, for an absurd one it may be hundreds of times as much. So may the states of recurrent layers.
-void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers, size_t state_bytes) {
+void check_memory(const Loader& loader, size_t state_bytes) {
+    const GgufFile& file = loader.file;
+    const Hyperparameters& numbers = loader.numbers;
     double bytes = PackedPass::bytes(numbers) + double(state_bytes);
-    for (const TensorView* tensor : manifest.matrices()) {
+    for (const auto& [tensor, is_table] : loader.matrices()) {
         const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);  // of each matrix
         bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
                  (cols * rows);
@@ -63,32 +51,6 @@ void check_memory(const GgufFile& file, const Manifest& manifest, const Hyperpar
     }
 }
 
-// The tokens that a draft's head has logits of.
-std::vector<int32_t> read_head_tokens(const GgufFile& file, const Manifest& manifest, const Hyperparameters& numbers) {
-    const TensorView* tensor = manifest.find(Role::head_tokens);
-    if (!tensor) {
-        if (numbers.head_size < numbers.vocab_size && manifest.find(Role::head)) {
-            file.fail("the head has " + std::to_string(numbers.head_size) + " rows for a vocabulary of " +
-                      std::to_string(numbers.vocab_size) + " tokens, and no tensor '" + kHeadTokens + "' names them");
-        }
-        return {};
-    }
-    if (tensor->type != GGML_TYPE_I64) {
-        file.fail("tensor '" + tensor->name + "' is of type " + ggml_type_name(tensor->type) + " where I64 is needed");
-    }
-    const Memory data = file.read(*tensor);
-    std::vector<int32_t> tokens;
-    for (int i = 0; i < numbers.head_size; ++i) {
-        const int64_t token = reinterpret_cast<const int64_t*>(data.data())[i];
-        if (token < 0 || token >= numbers.vocab_size) {
-            file.fail("tensor '" + tensor->name + "' names token " + std::to_string(token) +
-                      ", outside the vocabulary of " + std::to_string(numbers.vocab_size));
-        }
-        tokens.push_back(static_cast<int32_t>(token));
-    }
-    return tokens;
-}
-
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (tokens && tokens->second != size_t(numbers.vocab_size)) {
@@ -97,31 +59,11 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     }
 }
 
-ShortConvolution load_short_convolution(PackedLoader& loader) {
-    return {{loader.linear(Role::conv_input)}, loader.taps(Role::conv_taps), loader.linear(Role::conv_output)};
-}
-
-DeltaNet load_delta_net(PackedLoader& loader) {
-    DeltaNet result = loader.delta_inputs();
-    result.taps = loader.taps(Role::delta_taps);
-    result.decay = loader.vector(Role::delta_decay);
-    result.step = loader.vector(Role::delta_step);
-    result.norm = loader.vector(Role::delta_norm);
-    result.output = loader.linear(Role::delta_output);
-    return result;
-}
-
-StateSpace load_state_space(PackedLoader& loader) {
-    StateSpace result;
-    result.input.push_back(loader.linear(Role::space_input));
-    result.taps = loader.taps(Role::space_taps);
-    result.taps_bias = loader.vector(Role::space_taps_bias);
-    result.decay = loader.per_head(Role::space_decay);
-    result.step = loader.vector(Role::space_step);
-    result.skip = loader.per_head(Role::space_skip);
-    result.norm = loader.vector(Role::space_norm);
-    result.output = loader.linear(Role::space_output);
-    return result;
+// Checks all that a file holds; nothing is packed.
+void declare(Loader& loader, size_t state_bytes) {
+    load_weights(loader);
+    loader.check_complete();
+    check_memory(loader, state_bytes);
 }
 
 }  // namespace
@@ -168,25 +110,29 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         numbers_.feeds_back_normed = !numbers_.feeds_back_normed;
     }
     check_vocabulary(file, numbers_);
-    const Manifest manifest(file, *family_, numbers_);
-    check_memory(file, manifest, numbers_, state_bytes());
-    check_factors(file, manifest);
-    head_tokens_ = read_head_tokens(file, manifest, numbers_);
-    weight_types_ = manifest.types();
-    load_packed(file, manifest, packed);
+    Loader loader(file, *family_, numbers_);
+    declare(loader, state_bytes());
+    weight_types_ = loader.types();
+    load_packed(loader, packed);
     // All but what rows are looked up in, and Markov weights; the head may be borrowed.
-    weight_bytes_ = matrix_bytes_ + head().packed.bytes() - head_.packed.bytes() - token_embedding_.packed.bytes() -
-                    markov_.in.packed.bytes() - markov_.out.packed.bytes() - layer_embeddings_.tokens.packed.bytes();
-    for (const Layer& layer : layers_) {
+    const Weights& own = weights_;
+    weight_bytes_ = matrix_bytes_ + head().packed.bytes() - own.head.packed.bytes() -
+                    own.token_embedding.packed.bytes() - own.markov.in.packed.bytes() - own.markov.out.packed.bytes() -
+                    own.layer_embeddings.tokens.packed.bytes();
+    for (const Layer& layer : own.layers) {
         if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
             const Dense& any = experts->each[0];
             weight_bytes_ -= (numbers_.experts.count - numbers_.experts.used) *
                              (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
         }
     }
-    for (const TensorView* tensor : manifest.multiplied()) {
-        num_weights_ += size_t(tensor->ne[0]) * tensor->ne[1] *
-                        (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
+    for (const auto& [tensor, is_table] : loader.matrices()) {
+        const bool is_head = tensor->name == kEmbedding && !own.head.present();
+        num_weights_ +=
+            is_table && !is_head
+                ? 0
+                : size_t(tensor->ne[0]) * tensor->ne[1] *
+                      (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
     }
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
@@ -200,9 +146,8 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         const Family& family = find_family(file);
         const Hyperparameters numbers = read_hyperparameters(file, family, nullptr);
         check_vocabulary(file, numbers);
-        const Manifest manifest(file, family, numbers);
-        check_memory(file, manifest, numbers, 0);
-        check_factors(file, manifest);
+        Loader loader(file, family, numbers);
+        declare(loader, 0);
         const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
         if (numbers.is_recurrent() && std::none_of(numbers.layers.begin(), numbers.layers.end(), attends)) {
             file.fail("no layer attends, and llama.cpp does not compute such a model; leave out the device");
@@ -249,30 +194,28 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
               [](const auto& a, const auto& b) { return a.second > b.second; });
 }
 
-void Model::load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed) {
+void Model::load_packed(Loader& loader, const std::string& packed) {
     if (!packed.empty()) {
-        content_ = PackedContent(file);
-        PackedContent content = content_;
+        content_ = PackedContent(loader.file);
         if (file_exists(packed)) {
+            PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);
-                PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content, &mapped);
-                load(loader);
+                loader.begin_packing(num_threads_, content, &mapped);
+                weights_ = load_weights(loader);
                 mapped.check(content, loader.used(), num_threads_);
                 arena_ = mapped.take();
                 is_mapped_ = true;
-                matrix_bytes_ = loader.used();
-                buffer_bytes_ = loader.buffer_bytes();
-                return;
             } catch (const ModelError& error) {
                 packed_problem_ = error.what();
-                layers_.clear();
             }
         }
     }
-    PackedLoader loader(file, manifest, *family_, numbers_, num_threads_, content_);
-    load(loader);
-    arena_ = loader.take_arena();
+    if (!is_mapped_) {
+        loader.begin_packing(num_threads_, content_);
+        weights_ = load_weights(loader);
+        arena_ = loader.take_arena();
+    }
     matrix_bytes_ = loader.used();
     buffer_bytes_ = loader.buffer_bytes();
 }
@@ -282,74 +225,6 @@ void Model::save_packed(const std::string& path, const std::function<void()>& ch
         throw std::logic_error("packed weights are saved of a model that was loaded to be packed");
     }
     write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads_, check_interrupt);
-}
-
-void Model::load(PackedLoader& loader) {
-    token_embedding_ = loader.token_embedding();
-    head_ = loader.head();
-    head_bias_ = loader.vector(Role::head_bias);
-    position_embedding_ = loader.vector(Role::position_embedding);
-    rope_factors_ = loader.vector(Role::rope_factors);
-    rope_factors_long_ = loader.vector(Role::rope_factors_long);
-    rope_factors_short_ = loader.vector(Role::rope_factors_short);
-    output_norm_ = loader.norm(Role::output_norm, Role::output_norm_bias);
-    if (family_->reads == Reads::joined_with_tokens) {
-        fusion_.token_norm.weight = loader.vector(Role::fusion_token_norm);
-        fusion_.hidden_norm.weight = loader.vector(Role::fusion_hidden_norm);
-        fusion_.projection = loader.linear(Role::fusion);
-    } else if (family_->reads == Reads::joined_with_cells) {
-        fusion_.projection = loader.linear(Role::fusion);
-        fusion_.feedback = loader.linear(Role::fusion_feedback);
-    } else if (family_->reads != Reads::nothing) {
-        features_.norm.weight = loader.vector(Role::features_norm);
-        features_.each_norm = loader.vector(Role::features_norms);
-        features_.projection = loader.linear(Role::features);
-        features_.beside_norm.weight = loader.vector(Role::beside_norm);
-    }
-    if (numbers_.markov_rank > 0) {
-        markov_ = {loader.linear(Role::markov_in), loader.linear(Role::markov_out)};
-    }
-    if (numbers_.layer_embedding_width > 0) {
-        layer_embeddings_ = {loader.linear(Role::layer_tokens),
-                             loader.linear(Role::layer_projection),
-                             {loader.vector(Role::layer_projection_norm), {}}};
-    }
-    for (int i = 0; i < numbers_.num_layers; ++i) {
-        loader.begin_layer(i);
-        Layer layer;
-        layer.mixer_norm = loader.norm(Role::attn_norm, Role::attn_norm_bias);
-        layer.mixer_post_norm.weight = loader.vector(Role::attn_post_norm);
-        for (const MixerKind mixer : numbers_.layers[i].mixers) {
-            switch (mixer) {
-                case MixerKind::attention:
-                    if (family_->has(kLatents)) {
-                        layer.mixers.emplace_back(loader.latent_attention());
-                    } else {
-                        layer.mixers.emplace_back(loader.attention());
-                    }
-                    break;
-                case MixerKind::short_convolution: layer.mixers.emplace_back(load_short_convolution(loader)); break;
-                case MixerKind::delta_net: layer.mixers.emplace_back(load_delta_net(loader)); break;
-                case MixerKind::state_space: layer.mixers.emplace_back(load_state_space(loader)); break;
-            }
-        }
-        layer.ffn_norm = loader.norm(Role::ffn_norm, Role::ffn_norm_bias);
-        layer.ffn_post_norm.weight = loader.vector(Role::ffn_post_norm);
-        if (numbers_.layers[i].has_experts) {
-            layer.feed_forward = loader.experts();
-        } else if (numbers_.layers[i].feeds_forward) {
-            layer.feed_forward = loader.dense();
-        }
-        if (numbers_.layer_embedding_width > 0) {
-            layer.embedding.in = loader.linear(Role::layer_in);
-            layer.embedding.out = loader.linear(Role::layer_out);
-            layer.embedding.norm.weight = loader.vector(Role::layer_post_norm);
-        }
-        if (const Vector scale = loader.vector(Role::layer_scale); scale.present()) {
-            layer.embedding.scale = scale.values[0];
-        }
-        layers_.push_back(std::move(layer));
-    }
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
@@ -377,19 +252,19 @@ void Model::cut_head(int rows) {
     if (rows < 1 || !executor_.expired()) {
         throw std::invalid_argument("a head is cut to 1 row at least, before the first session is opened");
     }
-    if (!lender_ || head_.present() || !head_tokens_.empty() || rows >= numbers_.head_size) {
+    if (!lender_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.head_size) {
         return;
     }
     const auto first_rows = [&](const PackedMatrix& whole) {
         return PackedMatrix(type_of(whole.packing()), rows, whole.cols(), whole.data());
     };
-    head_.packed = first_rows(lender_->head().packed);
-    head_bias_ = lender_->head_bias();
+    weights_.head.packed = first_rows(lender_->head().packed);
+    weights_.head_bias = lender_->head_bias();
     if (numbers_.markov_rank > 0) {
-        markov_.out.packed = first_rows(markov_.out.packed);
+        weights_.markov.out.packed = first_rows(weights_.markov.out.packed);
     }
     numbers_.head_size = rows;
-    weight_bytes_ -= lender_->head().packed.bytes() - head_.packed.bytes();
+    weight_bytes_ -= lender_->head().packed.bytes() - weights_.head.packed.bytes();
 }
 
 size_t Model::cell_bytes() const {
@@ -449,10 +324,10 @@ int Model::most_pending() const {
 }
 
 const Vector& Model::rope_factors(int context) const {
-    if (rope_factors_.present()) {
-        return rope_factors_;
+    if (weights_.rope_factors.present()) {
+        return weights_.rope_factors;
     }
-    return context > numbers_.original_context ? rope_factors_long_ : rope_factors_short_;
+    return context > numbers_.original_context ? weights_.rope_factors_long : weights_.rope_factors_short;
 }
 
 }  // namespace pystaged

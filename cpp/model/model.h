@@ -4,7 +4,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,26 +11,13 @@
 #include "llama/llama_model.h"
 #include "machine/memory.h"
 #include "model/family.h"
-#include "model/feed_forward.h"
 #include "model/hyperparameters.h"
-#include "model/manifest.h"
-#include "model/mixer.h"
+#include "model/layers.h"
 #include "weights/packed_file.h"
 
 namespace pystaged {
 
 class Executor;
-class PackedLoader;
-
-// A layer is mixers of the same rows and a feed-forward network, each a branch that is added to the residual stream;
-// some layers have no mixer, or no feed-forward network.
-struct Layer {
-    Norm mixer_norm, mixer_post_norm;
-    std::vector<Mixer> mixers;
-    Norm ffn_norm, ffn_post_norm;
-    std::optional<FeedForward> feed_forward;
-    LayerEmbedding embedding;
-};
 
 // How a draft that reads hidden states may differ from what its file says, or does not say.
 struct DraftForm {
@@ -104,7 +90,7 @@ public:
     // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
     // of rows but that of time.
     bool is_chained() const { return llama_ && llama_->is_recurrent(); }
-    // As Manifest::types().
+    // As Loader::types().
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 
@@ -114,29 +100,28 @@ public:
     void reserve(int num_cells) { num_reserved_ = num_cells; }
     int num_reserved() const { return num_reserved_; }
 
+    const Weights& weights() const { return weights_; }
+    // What a draft may borrow of its target.
     const Linear& token_embedding() const {
-        return token_embedding_.present() ? token_embedding_ : lender_->token_embedding();
+        return weights_.token_embedding.present() ? weights_.token_embedding : lender_->token_embedding();
     }
-    const Linear& head() const { return head_.present() ? head_ : lender_ ? lender_->head() : token_embedding_; }
-    // The token of each row of the head; empty where that is the row's number.
-    const std::vector<int32_t>& head_tokens() const { return head_tokens_; }
-    const Vector& head_bias() const { return lender_ && !head_.present() ? lender_->head_bias() : head_bias_; }
-    const Fusion& fusion() const { return fusion_; }        // of a draft that joins hidden states with tokens
-    const Features& features() const { return features_; }  // of other drafts that read hidden states
-    const Markov& markov() const { return markov_; }
-    const LayerEmbeddings& layer_embeddings() const { return layer_embeddings_; }
-    const Vector& position_embedding() const { return position_embedding_; }  // [max_context][padded width]
-    const Vector& rope_factors(int context) const;  // for sessions of that many positions; perhaps none
-    const std::vector<Layer>& layers() const { return layers_; }
-    const Norm& output_norm() const { return output_norm_.present() ? output_norm_ : lender_->output_norm(); }
+    const Linear& head() const {
+        return weights_.head.present() ? weights_.head : lender_ ? lender_->head() : weights_.token_embedding;
+    }
+    const Vector& head_bias() const {
+        return lender_ && !weights_.head.present() ? lender_->head_bias() : weights_.head_bias;
+    }
+    const Norm& output_norm() const {
+        return weights_.output_norm.present() ? weights_.output_norm : lender_->output_norm();
+    }
+    const Vector& rope_factors(int context) const;    // for sessions of that many positions; perhaps none
     const Model& target() const { return *lender_; }  // of a draft that reads hidden states
     bool borrows_cells() const { return family_->reads == Reads::joined_with_cells; }
 
 private:
     size_t layer_cell_bytes(int layer) const;
-    void load(PackedLoader& loader);
     void load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress);
-    void load_packed(const GgufFile& file, const Manifest& manifest, const std::string& packed);
+    void load_packed(Loader& loader, const std::string& packed);
 
     const Kernel& kernel_;
     int num_threads_;
@@ -154,15 +139,7 @@ private:
     std::unique_ptr<LlamaModel> llama_;
     int num_reserved_ = 0;
     std::shared_ptr<const Model> lender_;
-    Linear token_embedding_, head_;
-    Fusion fusion_;
-    Features features_;
-    Markov markov_;
-    LayerEmbeddings layer_embeddings_;
-    std::vector<int32_t> head_tokens_;
-    Vector head_bias_, position_embedding_, rope_factors_, rope_factors_long_, rope_factors_short_;
-    std::vector<Layer> layers_;
-    Norm output_norm_;
+    Weights weights_;
     std::vector<int> taps_;
     bool taps_all_rows_ = false, taps_last_row_ = false;
 

@@ -118,7 +118,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
     });
     const AttentionLayer how = attention_layer(index);
     const size_t width = padded(num_heads * how.value_dim, kBlock);
-    const Norm& norm = model_.layers()[index].mixer_post_norm;
+    const Norm& norm = model_.weights().layers[index].mixer_post_norm;
     if (!latent.absorbed) {
         const QuantizedRows* handed = how.value_dim % kBlock == 0 ? hand_to(attention.output, n) : nullptr;
         tree_attention(kernel, num_threads, how, rows, mixed_.data(), width, handed, attention_scratch_);

@@ -33,7 +33,7 @@ PackedPass::PackedPass(const Model& model)
         windowed_rotation_.half = h.windowed_rope.dims / 2;
         windowed_rotation_.amplitude = h.windowed_rope.amplitude();
     }
-    for (const Layer& layer : model.layers()) {
+    for (const Layer& layer : model.weights().layers) {
         for (const Mixer& mixer : layer.mixers) {
             if (const auto* attention = std::get_if<Attention>(&mixer)) {
                 product_stride_ = std::max(product_stride_, attention->qkv_stride);
@@ -255,8 +255,8 @@ PackedPass::Value PackedPass::embed(int num_rows) {
         float* row = rows + i * stride;
         embed_token(pass_->tokens[i], row);
         std::fill(row + h.width, row + stride, 0.0f);
-        if (model_.position_embedding().present()) {
-            const float* position = model_.position_embedding().data() + pass_->positions[i] * stride;
+        if (model_.weights().position_embedding.present()) {
+            const float* position = model_.weights().position_embedding.data() + pass_->positions[i] * stride;
             for (size_t d = 0; d < stride; ++d) {
                 row[d] += position[d];
             }
@@ -275,7 +275,7 @@ float* PackedPass::layer_inputs(int layer) {
 
 void PackedPass::read_layer_embeddings(const Value& x) {
     const Hyperparameters& h = model_.numbers();
-    const LayerEmbeddings& embeddings = model_.layer_embeddings();
+    const LayerEmbeddings& embeddings = model_.weights().layer_embeddings;
     const int width = h.layer_embedding_width;
     const size_t stride = padded(width, kBlock), of_row = padded(h.num_layers * width, kBlock);
     float* rows = layer_inputs(h.num_layers);  // of all layers side by side
@@ -311,8 +311,8 @@ PackedPass::Value PackedPass::beside(const Value& x) {
     read_features(of_target, rows, x.stride);
     for (int i = 0; i < x.n; ++i) {
         float *row = rows + i * x.stride, *both = fused_.data() + i * size_t(2) * h.width;
-        apply(model_.layers()[0].mixer_norm, x.rows + i * x.stride, h.width, both);
-        apply(model_.features().beside_norm, row, h.width, both + h.width);
+        apply(model_.weights().layers[0].mixer_norm, x.rows + i * x.stride, h.width, both);
+        apply(model_.weights().features.beside_norm, row, h.width, both + h.width);
         if (h.norm_before_residual) {
             std::copy_n(both + h.width, h.width, row);
         }
@@ -325,7 +325,7 @@ void PackedPass::read_features(const std::vector<int>& rows, float* out, size_t 
         return;
     }
     const Hyperparameters& h = model_.numbers();
-    const Features& features = model_.features();
+    const Features& features = model_.weights().features;
     const int width = h.features_width(), n = static_cast<int>(rows.size());
     for (int i = 0; i < n; ++i) {
         const float* from = pass_->inputs[rows[i]];
@@ -363,7 +363,7 @@ PackedPass::Value PackedPass::context(int num_rows) {
 }
 
 void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* maxima) {
-    const Markov& markov = model_.markov();
+    const Markov& markov = model_.weights().markov;
     const size_t stride = markov.in.packed.padded_cols();
     for (int first = 0; first < n; first += kMaxRows) {
         const int count = std::min(n - first, kMaxRows);
@@ -383,7 +383,7 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
 // The target's hidden states are read as its head reads them; the draft's own already are.
 PackedPass::Value PackedPass::join(int num_rows) {
     const Hyperparameters& h = model_.numbers();
-    const Fusion& fusion = model_.fusion();
+    const Fusion& fusion = model_.weights().fusion;
     const int width = h.hidden_width;
     const Value both{fused_.data(), num_rows, size_t(2) * width};
     for (int i = 0; i < num_rows; ++i) {
@@ -405,7 +405,7 @@ PackedPass::Value PackedPass::join(int num_rows) {
 }
 
 void PackedPass::hand_on(const Value& x) {
-    const Linear& feedback = model_.fusion().feedback;
+    const Linear& feedback = model_.weights().fusion.feedback;
     const size_t width = model_.numbers().hidden_width;
     multiply_by(feedback, norm(x, model_.output_norm()), epilogue(feedback, fused_.data(), width));
     for (int i = 0; i < x.n; ++i) {
@@ -606,7 +606,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     const QuantizedRows* handed = how.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
     tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
-               model_.layers()[index].mixer_post_norm);
+               model_.weights().layers[index].mixer_post_norm);
 }
 
 PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const Value& input, const Norm& norm) {
@@ -662,7 +662,7 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
 }
 
 PackedPass::Value PackedPass::finish(const Value& x, int index) {
-    const LayerEmbedding& embedding = model_.layers()[index].embedding;
+    const LayerEmbedding& embedding = model_.weights().layers[index].embedding;
     Value result = x;
     if (embedding.in.present()) {
         const size_t stride = embedding.out.packed.padded_cols();

@@ -114,7 +114,7 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
     if (num_out == 0) {
         return {};
     }
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
+    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
 }
 
 void PackedPass::reserve_recurrent(int index, int keys) {
@@ -189,7 +189,7 @@ PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, cons
         return {};
     }
     const size_t stride = padded(d.values(), kBlock);
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
+    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
 }
 
 void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, int head, int first_row,
@@ -352,7 +352,7 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
         }
         std::fill(out + d.inner(), out + stride, 0.0f);
     });
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.layers()[index].mixer_post_norm);
+    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
 }
 
 void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index, int head, int first_row,

@@ -36,7 +36,7 @@ typename Ops::Value run_transformer(Ops& ops, const Model& model, int num_rows, 
     const int first_wanted = embeds || model.taps_end() ? 0 : first_judged;  // behind the last mixer
     auto x = ops.embed(num_rows);
     for (int i = 0; i < model.numbers().num_layers; ++i) {
-        const Layer& layer = model.layers()[i];
+        const Layer& layer = model.weights().layers[i];
         const int first_row = i == model.numbers().last_mixing ? first_wanted : 0;
         auto input = ops.norm(x, layer.mixer_norm);
         x = mix(ops, layer, ops.tail(x, first_row), input, i, first_row);
@@ -62,7 +62,7 @@ template <class Ops>
 void run_context(Ops& ops, const Model& model, int num_rows) {
     const auto x = ops.context(num_rows);
     for (int i = 0; i < model.numbers().num_layers; ++i) {
-        mix(ops, model.layers()[i], ops.tail(x, num_rows), x, i, num_rows);
+        mix(ops, model.weights().layers[i], ops.tail(x, num_rows), x, i, num_rows);
     }
 }
 

@@ -382,7 +382,7 @@ SAYS: dict[str, tuple[RandomModel, dict[str, Any], str]] = {
     "experts-few": (
         QWEN3MOE,
         {"expert_count": 16},
-        "tensor 'blk.0.ffn_gate_exps.weight' has shape 64 x 32 x 8 x 1 where 64 x 32 x 16 x 1 is needed",
+        "tensor 'blk.0.ffn_gate_inp.weight' has shape 64 x 8 x 1 x 1 where 64 x 16 x 1 x 1 is needed",
     ),
     "latents": (
         DEEPSEEK,

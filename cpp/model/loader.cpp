@@ -1,0 +1,286 @@
+#include "model/loader.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pystaged {
+
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+std::string prefix_of(int layer) {
+    return "blk." + std::to_string(layer) + ".";
+}
+
+bool begins(const std::string& name, const std::string& prefix) {
+    return name.compare(0, prefix.size(), prefix) == 0;
+}
+
+}  // namespace
+
+Loader::Loader(const GgufFile& file, const Family& family, const Hyperparameters& numbers)
+    : file(file), family(family), numbers(numbers) {}
+
+void Loader::begin_layer(int index) {
+    index_ = index;
+    prefix_ = prefix_of(numbers.first_layer + index);
+}
+
+const TensorView* Loader::take(const std::string& name, const std::vector<int64_t>& shape, unsigned part) {
+    const std::string whole = prefix_ + name;
+    if (part & ~family.required) {
+        if (!(part & (family.optional | kOfAnyFamily))) {
+            return nullptr;
+        }
+        const bool there = file.has_tensor(whole);
+        (there ? seen_ : missed_).emplace(part, whole);
+        if (seen_.count(part) && missed_.count(part)) {
+            file.fail("tensor '" + missed_[part] + "' is missing, although '" + seen_[part] + "' is there");
+        }
+        if (!there) {
+            return nullptr;
+        }
+    }
+    taken_.insert(whole);
+    const auto found = tensors_.find(whole);
+    return &(found != tensors_.end() ? found : tensors_.emplace(whole, file.tensor(whole, shape)).first)->second;
+}
+
+void Loader::check_complete() const {
+    // Of a model and the layer behind it that predicts further tokens, what belongs to the other one.
+    const auto is_of_other = [&](const std::string& name) {
+        if (family.reads == Reads::joined_with_tokens) {
+            const std::string own = prefix_of(numbers.first_layer);
+            return !begins(name, own) || name == own + "nextn.embed_tokens.weight" ||
+                   name == own + "nextn.shared_head_head.weight";  // copies of the model's
+        }
+        for (int layer = numbers.num_layers; layer < numbers.num_layers + numbers.num_ahead; ++layer) {
+            if (begins(name, prefix_of(numbers.first_layer + layer))) {
+                return true;
+            }
+        }
+        return false;
+    };
+    for (const std::string& name : file.tensor_names()) {
+        if (!taken_.count(name) && !is_of_other(name)) {
+            file.refuse("tensor '" + name + "' is none of architecture '" + family.name +
+                        "' as it is known here; without it the model would not be the one that was trained; choose "
+                        "another file of it");
+        }
+    }
+}
+
+std::vector<Loader::Matrix> Loader::matrices() const {
+    std::vector<Matrix> result;
+    for (const auto& [name, is_table] : matrices_) {
+        result.push_back({&tensors_.at(name), is_table});
+    }
+    return result;
+}
+
+std::vector<std::pair<std::string, size_t>> Loader::types() const {
+    std::map<ggml_type, size_t> bytes;
+    for (const Matrix& matrix : matrices()) {
+        bytes[matrix.tensor->type] += matrix.tensor->bytes;
+    }
+    std::vector<std::pair<std::string, size_t>> result;
+    for (const auto& [type, sum] : bytes) {
+        result.emplace_back(ggml_type_name(type), sum);
+    }
+    std::stable_sort(result.begin(), result.end(), [](auto& a, auto& b) { return a.second > b.second; });
+    return result;
+}
+
+void Loader::begin_packing(int num_threads, PackedContent& content, const PackedFile* packed) {
+    packing_ = true;
+    num_threads_ = num_threads;
+    content_ = &content;
+    packed_ = packed;
+    prefix_ = "";
+    used_ = 0;
+    size_t total = 0;
+    for (const auto& [tensor, is_table] : matrices()) {
+        try {
+            // Two halves that are packed in turns are padded each.
+            total += tensor->ne[2] *
+                     (PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0])) +
+                      kAlignment);
+        } catch (const std::invalid_argument& error) {
+            file.refuse("tensor '" + tensor->name + "': " + error.what());
+        }
+    }
+    if (!packed) {
+        arena_ = Memory(total, /*huge=*/true);
+    }
+}
+
+std::vector<float> Loader::read(const TensorView& tensor) const {
+    const size_t size = size_t(tensor.ne[0]) * tensor.ne[1];
+    const Memory data = file.read(tensor);
+    std::vector<float> values(size);
+    switch (tensor.type) {
+        case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(data.data()), size, values.data()); break;
+        case GGML_TYPE_F16:
+            ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(data.data()), values.data(), int64_t(size));
+            break;
+        case GGML_TYPE_BF16:
+            ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()), values.data(), int64_t(size));
+            break;
+        default:
+            file.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
+                      " where F32, F16 or BF16 is needed");
+    }
+    return values;
+}
+
+Vector Loader::flat(const TensorView* tensor) {
+    if (!packing_ || !tensor) {
+        return {};
+    }
+    Vector result{read(*tensor)};
+    buffer_bytes_ = std::max(buffer_bytes_, tensor->bytes + result.values.size() * sizeof(float));
+    return result;
+}
+
+Vector Loader::vector(const TensorView* tensor) {
+    const Vector dense = flat(tensor);
+    if (!dense.present()) {
+        return {};
+    }
+    const int cols = int(tensor->ne[0]), rows = int(tensor->ne[1]);
+    const size_t stride = padded(cols, kBlock);
+    Vector result;
+    result.values.resize(stride * rows);
+    for (int i = 0; i < rows; ++i) {
+        std::copy_n(dense.data() + size_t(i) * cols, cols, result.values.data() + i * stride);
+    }
+    return result;
+}
+
+Vector Loader::taps(const TensorView* tensor) {
+    const Vector dense = flat(tensor);
+    if (!dense.present()) {
+        return {};
+    }
+    const int num_taps = int(tensor->ne[0]), channels = int(tensor->ne[1]);
+    const size_t stride = padded(channels, kBlock);
+    Vector result;
+    result.values.resize(num_taps * stride);
+    for (int i = 0; i < channels; ++i) {
+        for (int tap = 0; tap < num_taps; ++tap) {
+            result.values[tap * stride + i] = dense.values[size_t(i) * num_taps + tap];
+        }
+    }
+    return result;
+}
+
+Linear Loader::table(const TensorView* tensor) {
+    if (tensor) {
+        matrices_[tensor->name] = true;
+    }
+    return linear(tensor);
+}
+
+Linear Loader::linear(const TensorView* weight, const TensorView* bias) {
+    if (!weight) {
+        return {};
+    }
+    Parts parts{{weight}, {}, in_order(int(weight->ne[1]))};
+    if (bias) {
+        parts.biases = {bias};
+    }
+    return pack(parts);
+}
+
+Norm Loader::norm(const std::string& name, unsigned part) {
+    const auto vector_of = [&](const char* what) { return vector(take(name + what, {numbers.width}, part)); };
+    Norm result;
+    result.weight = vector_of(".weight");
+    if (family.has(kLayerNorm)) {
+        result.bias = vector_of(".bias");
+    }
+    return result;
+}
+
+Linear Loader::pack(const Parts& parts) {
+    if (!packing_) {
+        for (const TensorView* weight : parts.weights) {
+            matrices_.emplace(weight->name, false);
+        }
+        return {};
+    }
+    const ggml_type type = parts.weights[0]->type;
+    const int cols = static_cast<int>(parts.weights[0]->ne[0]);
+    const size_t row_bytes = ggml_row_size(type, cols);
+    const auto read_rows = [&](int first, int count, uint8_t* rows) {
+        for (const TensorView* weight : parts.weights) {
+            const int size = static_cast<int>(weight->ne[1]), here = std::clamp(size - first, 0, count);
+            if (here > 0) {
+                file.read(*weight, first * row_bytes, here * row_bytes, rows);
+            }
+            rows += here * row_bytes;
+            count -= here;
+            first = std::max(first - size, 0);
+        }
+    };
+    if (!content_->empty()) {
+        content_->add(type, cols, parts.order);
+    }
+    const int rows = static_cast<int>(parts.order.size());
+    Linear result;
+    try {
+        if (packed_) {
+            result.packed =
+                PackedMatrix(type, rows, cols, packed_->matrix(used_, PackedMatrix::packed_bytes(type, rows, cols)));
+        } else {
+            for (const TensorView* weight : parts.weights) {
+                file.prefetch(*weight);
+            }
+            result.packed = PackedMatrix(type, cols, read_rows, parts.order, arena_.data() + used_, num_threads_);
+            buffer_bytes_ = std::max(buffer_bytes_, num_threads_ * kLanes * row_bytes);
+        }
+    } catch (const std::invalid_argument& error) {
+        file.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
+    }
+    used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
+    if (!parts.biases.empty()) {
+        std::vector<float> values;
+        for (const TensorView* bias : parts.biases) {
+            const std::vector<float> next = read(*bias);
+            values.insert(values.end(), next.begin(), next.end());
+        }
+        result.bias.values.resize(result.packed.padded_rows());
+        for (size_t i = 0; i < parts.order.size(); ++i) {
+            result.bias.values[i] = parts.order[i] < 0 ? 0 : values[parts.order[i]];
+        }
+    }
+    return result;
+}
+
+std::vector<Linear> Loader::pack_side_by_side(const std::vector<Part>& parts, size_t& stride) {
+    std::vector<Parts> matrices;
+    int end = 0;
+    for (const Part& part : parts) {
+        if (!matrices.empty() && matrices.back().weights[0]->type == part.weight->type) {
+            matrices.back().order = stacked(std::move(matrices.back().order), part.order);
+        } else {
+            end = padded(end, kBlock);
+            matrices.push_back({{}, {}, part.order});
+        }
+        matrices.back().weights.push_back(part.weight);
+        if (part.bias) {
+            matrices.back().biases.push_back(part.bias);
+        }
+        *part.place = static_cast<size_t>(end);
+        end += static_cast<int>(part.order.size());
+    }
+    stride = padded(end, kBlock);
+    std::vector<Linear> packed;
+    for (const Parts& each : matrices) {
+        packed.push_back(pack(each));
+    }
+    return packed;
+}
+
+}  // namespace pystaged
