@@ -33,7 +33,7 @@ Masks to_masks(const MaskArray& array) {
 }
 
 void check_count(const Session& session, const char* name, int least, int count) {
-    if (count < least || count > session.model().numbers().head_size) {
+    if (count < least || count > session.model().numbers().vocab_rows) {
         throw py::value_error(std::string(name) + " must be between " + std::to_string(least) +
                               " and the size of the vocabulary");
     }
@@ -254,7 +254,7 @@ void add_sessions(py::module_& m) {
         .def(
             "logits",
             [](Session& self, int row) {
-                py::array_t<float> out(self.model().numbers().head_size);
+                py::array_t<float> out(self.model().numbers().vocab_rows);
                 float* data = out.mutable_data();
                 const py::gil_scoped_release release;
                 self.logits(row, data);

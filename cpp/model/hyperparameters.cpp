@@ -683,10 +683,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         file.fail("tensor 'token_embd.weight' has " + std::to_string(vocab_size) + " rows");
     }
     h.vocab_size = static_cast<int>(vocab_size);
-    h.head_size = h.vocab_size;
+    h.vocab_rows = h.vocab_size;
     if (family.reads != Reads::nothing && !borrows_cells) {
         const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
-        h.head_size = has_head ? head_rows(file) : lender->head_size;
+        h.vocab_rows = has_head ? head_rows(file) : lender->vocab_rows;
     }
     h.layer_embedding_width =
         family.has(kLayersDiffer) ? keys.number("embedding_length_per_layer_input", 0, kMostNumbers, 0) : 0;

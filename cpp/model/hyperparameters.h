@@ -102,7 +102,7 @@ struct Hyperparameters {
     int original_context = 0;  // before its rotary positions were stretched
     int width = 0;
     int hidden_width = 0;  // of what a draft hands on, and reads beside tokens or joined with them; else 0
-    int head_size = 0;     // tokens that it has logits of; for a draft perhaps fewer than vocab_size
+    int vocab_rows = 0;    // tokens that it has logits of; for a draft perhaps fewer than vocab_size
     int ffn_width = 0;     // of the widest layer
     int num_layers = 0;
     int first_layer = 0;  // how the file numbers the first of them
@@ -144,7 +144,7 @@ struct Hyperparameters {
     RecurrentSizes recurrent_sizes(int layer) const;
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
-    size_t logits_stride() const { return padded(head_size, kRun); }
+    size_t logits_stride() const { return padded(vocab_rows, kRun); }
     int features_width() const { return int(target_layers.size()) * target_width; }
 };
 

@@ -398,14 +398,14 @@ Vector load_rope_factors(Loader& from, const char* name, unsigned part) {
 
 std::vector<int32_t> load_head_tokens(Loader& from) {
     const Hyperparameters& h = from.numbers;
-    const TensorView* tensor = from.take(kHeadTokens, {h.head_size});
+    const TensorView* tensor = from.take(kHeadTokens, {h.vocab_rows});
     if (tensor->type != GGML_TYPE_I64) {
         from.file.fail("tensor '" + tensor->name + "' is of type " + ggml_type_name(tensor->type) +
                        " where I64 is needed");
     }
     const Memory data = from.file.read(*tensor);
     std::vector<int32_t> tokens;
-    for (int i = 0; i < h.head_size; ++i) {
+    for (int i = 0; i < h.vocab_rows; ++i) {
         const int64_t token = reinterpret_cast<const int64_t*>(data.data())[i];
         if (token < 0 || token >= h.vocab_size) {
             from.file.fail("tensor '" + tensor->name + "' names token " + std::to_string(token) +
@@ -439,7 +439,7 @@ void load_features(Loader& from, Weights& weights) {
     }
     if (h.markov_rank > 0) {
         weights.markov = {from.table(from.take(kMarkov, {h.markov_rank, h.vocab_size})),
-                          from.linear(from.take("markov_w2.weight", {h.markov_rank, h.head_size}))};
+                          from.linear(from.take("markov_w2.weight", {h.markov_rank, h.vocab_rows}))};
     }
     // DSpark's confidence head is not used: acceptance rates are learnt instead.
     from.ignore("conf_proj.weight");
@@ -457,7 +457,7 @@ void load_ends(Loader& from, Weights& weights) {
         if (from.has(kEmbedding)) {
             weights.token_embedding = from.table(from.take(kEmbedding, {width, h.vocab_size}));
         }
-        weights.head = from.linear(from.take(kHeadName, {width, h.head_size}, kHead));
+        weights.head = from.linear(from.take(kHeadName, {width, h.vocab_rows}, kHead));
     }
     weights.head_bias = from.vector(from.take("output.bias", {h.vocab_size}, kHeadBias));
     weights.position_embedding = from.vector(from.take("position_embd.weight", {width, h.max_context}, kPositions));
@@ -475,8 +475,8 @@ void load_ends(Loader& from, Weights& weights) {
     } else if (from.family.reads != Reads::nothing) {
         load_features(from, weights);
     }
-    if (weights.head_tokens.empty() && h.head_size < h.vocab_size && from.has(kHeadName)) {
-        from.file.fail("the head has " + std::to_string(h.head_size) + " rows for a vocabulary of " +
+    if (weights.head_tokens.empty() && h.vocab_rows < h.vocab_size && from.has(kHeadName)) {
+        from.file.fail("the head has " + std::to_string(h.vocab_rows) + " rows for a vocabulary of " +
                        std::to_string(h.vocab_size) + " tokens, and no tensor '" + kHeadTokens + "' names them");
     }
     if (h.layer_embedding_width > 0) {

@@ -165,7 +165,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         return values && !values->empty() ? static_cast<int>(*std::max_element(values->begin(), values->end()))
                                           : static_cast<int>(file.integer(architecture_ + key, 0, 1 << 30, otherwise));
     };
-    numbers_.vocab_size = numbers_.head_size = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    numbers_.vocab_size = numbers_.vocab_rows = llama_vocab_n_tokens(llama_model_get_vocab(model));
     numbers_.max_context = std::max(1, llama_model_n_ctx_train(model));
     numbers_.width = llama_model_n_embd_out(model);
     numbers_.num_layers = llama_model_n_layer(model);
@@ -252,7 +252,7 @@ void Model::cut_head(int rows) {
     if (rows < 1 || !executor_.expired()) {
         throw std::invalid_argument("a head is cut to 1 row at least, before the first session is opened");
     }
-    if (!lender_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.head_size) {
+    if (!lender_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.vocab_rows) {
         return;
     }
     const auto first_rows = [&](const PackedMatrix& whole) {
@@ -263,7 +263,7 @@ void Model::cut_head(int rows) {
     if (numbers_.markov_rank > 0) {
         weights_.markov.out.packed = first_rows(weights_.markov.out.packed);
     }
-    numbers_.head_size = rows;
+    numbers_.vocab_rows = rows;
     weight_bytes_ -= lender_->head().packed.bytes() - weights_.head.packed.bytes();
 }
 

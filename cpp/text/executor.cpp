@@ -130,7 +130,7 @@ LogitsRow Executor::row(const Logits& logits, int row) const {
     const size_t stride = model_.numbers().logits_stride();
     const float* maxima = logits.maxima.data() + row * stride / kRun;
     check_finite(maxima, stride / kRun);
-    return {logits.values.data() + row * stride, maxima, model_.numbers().head_size, static_cast<int>(stride)};
+    return {logits.values.data() + row * stride, maxima, model_.numbers().vocab_rows, static_cast<int>(stride)};
 }
 
 void Executor::find_candidates(const std::vector<Judged>& rows) {
