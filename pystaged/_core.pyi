@@ -27,15 +27,32 @@ def kernels() -> list[str]:
 def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, str]:
     """Scalar metadata of a GGUF file, as text. Raises ModelError."""
 
-def physical_cores() -> int:
-    """Physical cores this process may keep busy: those it may run on, no more than cpu_quota()."""
+class Cores:
+    """Numbers of physical cores."""
 
-def cpu_quota(root: str | bytes | PathLike[str] | PathLike[bytes] = "") -> int:
-    """CPUs that control groups grant this process, rounded up; 0 without a limit.
+    @property
+    def found(self) -> int:
+        """Those that the process may use."""
+    @property
+    def apart(self) -> int:
+        """Those of them that are left out, because they lack the L3 cache that most others have."""
+    @property
+    def quota(self) -> int:
+        """CPUs that control groups grant the process, rounded up; 0 without a limit."""
+    @property
+    def few(self) -> int:
+        """To compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other."""
+    @property
+    def many(self) -> int:
+        """To compute on in other passes."""
 
-    Args:
-        root: folder of proc and sys, for tests.
-    """
+@overload
+def choose_cores() -> Cores:
+    """The cores for this process to compute on."""
+
+@overload
+def choose_cores(root: str | bytes | PathLike[str] | PathLike[bytes], cpus: Sequence[int]) -> Cores:
+    """Those for a process that may run on these logical CPUs, as the files of Linux under `root` have it."""
 
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices: name, description, whether it is a GPU, free and total bytes of memory."""
@@ -217,7 +234,7 @@ class Model:
     Args:
         path: GGUF file.
         kernel: a name from kernels(), "" for the best.
-        num_threads: 0 for one per physical core.
+        num_threads: 0 for as many as choose_cores() says.
         device: "cpu" for our kernels; else the devices that hold layers, by ggml's operations: "ggml-cpu", "metal",
             "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
             fails.
@@ -283,6 +300,9 @@ class Model:
     def kernel(self) -> str: ...
     @property
     def num_threads(self) -> int: ...
+    @property
+    def num_few_threads(self) -> int:
+        """Threads of passes of fewer than 16 rows."""
     @property
     def taps(self) -> list[int]:
         """The layers after which sessions store hidden states, from 1."""
