@@ -28,31 +28,25 @@ def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, s
     """Scalar metadata of a GGUF file, as text. Raises ModelError."""
 
 class Cores:
-    """Numbers of physical cores."""
+    """Numbers of physical cores.
 
-    @property
-    def found(self) -> int:
-        """Those that the process may use."""
-    @property
-    def apart(self) -> int:
-        """Those of them that are left out, because they lack the L3 cache that most others have."""
-    @property
-    def quota(self) -> int:
-        """CPUs that control groups grant the process, rounded up; 0 without a limit."""
-    @property
-    def few(self) -> int:
-        """To compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other."""
-    @property
-    def many(self) -> int:
-        """To compute on in other passes."""
+    Attributes:
+        found: those that the process may use.
+        apart: those of them that are left out, because they lack the L3 cache that most others have.
+        quota: CPUs that control groups grant the process, rounded up; 0 without a limit.
+        few: to compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other.
+        many: to compute on in other passes.
+    """
 
-@overload
-def choose_cores() -> Cores:
-    """The cores for this process to compute on."""
+    found: int
+    apart: int
+    quota: int
+    few: int
+    many: int
 
-@overload
-def choose_cores(root: str | bytes | PathLike[str] | PathLike[bytes], cpus: Sequence[int]) -> Cores:
-    """Those for a process that may run on these logical CPUs, as the files of Linux under `root` have it."""
+def choose_cores(root: str | bytes | PathLike[str] | PathLike[bytes] = "", cpus: Sequence[int] | None = None) -> Cores:
+    """The cores for this process to compute on; with `cpus`, for one that may run on these logical CPUs of a machine
+    whose Linux has its files under `root`."""
 
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices: name, description, whether it is a GPU, free and total bytes of memory."""

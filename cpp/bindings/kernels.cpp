@@ -19,14 +19,12 @@ void add_kernels(py::module_& m) {
         .def_readonly("quota", &Cores::quota)
         .def_readonly("few", &Cores::few)
         .def_readonly("many", &Cores::many);
-    m.def("choose_cores", py::overload_cast<>(&choose_cores));
     m.def(
         "choose_cores",
-        [](const py::object& root, const std::vector<int>& cpus) {
-            const std::string folder = to_path(root);
-            return choose_cores(read_cores(folder, cpus), cpu_quota(folder));
+        [](const py::object& root, const std::optional<std::vector<int>>& cpus) {
+            return cpus ? choose_cores(read_cores(to_path(root), *cpus), cpu_quota(to_path(root))) : choose_cores();
         },
-        py::arg("root"), py::arg("cpus"));
+        py::arg("root") = "", py::arg("cpus") = py::none());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <map>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -11,9 +10,6 @@
 namespace pystaged {
 
 namespace {
-
-// Cores of one class differ by less, in what single ones of them reach.
-constexpr double kOfOneClass = 0.75;
 
 // The numbers in one of Linux's lists of CPUs, such as 0-3,8; none behind what is no such list.
 std::set<int> read_list(const std::string& path) {
@@ -33,31 +29,17 @@ std::set<int> read_list(const std::string& path) {
     return numbers;
 }
 
-// Microseconds of CPU time in each period; zeros, or -1, where there is no limit.
-struct Quota {
-    double used = 0, period = 0;
-};
-
-Quota read_quota(const std::string& used_path, const std::string& period_path) {
-    Quota quota;
-    std::ifstream used(used_path);
-    used >> quota.used;
-    if (period_path.empty()) {
-        used >> quota.period;
-    } else {
-        std::ifstream(period_path) >> quota.period;
-    }
-    return quota;
-}
-
 }  // namespace
 
 int cpu_quota(const std::string& root) {
     double least = 0;
-    const auto consider = [&](const Quota& quota) {
-        if (quota.used > 0 && quota.period > 0) {
-            const double cpus = quota.used / quota.period;
-            least = least > 0 ? std::min(least, cpus) : cpus;
+    // Microseconds of CPU time, and of each period, in one file or two; -1 or a word where there is no limit.
+    const auto consider = [&](const std::string& path, const std::string& period_path) {
+        double used = 0, period = 0;
+        std::ifstream(path) >> used >> period;
+        std::ifstream(period_path) >> period;
+        if (used > 0 && period > 0) {
+            least = least > 0 ? std::min(least, used / period) : used / period;
         }
     };
     std::ifstream groups(root + "/proc/self/cgroup");
@@ -79,10 +61,10 @@ int cpu_quota(const std::string& root) {
             if (first) {
                 for (const std::string& name : {controllers, std::string("cpu")}) {
                     const std::string folder = mount + "/" + name + path;
-                    consider(read_quota(folder + "/cpu.cfs_quota_us", folder + "/cpu.cfs_period_us"));
+                    consider(folder + "/cpu.cfs_quota_us", folder + "/cpu.cfs_period_us");
                 }
             } else {
-                consider(read_quota(mount + path + "/cpu.max", ""));
+                consider(mount + path + "/cpu.max", "");
             }
             if (path.find('/') == std::string::npos) {
                 break;
@@ -95,21 +77,20 @@ int cpu_quota(const std::string& root) {
 std::vector<Core> read_cores(const std::string& root, const std::vector<int>& cpus) {
     const std::string devices = root + "/sys/devices/";
     const std::set<int> fast = read_list(devices + "cpu_core/cpus");  // Intel's, where there are slow ones
-    std::map<int, Core> cores;                                        // by the first of its logical CPUs
+    std::set<int> seen;
+    std::vector<Core> cores;
     for (const int cpu : cpus) {
         const std::string folder = devices + "system/cpu/cpu" + std::to_string(cpu);
         const std::set<int> siblings = read_list(folder + "/topology/thread_siblings_list");
         const std::set<int> sharing = read_list(folder + "/cache/index3/shared_cpu_list");
         int capacity = 0;  // Arm's, 1,024 for the fastest
         std::ifstream(folder + "/cpu_capacity") >> capacity;
-        capacity = capacity > 0 ? capacity : fast.empty() || fast.count(cpu) ? 1024 : 512;
-        cores[siblings.count(cpu) ? *siblings.begin() : cpu] = {capacity, sharing.count(cpu) ? *sharing.begin() : -1};
+        const int speed = fast.empty() || fast.count(cpu) ? 1024 : 512;
+        if (seen.insert(siblings.count(cpu) ? *siblings.begin() : cpu).second) {
+            cores.push_back({capacity > 0 ? capacity : speed, sharing.count(cpu) ? *sharing.begin() : -1});
+        }
     }
-    std::vector<Core> result;
-    for (const auto& [first, core] : cores) {
-        result.push_back(core);
-    }
-    return result;
+    return cores;
 }
 
 Cores choose_cores(std::vector<Core> cores, int quota) {
@@ -127,22 +108,19 @@ Cores choose_cores(std::vector<Core> cores, int quota) {
     result.apart = result.found - result.many;
     double power = 0, fast_power = 0;
     for (const Core& core : cores) {
-        // A cache of its own is a way of its own to memory.
-        const auto slows = [&](const Core& other) {
-            return core.speed < kOfOneClass * other.speed && (core.cache < 0 || core.cache == other.cache);
+        // Cores of one class differ by less. A cache of its own is a way of its own to memory.
+        const auto faster = [&](const Core& other) {
+            return core.speed < 0.75 * other.speed && (core.cache < 0 || core.cache == other.cache);
         };
-        const bool fast = std::none_of(cores.begin(), cores.end(), slows);
-        result.few += fast;
         power += core.speed;
-        fast_power += fast ? core.speed : 0;
+        if (std::none_of(cores.begin(), cores.end(), faster)) {
+            fast_power += core.speed;
+            ++result.few;
+        }
     }
-    if (fast_power < power / 2) {
-        result.few = result.many;
-    }
-    if (quota > 0) {
-        result.few = std::min(result.few, quota);
-        result.many = std::min(result.many, quota);
-    }
+    const int most = quota > 0 ? quota : result.many;
+    result.few = std::min(fast_power < power / 2 ? result.many : result.few, most);
+    result.many = std::min(result.many, most);
     return result;
 }
 
