@@ -27,15 +27,26 @@ def kernels() -> list[str]:
 def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, str]:
     """Scalar metadata of a GGUF file, as text. Raises ModelError."""
 
-def physical_cores() -> int:
-    """Physical cores this process may keep busy: those it may run on, no more than cpu_quota()."""
+class Cores:
+    """Numbers of physical cores.
 
-def cpu_quota(root: str | bytes | PathLike[str] | PathLike[bytes] = "") -> int:
-    """CPUs that control groups grant this process, rounded up; 0 without a limit.
-
-    Args:
-        root: folder of proc and sys, for tests.
+    Attributes:
+        found: those that the process may use.
+        apart: those of them that are left out, because they lack the L3 cache that most others have.
+        quota: CPUs that control groups grant the process, rounded up; 0 without a limit.
+        few: to compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other.
+        many: to compute on in other passes.
     """
+
+    found: int
+    apart: int
+    quota: int
+    few: int
+    many: int
+
+def choose_cores(root: str | bytes | PathLike[str] | PathLike[bytes] = "", cpus: Sequence[int] | None = None) -> Cores:
+    """The cores for this process to compute on; with `cpus`, for one that may run on these logical CPUs of a machine
+    whose Linux has its files under `root`."""
 
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices: name, description, whether it is a GPU, free and total bytes of memory."""
@@ -217,7 +228,7 @@ class Model:
     Args:
         path: GGUF file.
         kernel: a name from kernels(), "" for the best.
-        num_threads: 0 for one per physical core.
+        num_threads: 0 for as many as choose_cores() says.
         device: "cpu" for our kernels; else the devices that hold layers, by ggml's operations: "ggml-cpu", "metal",
             "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
             fails.
@@ -283,6 +294,9 @@ class Model:
     def kernel(self) -> str: ...
     @property
     def num_threads(self) -> int: ...
+    @property
+    def num_few_threads(self) -> int:
+        """Threads of passes of fewer than 16 rows."""
     @property
     def taps(self) -> list[int]:
         """The layers after which sessions store hidden states, from 1."""

@@ -1,6 +1,6 @@
 #include "bindings/bindings.h"
 #include "machine/measure.h"
-#include "machine/pool.h"
+#include "machine/topology.h"
 #include "sampling/sampler.h"
 
 namespace pystaged {
@@ -13,8 +13,18 @@ void add_kernels(py::module_& m) {
         }
         return names;
     });
-    m.def("physical_cores", &physical_cores);
-    m.def("cpu_quota", [](const py::object& root) { return cpu_quota(to_path(root)); }, py::arg("root") = "");
+    py::class_<Cores>(m, "Cores")
+        .def_readonly("found", &Cores::found)
+        .def_readonly("apart", &Cores::apart)
+        .def_readonly("quota", &Cores::quota)
+        .def_readonly("few", &Cores::few)
+        .def_readonly("many", &Cores::many);
+    m.def(
+        "choose_cores",
+        [](const py::object& root, const std::optional<std::vector<int>>& cpus) {
+            return cpus ? choose_cores(read_cores(to_path(root), *cpus), cpu_quota(to_path(root))) : choose_cores();
+        },
+        py::arg("root") = "", py::arg("cpus") = py::none());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
     m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());

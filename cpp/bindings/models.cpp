@@ -172,6 +172,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
         .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Model::num_threads)
+        .def_property_readonly("num_few_threads", [](const Model& model) { return model.num_threads_for(1); })
         .def_property_readonly("taps", &Model::taps)
         .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
         .def_property_readonly("file_bytes", &Model::file_bytes)

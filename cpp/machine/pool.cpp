@@ -2,15 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <fstream>
-#include <sstream>
 #include <thread>
 #include <utility>
 
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+
+#include "machine/system.h"
 
 namespace pystaged {
 
@@ -119,6 +118,7 @@ bool ThreadPool::claim_and_call(int worker) {
 }
 
 void ThreadPool::work(int worker) {
+    prepare_worker();
     const FloatEnvironment pinned;
     const auto ready = [&] { return has_work(worker); };
     for (;;) {
@@ -156,73 +156,5 @@ FloatEnvironment::FloatEnvironment() : before_(0) {}
 
 FloatEnvironment::~FloatEnvironment() = default;
 #endif
-
-namespace {
-
-// Microseconds of CPU time in each period; zeros, or -1, where there is no limit.
-struct Quota {
-    double used = 0, period = 0;
-};
-
-Quota read_quota(const std::string& used_path, const std::string& period_path) {
-    Quota quota;
-    std::ifstream used(used_path);
-    used >> quota.used;
-    if (period_path.empty()) {
-        used >> quota.period;
-    } else {
-        std::ifstream(period_path) >> quota.period;
-    }
-    return quota;
-}
-
-}  // namespace
-
-int cpu_quota(const std::string& root) {
-    double least = 0;
-    const auto consider = [&](const Quota& quota) {
-        if (quota.used > 0 && quota.period > 0) {
-            const double cpus = quota.used / quota.period;
-            least = least > 0 ? std::min(least, cpus) : cpus;
-        }
-    };
-    std::ifstream groups(root + "/proc/self/cgroup");
-    for (std::string line; std::getline(groups, line);) {
-        // number:controllers:/path, without controllers in version 2
-        std::istringstream fields(line);
-        std::string number, controllers, path;
-        if (!std::getline(fields, number, ':') || !std::getline(fields, controllers, ':') ||
-            !std::getline(fields, path)) {
-            continue;
-        }
-        const bool first = ("," + controllers + ",").find(",cpu,") != std::string::npos;
-        if (!first && !controllers.empty()) {
-            continue;
-        }
-        // A group's limit binds those below it. In a container the path may be the host's, and only the root is there.
-        for (path = path == "/" ? "" : path;; path.resize(path.rfind('/'))) {
-            const std::string mount = root + "/sys/fs/cgroup";
-            if (first) {
-                for (const std::string& name : {controllers, std::string("cpu")}) {
-                    const std::string folder = mount + "/" + name + path;
-                    consider(read_quota(folder + "/cpu.cfs_quota_us", folder + "/cpu.cfs_period_us"));
-                }
-            } else {
-                consider(read_quota(mount + path + "/cpu.max", ""));
-            }
-            if (path.find('/') == std::string::npos) {
-                break;
-            }
-        }
-    }
-    return static_cast<int>(std::min(std::ceil(least), 1e6));
-}
-
-int physical_cores() {
-    int cores = cores_by_topology();
-    cores = cores > 0 ? cores : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-    const int quota = cpu_quota();
-    return quota > 0 ? std::min(cores, quota) : cores;
-}
 
 }  // namespace pystaged

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <string>
 
 #include "machine/memory.h"
 
@@ -105,12 +104,5 @@ public:
 private:
     uint64_t before_;
 };
-
-// CPUs that control groups (Linux, version 1 or 2) grant this process, rounded up, or 0 where they set no limit. Their
-// files are looked for under `root`.
-int cpu_quota(const std::string& root = "");
-
-// Number of physical cores this process may keep busy, at least 1.
-int physical_cores();
 
 }  // namespace pystaged

@@ -6,12 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <new>
-#include <set>
 #include <system_error>
 
 #include "machine/system.h"
+#include "machine/topology.h"
 
 #ifdef __linux__
 #include <sched.h>
@@ -208,40 +207,57 @@ void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
 }
 
 #ifdef __linux__
-int cores_by_topology() {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
-        return 0;
-    }
-    std::set<std::string> cores;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (!CPU_ISSET(cpu, &allowed)) {
-            continue;
-        }
-        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
-        std::string siblings;
-        if (!std::getline(file, siblings)) {
-            return CPU_COUNT(&allowed);
-        }
-        cores.insert(siblings);
-    }
-    return static_cast<int>(cores.size());
+namespace {
+
+// Where the process may run: its first thread, as others may be pinned each to a place of its own.
+bool find_allowed(cpu_set_t& allowed) {
+    return sched_getaffinity(getpid(), sizeof(allowed), &allowed) == 0;
 }
-#elif defined(__APPLE__)
-int cores_by_topology() {
-    // Slow cores would hold up every join.
-    for (const char* name : {"hw.perflevel0.physicalcpu", "hw.physicalcpu"}) {
-        int value = 0;
-        size_t size = sizeof(value);
-        if (sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value > 0) {
-            return value;
+
+}  // namespace
+
+std::vector<Core> find_cores() {
+    std::vector<int> cpus;
+    cpu_set_t allowed;
+    for (int cpu = 0, known = find_allowed(allowed); known && cpu < CPU_SETSIZE; ++cpu) {
+        if (CPU_ISSET(cpu, &allowed)) {
+            cpus.push_back(cpu);
         }
     }
-    return 0;
+    return read_cores("", cpus);
+}
+
+void prepare_worker() {
+    cpu_set_t allowed;
+    if (find_allowed(allowed)) {
+        sched_setaffinity(0, sizeof(allowed), &allowed);
+    }
 }
 #else
-int cores_by_topology() {
-    return 0;
+std::vector<Core> find_cores() {
+    std::vector<Core> cores;
+#ifdef __APPLE__
+    const auto number = [](const std::string& name) {
+        int value = 0;
+        size_t size = sizeof(value);
+        return sysctlbyname(name.c_str(), &value, &size, nullptr, 0) == 0 ? value : 0;
+    };
+    const int levels = number("hw.nperflevels");  // the fastest first; none on Intel
+    for (int level = 0; level < levels; ++level) {
+        const int count = number("hw.perflevel" + std::to_string(level) + ".physicalcpu");
+        cores.insert(cores.end(), std::max(0, count), Core{1 << (levels - level)});
+    }
+    if (cores.empty()) {
+        cores.resize(std::max(0, number("hw.physicalcpu")));
+    }
+#endif
+    return cores;
+}
+
+void prepare_worker() {
+#ifdef __APPLE__
+    pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);
+#endif
 }
 #endif
 

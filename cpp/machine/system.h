@@ -64,8 +64,8 @@ void empty_pages(uint8_t* pages, size_t bytes);
 // throw.
 void call_with_stack(size_t bytes, void (*function)(void*), void* data);
 
-// Physical cores that this process may use, only fast ones where there are two kinds; 0 if the system does not say.
-int cores_by_topology();
+// Lets the thread that calls it run wherever the process may, whoever started it, and as what somebody waits for.
+void prepare_worker();
 
 int process_id();
 // Has `function` called in every child of fork(), on systems that have it. Returns 0.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "machine/system.h"
+#include "machine/topology.h"
 
 namespace pystaged {
 
@@ -184,30 +185,52 @@ void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
     CloseHandle(thread);
 }
 
-int cores_by_topology() {
+std::vector<Core> find_cores() {
     DWORD bytes = 0;
-    GetLogicalProcessorInformationEx(RelationProcessorCore, nullptr, &bytes);
+    GetLogicalProcessorInformationEx(RelationAll, nullptr, &bytes);
     std::vector<uint8_t> data(bytes);
-    using Core = SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX;
-    if (!GetLogicalProcessorInformationEx(RelationProcessorCore, reinterpret_cast<Core*>(data.data()), &bytes)) {
-        return 0;
+    using Relation = SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX;
+    if (!GetLogicalProcessorInformationEx(RelationAll, reinterpret_cast<Relation*>(data.data()), &bytes)) {
+        return {};
     }
+    const auto for_each = [&](LOGICAL_PROCESSOR_RELATIONSHIP kind, const auto& function) {
+        for (size_t at = 0; at < bytes;) {
+            const Relation& relation = *reinterpret_cast<const Relation*>(data.data() + at);
+            at += relation.Size;
+            if (relation.Relationship == kind) {
+                function(relation);
+            }
+        }
+    };
     DWORD_PTR allowed = 0, all = 0;
     GetProcessAffinityMask(GetCurrentProcess(), &allowed, &all);
-    int cores = 0, fastest = 0;
-    for (size_t at = 0; at < bytes;) {
-        const Core& core = *reinterpret_cast<const Core*>(data.data() + at);
-        at += core.Size;
-        const GROUP_AFFINITY& group = core.Processor.GroupMask[0];
+    std::vector<Core> cores;
+    for_each(RelationProcessorCore, [&](const Relation& relation) {
+        const GROUP_AFFINITY& own = relation.Processor.GroupMask[0];
         // The mask is of the first group, and none where a process has threads in several.
-        if (allowed && (group.Group != 0 || !(group.Mask & allowed))) {
-            continue;
+        if (allowed && (own.Group != 0 || !(own.Mask & allowed))) {
+            return;
         }
-        const int speed = core.Processor.EfficiencyClass;
-        cores = speed > fastest ? 1 : cores + (speed == fastest);
-        fastest = std::max(fastest, speed);
-    }
+        Core core{1 << std::min<int>(relation.Processor.EfficiencyClass, 8)};
+        int number = 0;
+        for_each(RelationCache, [&](const Relation& cache) {
+            const GROUP_AFFINITY& sharing = cache.Cache.GroupMask;
+            if (cache.Cache.Level == 3 && sharing.Group == own.Group && (sharing.Mask & own.Mask)) {
+                core.cache = number;
+            }
+            ++number;
+        });
+        cores.push_back(core);
+    });
     return cores;
+}
+
+// A new thread runs wherever the process may.
+void prepare_worker() {
+    // Not as slowly as a window without focus.
+    THREAD_POWER_THROTTLING_STATE state = {THREAD_POWER_THROTTLING_CURRENT_VERSION,
+                                           THREAD_POWER_THROTTLING_EXECUTION_SPEED, 0};
+    SetThreadInformation(GetCurrentThread(), ThreadPowerThrottling, &state, sizeof(state));
 }
 
 int process_id() {

@@ -23,12 +23,16 @@ namespace {
 // What a model may take at most: so much, and so many times its file.
 constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
-int checked_threads(int num_threads) {
+Cores checked_threads(int num_threads) {
     if (num_threads < 0 || num_threads > ThreadPool::kMaxThreads) {
         throw std::invalid_argument("the number of threads must be between 0 (automatic) and " +
                                     std::to_string(ThreadPool::kMaxThreads) + ", not " + std::to_string(num_threads));
     }
-    return num_threads > 0 ? num_threads : physical_cores();
+    Cores cores = choose_cores();
+    if (num_threads > 0) {
+        cores.few = cores.many = num_threads;
+    }
+    return cores;
 }
 
 // Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
@@ -71,10 +75,7 @@ void declare(Loader& loader, size_t state_bytes) {
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress, KvType kv, const std::string& packed,
              std::shared_ptr<const Model> lender, DraftForm form)
-    : kernel_(find_kernel(kernel)),
-      num_threads_(checked_threads(num_threads)),
-      kv_type_(kv),
-      lender_(std::move(lender)) {
+    : kernel_(find_kernel(kernel)), threads_(checked_threads(num_threads)), kv_type_(kv), lender_(std::move(lender)) {
     if (lender_ && (lender_->llama() || !devices.empty())) {
         throw std::invalid_argument("embeddings are borrowed on the CPU's own kernels alone");
     }
@@ -155,7 +156,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
     }
-    llama_ = std::make_unique<LlamaModel>(file.path(), devices, num_threads_, progress);
+    llama_ = std::make_unique<LlamaModel>(file.path(), devices, threads_.few, progress);
     const llama_model* model = llama_->get();
     architecture_ = file.text("general.architecture");
     own_family_.name = architecture_.c_str();
@@ -201,9 +202,9 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
             PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);
-                loader.begin_packing(num_threads_, content, &mapped);
+                loader.begin_packing(num_threads(), content, &mapped);
                 weights_ = load_weights(loader);
-                mapped.check(content, loader.used(), num_threads_);
+                mapped.check(content, loader.used(), num_threads());
                 arena_ = mapped.take();
                 is_mapped_ = true;
             } catch (const ModelError& error) {
@@ -212,7 +213,7 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
         }
     }
     if (!is_mapped_) {
-        loader.begin_packing(num_threads_, content_);
+        loader.begin_packing(num_threads(), content_);
         weights_ = load_weights(loader);
         arena_ = loader.take_arena();
     }
@@ -224,7 +225,7 @@ void Model::save_packed(const std::string& path, const std::function<void()>& ch
     if (content_.empty() || is_mapped_) {
         throw std::logic_error("packed weights are saved of a model that was loaded to be packed");
     }
-    write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads_, check_interrupt);
+    write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {

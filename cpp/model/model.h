@@ -10,6 +10,7 @@
 
 #include "llama/llama_model.h"
 #include "machine/memory.h"
+#include "machine/topology.h"
 #include "model/family.h"
 #include "model/hyperparameters.h"
 #include "model/layers.h"
@@ -29,13 +30,13 @@ struct DraftForm {
 class Model {
 public:
     // Loads a GGUF file, or the first of several that belong together; `kernel` as in find_kernel(), `num_threads` 0
-    // for one per physical core. Throws ModelError for a file that is damaged or incomplete, UnsupportedModelError
-    // where our kernels do not compute it; std::invalid_argument for the rest. Weights are packed for the kernels where
-    // there are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions store keys and
-    // values; libllama does as F16 alone. `packed` is a file of save_packed(), or where one will be: it is mapped
-    // instead of packing where it has this model's weights. With `lender`, the file is loaded as a draft of that
-    // target: it reads the target's hidden states, and borrows its embedding and head where it has none of its own. Of
-    // a model's own file, the MTP layer is then loaded.
+    // for as many as choose_cores() says. Throws ModelError for a file that is damaged or incomplete,
+    // UnsupportedModelError where our kernels do not compute it; std::invalid_argument for the rest. Weights are packed
+    // for the kernels where there are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions
+    // store keys and values; libllama does as F16 alone. `packed` is a file of save_packed(), or where one will be: it
+    // is mapped instead of packing where it has this model's weights. With `lender`, the file is loaded as a draft of
+    // that target: it reads the target's hidden states, and borrows its embedding and head where it has none of its
+    // own. Of a model's own file, the MTP layer is then loaded.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
           std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});
@@ -43,7 +44,9 @@ public:
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
     const Kernel& kernel() const { return kernel_; }
-    int num_threads() const { return num_threads_; }
+    int num_threads() const { return threads_.many; }
+    // In a pass of so many rows.
+    int num_threads_for(size_t rows) const { return rows < kManyRows ? threads_.few : threads_.many; }
     KvType kv_type() const { return kv_type_; }
     // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
     // judged, with `last_row` also of the last row of a reading, which is then judged, too; or of all, those of prompts
@@ -124,7 +127,7 @@ private:
     void load_packed(Loader& loader, const std::string& packed);
 
     const Kernel& kernel_;
-    int num_threads_;
+    Cores threads_;
     KvType kv_type_;
     Family own_family_;         // of a draft that reads hidden states, or a model of libllama's
     std::string architecture_;  // the latter's name

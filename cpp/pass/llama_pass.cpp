@@ -631,7 +631,7 @@ void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& rows, co
         }
     }
     const size_t vocab = h.vocab_size, stride = h.logits_stride();
-    ThreadPool::shared().run(static_cast<int>(judged.size()), model_.num_threads(), [&](int i, int) {
+    ThreadPool::shared().run(static_cast<int>(judged.size()), model_.num_threads_for(judged.size()), [&](int i, int) {
         const auto& [index, values] = judged[i];
         float *logits = pass.logits + index * stride, *maxima = pass.maxima + index * stride / kRun;
         if (values) {

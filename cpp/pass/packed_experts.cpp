@@ -140,19 +140,19 @@ void PackedPass::run_shared(const Experts& experts, const Value& input) {
     if (experts.gate.present()) {
         products.push_back({&experts.gate.packed, inputs.back(), epilogue(experts.gate, shared_gates_.data(), kBlock)});
     }
-    multiply(model_.kernel(), products, model_.num_threads());
+    multiply(model_.kernel(), products, num_threads_);
     const Value hidden{hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr};
     multiply_by(dense.down, hidden, epilogue(dense.down, branch_.data(), input.stride));
 }
 
 PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm) {
     const Hyperparameters& h = model_.numbers();
-    const int n = input.n, used = h.experts.used, num_threads = model_.num_threads();
+    const int n = input.n, used = h.experts.used;
     const size_t cols = input.stride, width = padded(h.experts.width, kBlock);
     const Value routed = experts.router_norm.present() ? this->norm(x, experts.router_norm) : input;
     Activations read = activations(routed, {&experts.router})[0];
     const Epilogue scores = epilogue(experts.router, scores_.data(), experts.router.packed.padded_rows());
-    multiply(model_.kernel(), {{&experts.router.packed, read, scores}}, num_threads);
+    multiply(model_.kernel(), {{&experts.router.packed, read, scores}}, num_threads_);
     choose(experts, n);
     if (experts.norm.present()) {
         read = activations(this->norm(x, experts.norm), {&experts.router})[0];
@@ -201,8 +201,8 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
                          {group.n, int(width), hidden, group.handed},
                          epilogue(expert.down, expert_out_.data() + group.first * cols, cols)});
     }
-    multiply(model_.kernel(), ups, num_threads);
-    multiply(model_.kernel(), downs, num_threads);
+    multiply(model_.kernel(), ups, num_threads_);
+    multiply(model_.kernel(), downs, num_threads_);
     if (experts.all) {
         run_shared(experts, input);
     }

@@ -60,7 +60,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
     const Hyperparameters& h = model_.numbers();
     const LatentNumbers& latent = h.latent;
     const Kernel& kernel = model_.kernel();
-    const int num_threads = model_.num_threads(), num_heads = h.num_heads, n = input.n - first_row;
+    const int num_heads = h.num_heads, n = input.n - first_row;
     AttentionRows rows = attention_rows(input, index, first_row);
     products(attention.input, input, attention.stride);
     store_latents(attention, rows, input.n);
@@ -91,7 +91,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
                                  from_block(quantized, static_cast<int>(head * cols / kBlock))},
                                 epilogue(matrices[head], out + size_t(head) * width, stride)});
         }
-        multiply(kernel, products, num_threads);
+        multiply(kernel, products, num_threads_);
     };
     const size_t own = padded(latent.own, kBlock), stride = size_t(num_heads) * h.head_dim;
     const bool quantizes = latent.absorbed && attention.keys[0].packed.integer();
@@ -121,7 +121,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
     const Norm& norm = model_.weights().layers[index].mixer_post_norm;
     if (!latent.absorbed) {
         const QuantizedRows* handed = how.value_dim % kBlock == 0 ? hand_to(attention.output, n) : nullptr;
-        tree_attention(kernel, num_threads, how, rows, mixed_.data(), width, handed, attention_scratch_);
+        tree_attention(kernel, num_threads_, how, rows, mixed_.data(), width, handed, attention_scratch_);
         return add(x, {mixed_.data(), n, width, nullptr, handed != nullptr}, attention.output, norm);
     }
     multiply_heads(attention.keys, own, quantized, heads_.data(), h.head_dim, stride);
@@ -129,7 +129,7 @@ PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Val
     rows.stride = stride;
     const PackedMatrix& values = attention.values[0].packed;
     quantized = quantized_heads_.rows(n, values.packing());
-    tree_attention(kernel, num_threads, how, rows, mixed_.data(), width, values.integer() ? &quantized : nullptr,
+    tree_attention(kernel, num_threads_, how, rows, mixed_.data(), width, values.integer() ? &quantized : nullptr,
                    attention_scratch_);
     ThreadPool::shared().run(values.integer() ? 0 : n, threads_for(n * width), [&](int i, int) {
         for (int head = 0; head < num_heads; ++head) {

@@ -84,6 +84,7 @@ std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) {
 }
 
 void PackedPass::make_room(int num_rows) {
+    num_threads_ = model_.num_threads_for(num_rows);
     if (num_rows <= room_) {
         return;
     }
@@ -493,7 +494,7 @@ Epilogue PackedPass::epilogue(const Linear& linear, float* out, size_t stride) c
 
 void PackedPass::multiply_by(const Linear& linear, const Value& x, const Epilogue& result, float* maxima) {
     multiply(model_.kernel(), {{&linear.packed, activations(x, {&linear})[0], result, nullptr, nullptr, maxima}},
-             model_.num_threads());
+             num_threads_);
 }
 
 const QuantizedRows* PackedPass::hand_to(const Linear& next, int n) {
@@ -522,7 +523,7 @@ PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Val
         products.back().finish = [&finish, at](int first) { finish(at + first); };
         at += matrices[i]->packed.padded_rows();
     }
-    multiply(model_.kernel(), products, model_.num_threads());
+    multiply(model_.kernel(), products, num_threads_);
     return {products_.data(), x.n, stride};
 }
 
@@ -604,7 +605,7 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
     }
     const size_t stride = padded(h.num_heads * how.head_dim, kBlock);
     const QuantizedRows* handed = how.head_dim % kBlock == 0 ? hand_to(attention.output, num_out) : nullptr;
-    tree_attention(model_.kernel(), model_.num_threads(), how, rows, mixed_.data(), stride, handed, attention_scratch_);
+    tree_attention(model_.kernel(), num_threads_, how, rows, mixed_.data(), stride, handed, attention_scratch_);
     return add(x, {mixed_.data(), num_out, stride, nullptr, handed != nullptr}, attention.output,
                model_.weights().layers[index].mixer_post_norm);
 }
@@ -616,7 +617,7 @@ PackedPass::Value PackedPass::branch(const Dense& dense, const Value& x, const V
     const QuantizedRows* handed = hand_to(dense.down, input.n);
     Product gate, up;
     open(dense, inputs.front(), inputs.back(), hidden_.data(), gate_.data(), handed, gate, up);
-    multiply(model_.kernel(), {up}, model_.num_threads());
+    multiply(model_.kernel(), {up}, num_threads_);
     return add(x, {hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr}, dense.down, norm);
 }
 

@@ -131,8 +131,8 @@ private:
     void read_features(const std::vector<int>& rows, float* out, size_t stride);
 
     // Few values are not worth sharing: on a busy machine a join may wait for a thread that has lost its core.
-    int threads_for(size_t num_values) const { return num_values < 16 << 10 ? 1 : model_.num_threads(); }
-    // Memory for so many rows.
+    int threads_for(size_t num_values) const { return num_values < 16 << 10 ? 1 : num_threads_; }
+    // Memory and threads for so many rows.
     void make_room(int num_rows);
     std::vector<Activations> activations(const Value& x, const std::vector<const Linear*>& matrices);
     void apply(const Norm& norm, const float* row, int cols, float* out) const;
@@ -147,7 +147,8 @@ private:
     // For `next`, that alone reads a result of n rows; null where it takes floats.
     const QuantizedRows* hand_to(const Linear& next, int n);
 
-    int room_ = 0;  // rows there is memory for
+    int room_ = 0;         // rows there is memory for
+    int num_threads_ = 1;  // of the pass in hand
     size_t product_stride_ = 0;
     bool has_gate_ = false;
     const Pass* pass_ = nullptr;

@@ -141,7 +141,7 @@ void Executor::find_candidates(const std::vector<Judged>& rows) {
     const size_t worth = all_raw ? kLargestWorthSharing : kLogitsWorthSharing;
     const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < worth;
     // One row is shared out by its logits, several are by rows.
-    const int threads = quick ? 1 : model_.num_threads(), in_row = rows.size() == 1 ? threads : 1;
+    const int threads = quick ? 1 : model_.num_threads_for(rows.size()), in_row = rows.size() == 1 ? threads : 1;
     ThreadPool::shared().run(static_cast<int>(rows.size()), threads, [&](int i, int worker) {
         const Judged& row = rows[i];
         Sampler& sampler = samplers_[worker];

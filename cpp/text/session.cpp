@@ -363,7 +363,7 @@ Followed Session::follow(const Sampling& sampling, int root) {
     const Turn turn(*this);
     text_.check_open();
     const Executor::Turn computing(*text_.executor);
-    return text_.follow(sampling, {}, root, 0, text_.model->num_threads());
+    return text_.follow(sampling, {}, root, 0, text_.model->num_threads_for(1));
 }
 
 Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {

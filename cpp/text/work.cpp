@@ -402,7 +402,7 @@ void Run::follow(std::vector<Outcome>& outcomes) {
             greedy = greedy && works_[i]->samplings[0].temperature == 0;
         }
     }
-    const int all = text_of(0).model->num_threads();
+    const int all = text_of(0).model->num_threads_for(trees.size());
     const int threads = trees.size() > 1 && !greedy ? all : 1;
     ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
         const Work& work = *works_[trees[i]];
@@ -471,7 +471,11 @@ std::vector<Outcome> run(const std::vector<const Work*>& works, const std::funct
     }
     const Model& model = works[0]->session->model();
     if (!model.llama()) {
-        ThreadPool::shared().wake(model.num_threads());  // as early as possible before a pass
+        size_t rows = 0;
+        for (const Work* work : works) {
+            rows += work->tokens.size();
+        }
+        ThreadPool::shared().wake(model.num_threads_for(rows));  // as early as possible before a pass
     }
     Run run(works);
     run.append();

@@ -65,10 +65,10 @@ class Benchmark:
         longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
         setup, kernel = self._setup(path, draft, longest)
         remembered = {"warm": [prompt.tokens.tolist() for prompt in warm], "max_tokens": self.max_tokens}
-        chosen_methods = methods.ours(setup | remembered)
+        chosen_methods = methods.ours(setup | remembered | {"threads": self.threads})
         chosen_methods += methods.baselines(setup, self.llama_cpp, self.baselines)
         progress("passes of the target", 0.0, 0.0)
-        times = passes.measure(path, repeats=5, num_threads=setup["threads"], baseline=False)
+        times = passes.measure(path, repeats=5, num_threads=self.threads, baseline=False)
         outcome = Suite(chosen_methods, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
         progress("agreement of the draft", outcome.seconds, 0.0)
         agreement = self._agreement(path, draft, chosen, outcome)
@@ -122,7 +122,7 @@ class Benchmark:
         setup = {
             "model": str(path),
             "draft": str(draft) if draft else None,
-            "threads": target.num_threads,
+            "threads": target.num_few_threads,
             "n_ctx": min(target.max_context, longest + self.max_tokens + _TREE_ROOM),
         }
         return setup, target.kernel

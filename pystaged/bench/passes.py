@@ -113,7 +113,7 @@ def measure(
         path: GGUF file.
         contexts: past lengths in tokens; by default 256, or half of the model's trained context.
         repeats: timed passes for each row count and past length.
-        num_threads: 0 for one per physical core.
+        num_threads: 0 for as many as the machine's cores allow.
         baseline: also measure llama.cpp, in its own process.
         cost: called with the loaded model for its costs, to show beside the times.
         progress: called with what is measured, the rounds done, and their number.
@@ -147,7 +147,7 @@ def measure(
     theirs: dict[tuple[int, int], float] = {}
     how = "not asked"
     if baseline:
-        setup = {"path": str(path), "longest": lengths[-1], "threads": model.num_threads}
+        setup = {"path": str(path), "longest": lengths[-1], "threads": model.num_few_threads}
         theirs, how = _measure_llama_cpp(setup, rows, repeats, progress)
     bandwidth, rate = statistics.median(bandwidths), dot_rate(kernel, model.num_threads)
     read_ms, cells_ms = (1e3 * size / bandwidth for size in (model.weight_bytes, 1000 * model.cell_bytes))

@@ -154,7 +154,7 @@ def measure(
         config = GenerationConfig(max_tokens=most, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
         setup["ends"] = frozenset(engine.tokenizer.end_tokens.tolist())
-        setup |= {"threads": engine.model.num_threads, "max_tokens": max_tokens}
+        setup |= {"threads": engine.model.num_few_threads, "max_tokens": max_tokens}
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
         found: list[Figures] = []
         left_out: list[LeftOut] = []

@@ -44,7 +44,7 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             "pystaged": pystaged.__version__,
             "llama.cpp": f"of llama-cpp-python {_llama.VERSION}{', inside this package' if _llama.IS_INSIDE else ''}",
             "kernel": f"{loaded.kernel} (of {', '.join(_core.kernels())})" if is_ours else "llama.cpp's on ggml-cpu",
-            "threads": str(loaded.num_threads),
+            "threads": _threads(_core.choose_cores(), is_ours),
             "model": str(path),
             "name": loaded.name,
             "draft": _draft(draft, path, loaded) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
@@ -74,6 +74,15 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             f"{'device':<18}{name}: {device.description}, "
             f"{size_words(device.free_bytes)} of {size_words(device.total_bytes)} free"
         )
+
+
+def _threads(cores: _core.Cores, is_ours: bool) -> str:
+    """How many threads compute, and the cores that they were chosen for, in words."""
+    most = cores.many if is_ours else cores.few
+    threads = f"{most}" if most == cores.few else f"{most}, in passes of fewer than 16 rows {cores.few}"
+    apart = f", {cores.apart} of them left out as they lack the others' cache" if cores.apart else ""
+    quota = f", a limit of {cores.quota} CPU{'s' if cores.quota > 1 else ''}" if cores.quota else ""
+    return f"{threads} ({cores.found} core{'s' if cores.found > 1 else ''}{apart}{quota})"
 
 
 def _experts(metadata: Mapping[str, str]) -> str:

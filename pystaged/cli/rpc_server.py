@@ -31,4 +31,4 @@ def rpc_server(
         )
     # The server waits in C++, where Python cannot handle Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _core.serve_devices(f"{host}:{port}", device, threads or _core.physical_cores())
+    _core.serve_devices(f"{host}:{port}", device, threads or _core.choose_cores().few)

@@ -38,7 +38,7 @@ class Job:
         path: the target's file. folder: an existing folder for plan, answers and checkpoint.
         prompts: a file of prompts; None for generated questions (see Asker).
         device: where torch trains, "auto" for a GPU if it has one.
-        threads: 0 for one per physical core.
+        threads: 0 for one per fast core.
         report: called with lines for the user.
 
     Raises:
@@ -48,7 +48,7 @@ class Job:
     def __init__(
         self, path: Path, folder: Path, prompts: Path | None, device: str, threads: int, report: Callable[[str], None]
     ) -> None:
-        torch.set_num_threads(threads or _core.physical_cores())
+        torch.set_num_threads(threads or _core.choose_cores().few)
         self._path, self._folder, self._prompts = path, folder, prompts
         self._threads, self._report = threads, report
         self._device = best_device() if device == "auto" else device

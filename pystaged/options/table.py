@@ -194,7 +194,7 @@ class LoadFields(TypedDict, total=False):
     kv: Annotated[str, Option("f16", help=
         "Type of the KV cache: f16, or q8_0 for half the memory and slightly different texts.")]
     num_threads: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--threads",), help=
-        "Number of threads; 0 for one per physical core.")]
+        "Number of threads; 0 for as many as the machine's cores allow, which `info` shows.")]
     weight_cache: Annotated[bool, Option(False, help=
         "Save packed weights in the cache folder, about as large as the model, to load faster from then on.")]
     recycle: Annotated[bool, Option(True, flags=("--recycle/--no-recycle",), help=

@@ -511,14 +511,16 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], cpus: int) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert _core.cpu_quota(tmp_path) == cpus
+    assert _core.choose_cores(tmp_path, [0]).quota == cpus
 
 
 def test_only_what_is_automatic_is_capped(random_gguf: Callable[..., Path]) -> None:
-    assert 1 <= _core.physical_cores() <= (_core.cpu_quota() or os.cpu_count() or 1)
+    cores = _core.choose_cores()
+    assert 1 <= cores.few <= cores.many <= (cores.quota or os.cpu_count() or 1)
     path = str(random_gguf("Q8_0"))
-    assert load(path).num_threads == _core.physical_cores()
-    assert load(path, num_threads=5).num_threads == 5
+    automatic, asked = load(path), load(path, num_threads=5)
+    assert (automatic.num_few_threads, automatic.num_threads) == (cores.few, cores.many)
+    assert (asked.num_few_threads, asked.num_threads) == (5, 5)
 
 
 FLOATS = """

@@ -65,7 +65,7 @@ def llama_context(
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, rows, rows
     params.n_seq_max, params.kv_unified, params.swa_full = 8, True, True
-    params.n_threads = params.n_threads_batch = num_threads or _core.physical_cores()
+    params.n_threads = params.n_threads_batch = num_threads or _core.choose_cores().few
     if exact:
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
