@@ -95,7 +95,6 @@ constexpr int kIntegerRows = 8;
 // One by one, rows would need every word loaded for each: there are 16 registers.
 constexpr int kRowsTogether = 4;
 constexpr bool kRowPairs = false;
-constexpr int kPanelsFrom = 32;
 constexpr int kPanelRows = 4;
 constexpr int kPanelUnits = 2;
 constexpr int kFloatRows = 6;

@@ -9,6 +9,8 @@ namespace {
 
 #include "avx.h"
 
+constexpr int kPanelsFrom = 12;
+
 // GCC would make all products first and add them up as trees, for which there are not registers enough.
 inline __m256i in_order(__m256i sum) {
     asm("" : "+x"(sum));

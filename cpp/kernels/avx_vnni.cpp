@@ -9,6 +9,8 @@ namespace {
 
 #include "avx.h"
 
+constexpr int kPanelsFrom = 32;
+
 // Where a test build encodes it as AVX-512 does, so that more machines can run this file.
 inline __m256i dot4(__m256i sum, __m256i weights, __m256i values) {
 #ifdef __AVXVNNI__

@@ -11,6 +11,7 @@
 #include <cfloat>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <string>
 #include <vector>
 

@@ -176,7 +176,8 @@ struct Panel {
         for (int part = 0; part < kUnits; ++part) {
             const Header header(data, part);
             for (int b = 0; b < blocks; ++b) {
-                weights[b][part] = Block(header, data + Header::bytes + b * Block::bytes, part);
+                // In place: copied, a large block takes longer than unpacking it did.
+                new (&weights[b][part]) Block(header, data + Header::bytes + b * Block::bytes, part);
             }
         }
     }
@@ -236,10 +237,8 @@ void integer_panels(const uint8_t* weights, int first, int last, const Activatio
             const uint8_t* data = weights + g * group_bytes + b / kPanelBlocks * panel_bytes;
             panel.take_weights(data);
             const uint8_t* next = g + 1 < last ? data + group_bytes : data - (g - first) * group_bytes + panel_bytes;
-            for (size_t line = 0; kPrefetchBytes > 0 && line < panel_bytes; line += 64) {
-                __builtin_prefetch(next + line, 0, kPrefetchLocality);
-            }
             for (int r = 0; r < n; r += kPanelRows) {
+                prefetch(next - kPrefetchBytes, panel_bytes, r / kPanelRows, n / kPanelRows);
                 panel.multiply(r, sums[g - first][r]);
             }
         }
