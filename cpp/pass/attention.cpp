@@ -60,10 +60,12 @@ struct Round {
 
 }  // namespace
 
-void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at) {
+void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at, int row,
+                  int end) {
     const auto head_behind = [&](size_t first) { return static_cast<int>((at - first) / how.head_dim); };
     for (const AttentionSegment& segment : rows.segments) {
-        for (int i = std::max(segment.first_row, rows.begin); i < segment.first_row + segment.num_rows; ++i) {
+        const int last = std::min(segment.first_row + segment.num_rows, rows.begin + end);
+        for (int i = std::max(segment.first_row, rows.begin + row); i < last; ++i) {
             float* x = rows.qkv + (i - rows.begin) * rows.stride + at;
             const int cell = segment.first_cell + i - segment.first_row;
             if (at >= rows.v_at) {
