@@ -251,7 +251,7 @@ PackedPass::Value PackedPass::embed(int num_rows) {
     }
     const size_t stride = h.padded_width();
     float* rows = next_rows();
-    for (int i = 0; i < num_rows; ++i) {
+    ThreadPool::shared().run(num_rows, threads_for(num_rows * stride), [&](int i, int) {
         float* row = rows + i * stride;
         embed_token(pass_->tokens[i], row);
         std::fill(row + h.width, row + stride, 0.0f);
@@ -261,7 +261,7 @@ PackedPass::Value PackedPass::embed(int num_rows) {
                 row[d] += position[d];
             }
         }
-    }
+    });
     const Value x{rows, num_rows, stride};
     if (h.layer_embedding_width > 0) {
         read_layer_embeddings(x);
@@ -653,13 +653,13 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
         branch.residual = x.rows;
     }
     multiply_by(linear, y, branch);
-    for (int i = 0; norm.present() && i < x.n; ++i) {
+    ThreadPool::shared().run(norm.present() ? x.n : 0, threads_for(x.n * x.stride), [&](int i, int) {
         float *row = branch_.data() + i * x.stride, *sum = out + i * x.stride;
         apply(norm, row, h.width, row);
         for (size_t d = 0; d < x.stride; ++d) {
             sum[d] = x.rows[i * x.stride + d] + h.residual_scale * row[d];
         }
-    }
+    });
     return {out, x.n, x.stride};
 }
 
