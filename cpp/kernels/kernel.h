@@ -148,7 +148,12 @@ static inline QuantizedRows from_block(const QuantizedRows& rows, int block) {
     return {rows.n, rows.packing, rows.quants + at * kBlock, rows.factors + at};
 }
 
-// n rows of activations, as float packings or as integer packings read them.
+// Those from `row` on, an even one, of as many.
+static inline QuantizedRows from_row(const QuantizedRows& rows, int row) {
+    return {rows.n, rows.packing, rows.quants + size_t(row) * kBlock, rows.factors + row};
+}
+
+// n rows of activations, as float packings or as integer packings read them; perhaps some of those that were quantized.
 struct Activations {
     int n = 0;
     int cols = 0;                   // inputs, a multiple of kBlock; padding is zero

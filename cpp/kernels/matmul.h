@@ -122,8 +122,8 @@ template <class Block, int rows>
                     add_any_rows(block, sums[part], q, f, n);
                 }
                 data += Block::bytes;
-                q += size_t(x.n) * kBlock;
-                f += x.n;
+                q += size_t(x.quantized.n) * kBlock;
+                f += x.quantized.n;
             }
 #pragma GCC unroll 16
             for (int r = 0; r < rows; ++r) {
@@ -131,8 +131,8 @@ template <class Block, int rows>
             }
         }
         group += Header::bytes + blocks * Block::bytes;
-        quants += size_t(blocks) * x.n * kBlock;
-        factors += size_t(blocks) * x.n;
+        quants += size_t(blocks) * x.quantized.n * kBlock;
+        factors += size_t(blocks) * x.quantized.n;
     }
     for (int part = 0; part < kUnits; ++part) {
         finish(sums[part], 1, n, e, row, g * kUnits + part);
@@ -231,8 +231,7 @@ void integer_panels(const uint8_t* weights, int first, int last, const Activatio
     }
     for (int b = 0; b < blocks; b += kPanelBlocks) {
         panel.blocks = blocks - b < kPanelBlocks ? blocks - b : kPanelBlocks;
-        const size_t at = size_t(b) * x.n + row;
-        panel.take_rows({x.n, x.quantized.packing, x.quantized.quants + at * kBlock, x.quantized.factors + at}, n);
+        panel.take_rows(from_row(from_block(x.quantized, b), row), n);
         for (int g = first; g < last; ++g) {
             const uint8_t* data = weights + g * group_bytes + b / kPanelBlocks * panel_bytes;
             panel.take_weights(data);
@@ -255,7 +254,7 @@ void integer_matmul(const uint8_t* weights, int first, int last, const Activatio
     using Header = typename Block::Header;
     const size_t group_bytes =
         size_t(x.cols / kBlock) * Block::bytes + size_t(x.cols / kBlock / Header::blocks) * Header::bytes;
-    const int whole = x.n < kPanelsFrom ? 0 : x.n / kPanelRows * kPanelRows;
+    const int whole = x.quantized.n < kPanelsFrom ? 0 : x.n / kPanelRows * kPanelRows;
     for (int row = 0; row < whole; row += kMostPanelRows) {
         const int n = whole - row < kMostPanelRows ? whole - row : kMostPanelRows;
         for (int g = first; g < last; g += kPanelGroups) {

@@ -30,27 +30,100 @@ private:
     static inline const int registered_ = in_children([] { current_ = new T; });
 };
 
+// Who takes which index of a job. It has neither threads nor a clock, so that a simulation may drive it, too.
+class Claims {
+public:
+    static constexpr int kMaxThreads = 256;
+
+    // What claim() says instead of an index: there is none for this worker; or faster ones will have done what is left
+    // before it had done one, so let it ask again.
+    static constexpr int kNone = -1, kLeave = -2;
+
+    // The next job, when no index of the last one is unfinished. `work`: of each, where they are alike, in a unit of
+    // those jobs; or 0.
+    void open(int count, int num_threads, int work);
+    bool has_work(int worker) const;
+    // now() are nanoseconds.
+    template <class Now>
+    int claim(int worker, const Now& now) {
+        Pace& own = paces_[worker];
+        uint64_t ticket = ticket_.load(std::memory_order_relaxed);
+        do {
+            const int left = left_in(ticket);
+            if (left == 0 || worker >= threads_of(ticket)) {
+                own.left = 0;
+                return kNone;
+            }
+            if (ticket & kAlike && leaves(worker, threads_of(ticket), left)) {
+                // Unless none has been taken for twice as long as the fastest has one: they may be off their cores.
+                const int64_t time = now();
+                own.since = own.left == left ? own.since : time;
+                own.left = left;
+                if (time - own.since <
+                    2 * least_.load(std::memory_order_relaxed) * work_.load(std::memory_order_relaxed)) {
+                    return kLeave;
+                }
+            }
+        } while (
+            !ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acquire, std::memory_order_relaxed));
+        own.left = 0;
+        return count_ - left_in(ticket);
+    }
+    // Whether those of the job that `worker` has claimed an index of are alike; then it says how long each took it.
+    bool alike() const { return work_.load(std::memory_order_relaxed) > 0; }
+    void took(int worker, int64_t nanoseconds);
+
+private:
+    static constexpr uint64_t kAlike = uint64_t(1) << 63;
+
+    static int left_in(uint64_t ticket) { return static_cast<int>(uint32_t(ticket)); }
+    static int threads_of(uint64_t ticket) { return static_cast<int>((ticket & ~kAlike) >> 32); }
+    // Whether faster workers, if each had just begun one, would end all that are left before this one ended one.
+    bool leaves(int worker, int num_threads, int left) const;
+
+    // How many threads work on the job in hand, and how many of its indices nobody has claimed: alike << 63 |
+    // num_threads << 32 | left. Whoever counts `left` down by compare-and-swap has claimed index count_ - left.
+    alignas(kCacheLine) std::atomic<uint64_t> ticket_{0};
+
+    // Written as ThreadPool's fields of the job are.
+    alignas(kCacheLine) int count_ = 0;
+    std::atomic<int> work_{0};
+    // Nanoseconds that one of the job took for each unit of work; before the first of it is done, of the job before.
+    std::atomic<float> least_{0};
+    std::atomic<bool> is_first_{false};
+
+    // How many times longer than the job's fastest worker each takes.
+    alignas(kCacheLine) std::atomic<float> slowness_[kMaxThreads] = {};
+    struct alignas(kCacheLine) Pace {
+        int64_t since = 0;  // when it left to others the `left` that there are
+        int left = 0;       // or 0
+    };
+    Pace paces_[kMaxThreads];
+};
+
 class ThreadPool {
 public:
     static ThreadPool& shared() { return OfProcess<ThreadPool>::get(); }
 
-    static constexpr int kMaxThreads = 256;
+    static constexpr int kMaxThreads = Claims::kMaxThreads;
 
     // Tells sleeping workers that there will be work for so many threads in a moment, so that the first job need not
     // wait for them.
     void wake(int num_threads);
 
     // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads). The caller is worker 0.
-    // Throws the first exception of a task, once none is running; what had not begun by then is left out.
+    // Throws the first exception of a task, once none is running; what had not begun by then is left out. `work`: as
+    // Claims has it.
     template <class Task>
-    void run(int count, int num_threads, const Task& task) {
+    void run(int count, int num_threads, const Task& task, int work = 0) {
         if (count <= 1 || num_threads <= 1) {
             for (int i = 0; i < count; ++i) {
                 task(i, 0);
             }
             return;
         }
-        dispatch(count, num_threads, [](const void* t, int i, int w) { (*static_cast<const Task*>(t))(i, w); }, &task);
+        const Call call = [](const void* t, int i, int w) { (*static_cast<const Task*>(t))(i, w); };
+        dispatch(count, num_threads, work, call, &task);
     }
 
 private:
@@ -59,36 +132,42 @@ private:
     friend class OfProcess<ThreadPool>;
 
     ThreadPool() = default;
-    void dispatch(int count, int num_threads, Call call, const void* task);
+    void dispatch(int count, int num_threads, int work, Call call, const void* task);
     void grow(int num_workers);
     void work(int worker);
-    bool has_work(int worker) const;
+    // Returns false when there is nothing more for this worker.
     bool claim_and_call(int worker);
+    void park(int worker);
+    void wake_two();
 
     std::mutex run_mutex_;  // one job at a time
 
-    // How many threads work on the job in hand, and how many of its indices nobody has claimed: num_threads << 32 |
-    // left. Whoever counts `left` down by compare-and-swap has claimed index count_ - left.
-    alignas(kCacheLine) std::atomic<uint64_t> ticket_{0};
-
     // The job: written when no index is left and none unfinished, read by who has claimed one and not finished it. So
-    // no thread reads while another writes. Its values are the right ones: the compare-and-swap (acquire) reads what
-    // dispatch() stored in ticket_ (release) after the fields, or what other claims made of that. And it is over when
-    // dispatch() overwrites it: reading 0 in unfinished_ (acquire), it has seen the end (release) of every index.
-    alignas(kCacheLine) int count_ = 0;
-    Call call_ = nullptr;
+    // no thread reads while another writes. Its values are the right ones: the compare-and-swap (acquire) of a claim
+    // reads what dispatch() stored in the ticket (release) after the fields, or what other claims made of that. And it
+    // is over when dispatch() overwrites it: reading 0 in unfinished_ (acquire), it has seen the end (release) of every
+    // index.
+    Claims claims_;
+    alignas(kCacheLine) Call call_ = nullptr;
     const void* task_ = nullptr;
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;  // of whoever set failed_
     alignas(kCacheLine) std::atomic<int> unfinished_{0};
 
     // Sleep. Who falls asleep says so and then looks once more; who has something new stores it and then looks for
-    // sleepers. As all four are sequentially consistent, one of the two sees the other.
+    // sleepers. As all four are sequentially consistent, one of the two sees the other. A sleeper's bit is taken back
+    // by itself or by who wakes it, whoever comes first; each that is woken wakes two more, as far as a job needs them.
     std::atomic<bool> caller_asleep_{false};
-    alignas(kCacheLine) std::mutex sleep_mutex_;
-    std::condition_variable work_ready_, work_done_;
-    std::atomic<int> num_asleep_{0};
-    uint64_t wakes_ = 0;  // calls of wake() that found somebody asleep
+    std::mutex caller_mutex_;
+    std::condition_variable work_done_;
+    alignas(kCacheLine) std::atomic<uint64_t> parked_[kMaxThreads / 64] = {};
+    std::atomic<int> wanted_{0};  // threads, by the last job or wake()
+    struct alignas(kCacheLine) Bed {
+        std::mutex mutex;
+        std::condition_variable woken;
+        bool is_woken = false;
+    };
+    Bed beds_[kMaxThreads];
     int num_workers_ = 0;
 };
 

@@ -60,10 +60,12 @@ struct Round {
 
 }  // namespace
 
-void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at) {
+void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at, int row,
+                  int end) {
     const auto head_behind = [&](size_t first) { return static_cast<int>((at - first) / how.head_dim); };
     for (const AttentionSegment& segment : rows.segments) {
-        for (int i = std::max(segment.first_row, rows.begin); i < segment.first_row + segment.num_rows; ++i) {
+        const int last = std::min(segment.first_row + segment.num_rows, rows.begin + end);
+        for (int i = std::max(segment.first_row, rows.begin + row); i < last; ++i) {
             float* x = rows.qkv + (i - rows.begin) * rows.stride + at;
             const int cell = segment.first_cell + i - segment.first_row;
             if (at >= rows.v_at) {
@@ -155,12 +157,14 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.partials = partials;
         kernel.attend(task);
     };
-    const auto fold = [&](const Share& share, int kv_head, int part, const float* partials, int count, bool done) {
+    const auto fold = [&](const Share& share, int kv_head, int part, const float* partials, int first, int count) {
+        const bool done = first + count == share.last_chunk;
         const size_t next = share.numbers * stride;
         for (int i = share.first_of(part); i < share.first_of(part + 1); ++i) {
             const int row = share.first_row - rows.first_row + i / group, head = kv_head * group + i % group;
             float* to = out + row * out_stride + size_t(head) * value_dim;
             float* total = scratch.totals.data() + share.totals + kv_head * next + i * stride;
+            std::fill_n(total, first == share.first_chunk ? stride : 0, 0.0f);
             kernel.fold(partials + i * stride, next, count, value_dim, total, done ? to : nullptr);
             if (done && how.sinks) {
                 const float* state = total + padded(value_dim, kLanes);
@@ -179,7 +183,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         }
     };
 
-    scratch.totals.assign(num_kv_heads * head_floats, 0.0f);
+    scratch.totals.resize(std::max(scratch.totals.size(), num_kv_heads * head_floats));
     if (scratch.unfinished.size() < all_parts) {
         scratch.unfinished = std::vector<std::atomic<int>>(all_parts);
     }
@@ -209,7 +213,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             const int first = share.first_chunk + static_cast<int>(done);
             attend(s, kv_head, first + at, part, partials + at * chunk_floats, worker);
             if (--scratch.unfinished[share.unfinished + kv_head * share.parts + part] == 0) {
-                fold(share, kv_head, part, partials, round.chunks, first + round.chunks == share.last_chunk);
+                fold(share, kv_head, part, partials, first, round.chunks);
             }
         });
     }

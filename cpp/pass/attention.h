@@ -65,9 +65,10 @@ struct AttentionScratch {
     std::vector<std::atomic<int>> unfinished;  // of each segment [kv heads][parts], chunks of a round
 };
 
-// Prepares the head that begins at `at` in all rows: queries and keys are normed and rotated in place, keys and values
-// are written into the caches' cells of this pass.
-void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at);
+// Prepares the head that begins at `at` in rows [row, end) of `qkv`: queries and keys are normed and rotated in place,
+// keys and values are written into the caches' cells of this pass.
+void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at, int row,
+                  int end);
 
 // Attends, all heads being ready, for the rows from `first_row` on into out[n - first_row][out_stride], zero behind the
 // heads, and into `quantized` where that is given (heads must be a multiple of kBlock wide).

@@ -60,9 +60,9 @@ void keep_groups(std::vector<double>& values, int groups, int used) {
 void PackedPass::choose(const Experts& experts, int n) {
     const ExpertNumbers& numbers = model_.numbers().experts;
     const size_t stride = experts.router.packed.padded_rows();
-    std::vector<int> rows_of(numbers.count);
-    chosen_.clear();
-    for (int row = 0; row < n; ++row) {
+    chosen_.resize(size_t(n) * numbers.used);
+    // Each score takes as long as many of other values.
+    ThreadPool::shared().run(n, threads_for(size_t(n) * numbers.count * 16), [&](int row, int) {
         const float* logits = scores_.data() + row * stride;
         std::vector<double> scores(logits, logits + numbers.count);
         for (double& score : scores) {
@@ -94,9 +94,12 @@ void PackedPass::choose(const Experts& experts, int n) {
         for (size_t i = 0; i < best.size(); ++i) {
             const double weight = numbers.normalized ? weights[i] / std::max(sum, kLeastSum) : weights[i];
             const double factor = experts.factors.present() ? experts.factors.values[best[i]] : 1;
-            chosen_.push_back({best[i], static_cast<float>(weight * numbers.scale * factor)});
-            ++rows_of[best[i]];
+            chosen_[row * best.size() + i] = {best[i], static_cast<float>(weight * numbers.scale * factor)};
         }
+    });
+    std::vector<int> rows_of(numbers.count);
+    for (const Chosen& chosen : chosen_) {
+        ++rows_of[chosen.expert];
     }
     // The experts with the most rows first, as theirs is the longest work.
     groups_.clear();

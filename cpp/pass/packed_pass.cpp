@@ -252,7 +252,7 @@ PackedPass::Value PackedPass::embed(int num_rows) {
     }
     const size_t stride = h.padded_width();
     float* rows = next_rows();
-    for (int i = 0; i < num_rows; ++i) {
+    ThreadPool::shared().run(num_rows, threads_for(num_rows * stride), [&](int i, int) {
         float* row = rows + i * stride;
         embed_token(pass_->tokens[i], row);
         std::fill(row + h.width, row + stride, 0.0f);
@@ -262,7 +262,7 @@ PackedPass::Value PackedPass::embed(int num_rows) {
                 row[d] += position[d];
             }
         }
-    }
+    });
     const Value x{rows, num_rows, stride};
     if (h.layer_embedding_width > 0) {
         read_layer_embeddings(x);
@@ -509,7 +509,7 @@ void PackedPass::check_interruption() const {
 }
 
 PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Value& x, size_t stride, int part,
-                                       const std::function<void(size_t first)>& finish) {
+                                       const std::function<void(size_t at, int row, int end)>& finish) {
     std::vector<const Linear*> matrices;
     for (const Linear& linear : all) {
         matrices.push_back(&linear);
@@ -520,7 +520,7 @@ PackedPass::Value PackedPass::products(const std::vector<Linear>& all, const Val
     for (size_t i = 0; i < matrices.size(); ++i) {
         products.push_back({&matrices[i]->packed, inputs[i], epilogue(*matrices[i], products_.data() + at, stride)});
         products.back().part = part;
-        products.back().finish = [&finish, at](int first) { finish(at + first); };
+        products.back().finish = [&finish, at](int first, int row, int end) { finish(at + first, row, end); };
         at += matrices[i]->packed.padded_rows();
     }
     multiply(model_.kernel(), products, num_threads_);
@@ -583,19 +583,21 @@ PackedPass::Value PackedPass::branch(const Attention& attention, const Value& x,
 
     const bool reads_both = index == 0 && model_.family().reads == Reads::beside_tokens;
     const Value read = reads_both ? Value{fused_.data(), input.n, size_t(2) * h.width} : input;
-    const auto prepare = [&](size_t at) { prepare_head(model_.kernel(), how, rows, at); };
+    const auto prepare = [&](size_t at, int row, int end) { prepare_head(model_.kernel(), how, rows, at, row, end); };
     const Value product = products(attention.qkv, read, attention.qkv_stride, whole_norms ? 0 : how.head_dim, prepare);
     if (whole_norms) {
-        for (int i = 0; i < product.n; ++i) {
+        ThreadPool::shared().run(product.n, threads_for(product.n * product.stride), [&](int i, int) {
             float *q = rows.qkv + i * rows.stride, *k = q + rows.k_at;
             model_.kernel().rms_norm(q, attention.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
             model_.kernel().rms_norm(k, attention.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
-        }
-        const int q_end = h.num_heads, k_end = q_end + h.num_kv_heads, end = k_end + h.num_kv_heads;
-        ThreadPool::shared().run(end, threads_for(product.n * product.stride), [&](int i, int) {
-            prepare(i < q_end   ? size_t(i) * h.head_dim
-                    : i < k_end ? rows.k_at + size_t(i - q_end) * h.head_dim
-                                : rows.v_at + size_t(i - k_end) * h.head_dim);
+            const auto prepare_heads = [&](size_t first, int width) {
+                for (size_t at = first; at < first + width; at += h.head_dim) {
+                    prepare(at, i, i + 1);
+                }
+            };
+            prepare_heads(0, h.q_width());
+            prepare_heads(rows.k_at, h.kv_width());
+            prepare_heads(rows.v_at, h.kv_width());
         });
     }
 
@@ -652,13 +654,13 @@ PackedPass::Value PackedPass::add(const Value& x, const Value& y, const Linear& 
         branch.residual = x.rows;
     }
     multiply_by(linear, y, branch);
-    for (int i = 0; norm.present() && i < x.n; ++i) {
+    ThreadPool::shared().run(norm.present() ? x.n : 0, threads_for(x.n * x.stride), [&](int i, int) {
         float *row = branch_.data() + i * x.stride, *sum = out + i * x.stride;
         apply(norm, row, h.width, row);
         for (size_t d = 0; d < x.stride; ++d) {
             sum[d] = x.rows[i * x.stride + d] + h.residual_scale * row[d];
         }
-    }
+    });
     return {out, x.n, x.stride};
 }
 

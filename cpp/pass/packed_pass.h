@@ -115,7 +115,7 @@ private:
     void choose(const Experts& experts, int n);
     // Products of matrices with the same rows, side by side; `finish` as Product has it, called with a place in a row.
     Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride, int part = 0,
-                   const std::function<void(size_t first)>& finish = {});
+                   const std::function<void(size_t at, int row, int end)>& finish = {});
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm);
 

@@ -14,91 +14,125 @@ namespace {
 // must what a slow core still has in hand when the others are done.
 constexpr size_t kMostBytes = 256 << 10, kLeastBytes = 32 << 10;
 
-// From so many rows on a thread takes this many groups at least, which share what is prepared of the rows.
-constexpr int kManyRows = 64, kLeastGroups = 8;
+// From so many rows on weights are unpacked once for so many rows, the sums of so many groups staying in the cache:
+// that is what a thread takes then, the rows in whole tiles.
+constexpr int kManyRows = 64, kManyGroups = 8, kTile = 16;
+
+// So many weights are worth another thread, beside what a join costs; so are fewer that are multiplied by more rows
+// than it takes to read them.
+constexpr size_t kWorthBytes = 48 << 10;
+constexpr int kReadRows = 4;
 
 // Groups whose outputs make a whole block, which is what is handed out.
 int groups_of_block(const Product& p) {
     return p.epilogue.gated ? 4 : 2;
 }
 
-// Blocks of outputs that one thread takes at a time.
-struct BlockRange {
-    const Product* product;
-    int first, last;
-};
-
-// Ever smaller ones: of all the weights that are left, the same part.
-std::vector<BlockRange> ranges_of(const std::vector<Product>& products, int num_threads) {
-    const auto block_bytes = [](const Product& p) {
-        const size_t bytes = p.weights->bytes() / p.weights->padded_rows() * kLanes * groups_of_block(p);
-        return p.before ? bytes + p.before->weights->bytes() / p.before->weights->padded_rows() * kBlock : bytes;
-    };
-    size_t left = 0;
-    const auto blocks_of = [](const Product& p) { return p.weights->padded_rows() / kLanes / groups_of_block(p); };
-    for (const Product& p : products) {
-        left += blocks_of(p) * block_bytes(p);
-    }
-    std::vector<BlockRange> ranges;
-    ranges.reserve(32);
-    for (const Product& p : products) {
-        const int blocks = blocks_of(p), unit = p.maxima ? kRun / kBlock : 1;
-        for (int first = 0, last; first < blocks; first = last) {
-            const size_t bytes = std::clamp(left / (2 * num_threads), kLeastBytes, kMostBytes);
-            const int least = p.x.n < kManyRows ? 1 : std::max(1, kLeastGroups / groups_of_block(p));
-            const int count = std::max(least, static_cast<int>(bytes / block_bytes(p)));
-            last = std::min(blocks, first + padded(count, unit));
-            left -= (last - first) * block_bytes(p);
-            ranges.push_back({&p, first, last});
-        }
-    }
-    return ranges;
+int divided(int n, int by) {
+    return (n + by - 1) / by;
 }
 
 }  // namespace
 
+void ProductTasks::share_out(const std::vector<Product>& products, int threads) {
+    const auto blocks_of = [](const Product& p) {
+        return p.weights->padded_rows() / kBlock / (p.epilogue.gated ? 2 : 1);
+    };
+    const auto bytes_of = [](const Product& p) {
+        return p.weights->bytes() + (p.before ? p.before->weights->bytes() : 0);
+    };
+    size_t left = 0, worth = 0, all = 0;
+    bool alike = true;
+    for (const Product& p : products) {
+        left += bytes_of(p);
+        worth += bytes_of(p) * std::max(kReadRows, p.x.n) / kReadRows;
+        all += size_t(p.weights->padded_rows()) * p.weights->cols() * p.x.n >> 16;
+        alike = alike && p.x.n >= kManyRows && p.x.n == products[0].x.n;
+    }
+    num_threads = static_cast<int>(std::min<size_t>(threads, worth / kWorthBytes + 1));
+    tasks.clear();
+    parts = 0;
+    for (const Product& p : products) {
+        const bool many = p.x.n >= kManyRows;
+        const int blocks = blocks_of(p), unit = p.maxima ? kRun / kBlock : 1;
+        const int panels = many ? divided(p.x.n, kManyRows) : 1;
+        const int rows = many ? padded(divided(p.x.n, panels), kTile) : p.x.n;
+        const size_t of_panel = p.part > 0 ? p.weights->rows() / p.part : 0, block_bytes = bytes_of(p) / blocks;
+        const size_t least = kLeastBytes * kReadRows / std::max(kReadRows, p.x.n);
+        for (int first = 0, last; first < blocks; first = last) {
+            // Few rows: of all the weights that are left, the same part. Many: as evenly as can be.
+            const int rest = blocks - first;
+            const int count = many ? divided(rest, divided(rest, kManyGroups / groups_of_block(p)))
+                                   : std::clamp(left / (2 * num_threads), least, kMostBytes) / block_bytes;
+            last = std::min(blocks, first + padded(std::max(1, count), unit));
+            left -= (last - first) * block_bytes;
+            for (int row = 0, panel = 0; row < p.x.n; row += rows, ++panel) {
+                tasks.push_back({static_cast<int>(&p - products.data()), first, last, row, std::min(p.x.n, row + rows),
+                                 parts + panel * of_panel});
+            }
+        }
+        parts += panels * of_panel;
+    }
+    work = alike && !tasks.empty() ? static_cast<int>(all / tasks.size()) + 1 : 0;
+}
+
 void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads) {
-    const std::vector<BlockRange> ranges = ranges_of(products, num_threads);
-    std::vector<std::vector<std::atomic<int>>> unmade(products.size());  // outputs of each part
-    for (size_t i = 0; i < products.size(); ++i) {
-        if (const int part = products[i].part) {
-            unmade[i] = std::vector<std::atomic<int>>(products[i].weights->rows() / part);
-            std::fill(unmade[i].begin(), unmade[i].end(), part);
+    // Kept from call to call, as they are made anew for each of a pass's products.
+    thread_local ProductTasks shared;
+    thread_local std::vector<std::atomic<int>> unmade_outputs;
+    shared.share_out(products, num_threads);
+    if (unmade_outputs.size() < shared.parts) {
+        unmade_outputs = std::vector<std::atomic<int>>(shared.parts);
+    }
+    for (const ProductTask& task : shared.tasks) {
+        const Product& p = products[task.product];
+        if (p.part > 0 && task.first == 0) {
+            std::fill_n(&unmade_outputs[task.parts], p.weights->rows() / p.part, p.part);
         }
     }
-    ThreadPool::shared().run(static_cast<int>(ranges.size()), num_threads, [&](int i, int) {
-        const Product& p = *ranges[i].product;
-        const int first = ranges[i].first, last = ranges[i].last;
+    const std::vector<ProductTask>& tasks = shared.tasks;
+    std::atomic<int>* const unmade = unmade_outputs.data();
+    const auto call = [&kernel, &products, &tasks, unmade](int i, int) {
+        const auto [index, first, last, begin, end_row, parts] = tasks[i];
+        const Product& p = products[index];
         for (const Product* each : {p.before, &p}) {
             if (each) {
                 const PackedMatrix& weights = *each->weights;
                 const int groups = groups_of_block(*each);
-                kernel.matmul[static_cast<int>(weights.packing())](weights.data(), groups * first, groups * last,
-                                                                   each->x, each->epilogue);
+                const size_t at = begin * each->epilogue.stride;
+                Activations x = each->x;
+                x.n = end_row - begin;
+                x.values += size_t(begin) * x.cols;
+                x.quantized = weights.integer() ? from_row(x.quantized, begin) : x.quantized;
+                Epilogue epilogue = each->epilogue;
+                epilogue.out += at;
+                epilogue.gate = epilogue.gate ? epilogue.gate + at : nullptr;
+                epilogue.residual = epilogue.residual ? epilogue.residual + at : nullptr;
+                kernel.matmul[static_cast<int>(weights.packing())](weights.data(), groups * first, groups * last, x,
+                                                                   epilogue);
             }
         }
-        if (p.quantized) {
-            const float* out = p.epilogue.out + size_t(first) * kBlock;
-            for (int row = 0; row < p.x.n; ++row, out += p.epilogue.stride) {
+        for (int row = begin; row < end_row; ++row) {
+            float* out = p.epilogue.out + row * p.epilogue.stride + size_t(first) * kBlock;
+            if (p.quantized) {
                 kernel.quantize(out, (last - first) * kBlock, row, from_block(*p.quantized, first));
             }
-        }
-        // While they are still in the cache.
-        for (int row = 0; p.maxima && row < p.x.n; ++row) {
-            const size_t at = row * p.epilogue.stride + size_t(first) * kBlock;
-            const int end = last * kBlock < p.weights->padded_rows() ? last * kBlock : int(p.epilogue.stride);
-            find_maxima(kernel, p.epilogue.out + at, std::min(end, p.weights->rows()) - first * kBlock,
-                        end - first * kBlock, p.maxima + at / kRun);
+            if (p.maxima) {  // while they are still in the cache
+                const int end = last * kBlock < p.weights->padded_rows() ? last * kBlock : int(p.epilogue.stride);
+                find_maxima(kernel, out, std::min(end, p.weights->rows()) - first * kBlock, end - first * kBlock,
+                            p.maxima + (out - p.epilogue.out) / kRun);
+            }
         }
         const int end = std::min(last * kBlock, p.weights->rows());
         for (int at = first * kBlock, next; p.part > 0 && at < end; at = next) {
-            const int index = at / p.part;
-            next = std::min(end, (index + 1) * p.part);
-            if ((unmade[&p - products.data()][index] -= next - at) == 0) {
-                p.finish(index * p.part);
+            const int part = at / p.part;
+            next = std::min(end, (part + 1) * p.part);
+            if ((unmade[parts + part] -= next - at) == 0) {
+                p.finish(part * p.part, begin, end_row);
             }
         }
-    });
+    };
+    ThreadPool::shared().run(static_cast<int>(tasks.size()), shared.num_threads, call, shared.work);
 }
 
 void find_maxima(const Kernel& kernel, float* x, int size, int n, float* maxima) {

@@ -17,9 +17,25 @@ struct Product {
     const Product* before = nullptr;           // whose outputs of the same places are made first: the gates of this one
     float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
     // If not 0, so many outputs belong together; rows() is a multiple. `finish` is called with the first output of each
-    // such part, by the thread that makes its last one.
+    // such part and rows [row, end), by the thread that makes the last one of them.
     int part = 0;
-    std::function<void(int first)> finish = nullptr;
+    std::function<void(int first, int row, int end)> finish = nullptr;
+};
+
+// What a thread computes at a time: blocks [first, last) of the outputs, of rows [row, end).
+struct ProductTask {
+    int product, first, last, row, end;
+    size_t parts;  // where the counts of the outputs that are still to be made begin, of these rows' parts
+};
+
+// How products are shared out, in the order in which threads take them.
+struct ProductTasks {
+    std::vector<ProductTask> tasks;
+    int num_threads = 1;  // that the products are worth
+    int work = 0;         // of each task in 2^16 multiply-adds, where they are alike; or 0
+    size_t parts = 0;     // how many counts there are
+
+    void share_out(const std::vector<Product>& products, int num_threads);
 };
 
 // All of them in one join.

@@ -1,5 +1,6 @@
 // Tests of the kernels and of what they work on: kernel_tests [KERNEL...], the names of those this CPU should have.
 #ifndef _WIN32
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #endif
@@ -128,21 +129,22 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
     how.out = result.out.data();
     how.stride = width;
     const QuantizedRows next = result.quantized.rows(n, matrix.packing());
-    // Each part is finished once, when all rows have it.
+    // Each part is finished once in each row.
     const int part = how.gated ? 0 : matrix.rows() % 3 ? matrix.rows() : matrix.rows() / 3;
     Array<float> finished(result.out.size());
     std::atomic<int> num_finished{0};
-    const auto finish = [&](int first) {
-        ++num_finished;
-        for (size_t i = first; i < finished.size(); i += width) {
-            std::copy_n(&result.out[i], part, &finished[i]);
+    const auto finish = [&](int first, int row, int end) {
+        num_finished += end - row;
+        for (; row < end; ++row) {
+            const size_t at = size_t(row) * width + first;
+            std::copy_n(&result.out[at], part, &finished[at]);
         }
     };
     multiply(
         kernel,
         {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, &next, nullptr, nullptr, part, finish}},
         num_threads);
-    CHECK(num_finished == (part > 0 ? matrix.rows() / part : 0));
+    CHECK(num_finished == (part > 0 ? n * matrix.rows() / part : 0));
     for (int i = 0; part > 0 && i < n; ++i) {
         CHECK(same(&finished[size_t(i) * width], &result.out[size_t(i) * width], matrix.rows()));
     }
@@ -1041,7 +1043,7 @@ void test_attention(const AttentionCase& c) {
         rows.k_at = heads * c.dim;
         rows.v_at = rows.k_at + c.kv_heads * c.dim;
         for (int at = 0; at < stride; at += c.dim) {
-            prepare_head(kernel, how, rows, at);
+            prepare_head(kernel, how, rows, at, 0, rows.n);
         }
         const QuantizedRows next = quantized ? quantized->rows(rows.n - first_row, Packing::q8_0) : QuantizedRows();
         tree_attention(kernel, num_threads, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
@@ -1180,7 +1182,7 @@ void test_memory_that_ends() {
     rows.k_at = kv_heads * dim;
     rows.v_at = 2 * kv_heads * dim;
     for (int at = 0; at < 3 * kv_heads * dim; at += dim) {
-        prepare_head(find_kernel("scalar"), how, rows, at);
+        prepare_head(find_kernel("scalar"), how, rows, at, 0, 1);
     }
     const auto attend = [&](AttentionScratch& scratch) {
         tree_attention(find_kernel("scalar"), 1, how, rows, out.data(), out.size(), nullptr, scratch);
@@ -1278,6 +1280,25 @@ void test_pool() {
     allocations_left = -1;
     CHECK(calls == 2);
 }
+
+#ifndef _WIN32
+// Workers that a job cannot use sleep on: there are no more switches than its own threads make.
+void test_pool_sleepers() {
+    constexpr int kJobs = 300;
+    ThreadPool& pool = ThreadPool::shared();
+    pool.run(64, 64, [](int, int) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    rusage before, after;
+    getrusage(RUSAGE_SELF, &before);
+    std::atomic<int> calls{0};
+    for (int job = 0; job < kJobs; ++job) {
+        pool.run(8, 2, [&](int, int) { ++calls; });
+    }
+    getrusage(RUSAGE_SELF, &after);
+    CHECK(calls == 8 * kJobs);
+    CHECK(after.ru_nvcsw - before.ru_nvcsw < 10 * kJobs);
+}
+#endif
 
 // A task that throws, on the caller and on workers: its exception arrives when none is running, and the pool goes on.
 void test_pool_exceptions() {
@@ -1380,6 +1401,9 @@ int main(int argc, char** argv) {
 #endif
 #endif
     test_pool();
+#ifndef _WIN32
+    test_pool_sleepers();
+#endif
     test_pool_exceptions();
     test_floats();
     std::fprintf(stderr, failures ? "%d checks failed\n" : "all checks passed\n", failures);
