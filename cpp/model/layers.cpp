@@ -41,8 +41,8 @@ void load_query_key_value(Loader& from, Attention& attention) {
         Loader::Parts parts{{from.take("attn_qkv.weight", {width, q + 2 * kv})},
                             {},
                             stacked(stacked(turned(q), turned(kv)), in_order(kv))};
-        if (from.has("attn_q.bias")) {
-            parts.biases = {bias("attn_q.bias", q), bias("attn_k.bias", kv), bias("attn_v.bias", kv)};
+        if (const TensorView* first = from.has("attn_q.bias") ? bias("attn_q.bias", q) : nullptr) {
+            parts.biases = {first, bias("attn_k.bias", kv), bias("attn_v.bias", kv)};
         } else if (const TensorView* all = bias("attn_qkv.bias", q + 2 * kv)) {
             parts.biases = {all};
         }
@@ -292,7 +292,7 @@ Experts load_experts(Loader& from) {
     all.gate_bias = is_gated ? from.take("ffn_gate_exps.bias", {own, count}, kFfnBias) : nullptr;
     all.up_bias = from.take("ffn_up_exps.bias", {own, count}, kFfnBias);
     all.down_bias = from.take("ffn_down_exps.bias", {width, count}, kFfnBias);
-    for (int i = 0; i < numbers.count; ++i) {
+    for (int i = 0; i < (from.is_packing() ? numbers.count : 1); ++i) {  // their tensors are the same
         std::map<const TensorView*, TensorView> slices;
         const auto slice = [&](const TensorView* whole, int dimension) -> const TensorView* {
             if (!whole) {
@@ -424,6 +424,9 @@ void load_features(Loader& from, Weights& weights) {
     Features& features = weights.features;
     if (from.family.reads == Reads::as_context) {
         features.norm.weight = from.vector(from.take(kNorm, {width}));
+        // DSpark's confidence head is not used: acceptance rates are learnt instead.
+        from.ignore("conf_proj.weight");
+        from.ignore("conf_proj.bias");
     } else {
         if (h.norm_before_fusion) {
             features.norm.weight = from.vector(from.take(kNorm, {all}));
@@ -441,9 +444,6 @@ void load_features(Loader& from, Weights& weights) {
         weights.markov = {from.table(from.take(kMarkov, {h.markov_rank, h.vocab_size})),
                           from.linear(from.take("markov_w2.weight", {h.markov_rank, h.vocab_rows}))};
     }
-    // DSpark's confidence head is not used: acceptance rates are learnt instead.
-    from.ignore("conf_proj.weight");
-    from.ignore("conf_proj.bias");
 }
 
 // What is of no layer.

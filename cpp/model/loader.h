@@ -52,6 +52,7 @@ public:
     // each matrix where it is not empty. With `packed` matrices are taken from there; that they are what they should be
     // is not checked.
     void begin_packing(int num_threads, PackedContent& content, const PackedFile* packed = nullptr);
+    bool is_packing() const { return packing_; }
     // The memory that the matrices are in, and how much of it they take.
     Memory take_arena() { return std::move(arena_); }
     size_t used() const { return used_; }
