@@ -95,10 +95,15 @@ private:
         enum { asks, works, done } state = asks;
     };
 
-    double rate(size_t i, double all) const {
-        const double share = std::min(1.0, machine_.bytes / all);
+    // When it ends what it works on or asks for more, if those that work go on to draw on memory together.
+    double end(size_t i, double drawn) const {
         const Worker& worker = workers_[i];
-        return 1 / std::max(worker.products / cores_[i].products, worker.bytes / (cores_[i].bytes * share));
+        if (worker.state != Worker::works) {
+            return worker.at;
+        }
+        const double bytes = cores_[i].bytes * std::min(1.0, machine_.bytes / drawn);
+        return cores_[i].end(std::max(time_, worker.at),
+                             std::max(worker.products / cores_[i].products, worker.bytes / bytes));
     }
 
     void multiply(const Shape& shape, int n) {
@@ -107,45 +112,33 @@ private:
         product.weights = &matrix;
         product.x.n = n;
         product.epilogue.gated = shape.gated;
-        const int num_threads = static_cast<int>(cores_.size());
-        shared_.share_out({product}, num_threads);
-        const std::vector<ProductTask>& tasks = shared_.tasks;
-        size_t unfinished = tasks.size();
-        if (shared_.num_threads > 1 && unfinished > 1) {
-            claims_.open(static_cast<int>(unfinished), shared_.num_threads, shared_.work);
-        }
+        shared_.share_out({product}, static_cast<int>(cores_.size()));
+        size_t unfinished = shared_.tasks.size();
+        claims_.open(static_cast<int>(unfinished), shared_.num_threads, shared_.work);
         workers_.assign(shared_.num_threads, {});
         for (Worker& worker : workers_) {
             worker.at = time_ + (&worker == workers_.data() ? 0 : kNotice);
         }
         double claims_free = time_, counts_free = time_;
-        size_t alone = 0;
         while (unfinished > 0) {
-            // Reading shares of those that work, as long as none begins or ends.
-            double all = 0;
+            double drawn = 0;
             for (size_t i = 0; i < workers_.size(); ++i) {
-                all += workers_[i].state == Worker::works ? cores_[i].bytes : 0;
+                drawn += workers_[i].state == Worker::works ? cores_[i].bytes : 0;
             }
             size_t next = 0;
             double when = std::numeric_limits<double>::infinity();
             for (size_t i = 0; i < workers_.size(); ++i) {
-                const Worker& worker = workers_[i];
-                const double end = worker.state == Worker::works
-                                       ? cores_[i].end(std::max(time_, worker.at), 1 / rate(i, all))
-                                       : worker.at;
-                if (worker.state != Worker::done && end < when) {
-                    when = end;
+                if (workers_[i].state != Worker::done && end(i, drawn) < when) {
+                    when = end(i, drawn);
                     next = i;
                 }
             }
             for (size_t i = 0; i < workers_.size(); ++i) {
                 Worker& worker = workers_[i];
-                if (worker.state == Worker::works && i != next) {
-                    const double begin = std::max(time_, worker.at),
-                                 whole = cores_[i].end(begin, 1 / rate(i, all)) - begin;
-                    const double left = whole > 0 ? 1 - std::max(0.0, when - begin) / whole : 0;
-                    worker.products *= left;
-                    worker.bytes *= left;
+                const double begin = std::max(time_, worker.at), whole = end(i, drawn) - begin;
+                if (worker.state == Worker::works && i != next && when > begin) {
+                    worker.products *= 1 - (when - begin) / whole;
+                    worker.bytes *= 1 - (when - begin) / whole;
                 }
             }
             time_ = when;
@@ -156,35 +149,26 @@ private:
                     claims_.took(static_cast<int>(next), now() - worker.begin);
                 }
                 --unfinished;
-                counts_free = std::max(counts_free, time_) + kLine;
-                worker.at = counts_free;
                 worker.state = Worker::asks;
+                worker.at = counts_free = std::max(counts_free, time_) + kLine;
                 continue;
             }
-            int index = static_cast<int>(alone);
-            if (shared_.num_threads > 1 && tasks.size() > 1) {
-                index = claims_.claim(static_cast<int>(next), now);
-                if (index == Claims::kLeave) {
-                    worker.at = time_ + kPause;
-                    continue;
-                }
-                if (index == Claims::kNone) {
-                    worker.state = Worker::done;
-                    continue;
-                }
-                claims_free = std::max(claims_free, time_) + kLine;
-                worker.at = claims_free;
+            const int index = claims_.claim(static_cast<int>(next), now);
+            if (index == Claims::kLeave) {
+                worker.at = time_ + kPause;
+            } else if (index == Claims::kNone) {
+                worker.state = Worker::done;
             } else {
-                ++alone;
+                const ProductTask& task = shared_.tasks[index];
+                const double weights = double(task.last - task.first) * (shape.gated ? 2 : 1) * kBlock * shape.cols;
+                worker.products = weights * (task.end - task.row);
+                worker.bytes = weights * kWeight;
+                worker.begin = now();
+                worker.state = Worker::works;
+                worker.at = claims_free = std::max(claims_free, time_) + kLine;
             }
-            const ProductTask& task = tasks[index];
-            const double weights = double(task.last - task.first) * (shape.gated ? 2 : 1) * kBlock * shape.cols;
-            worker.products = weights * (task.end - task.row);
-            worker.bytes = weights * kWeight;
-            worker.begin = now();
-            worker.state = Worker::works;
         }
-        time_ = shared_.num_threads > 1 ? std::max(time_, counts_free) + kNotice : time_;
+        time_ = std::max(time_, counts_free) + (shared_.num_threads > 1 ? kNotice : 0);
     }
 
     const Machine& machine_;
@@ -212,8 +196,9 @@ const Network kNetworks[] = {
 // Prints what part of what the cores could do is reached, and checks it where it is promised.
 void test_machines() {
     Machine taken{"8, one taken", 8 * std::vector<Core>{{130 * G, 18 * G}}, 70 * G, 8};
-    taken.cores[3].away = 3e-3;
-    taken.cores[3].time = 6e-3;
+    Core& core = taken.cores.back();
+    core.away = 3e-3;
+    core.time = 6e-3;
     const Machine machines[] = {
         {"2 equal", 2 * std::vector<Core>{{130 * G, 18 * G}}, 40 * G, 2},
         {"8 equal", 8 * std::vector<Core>{{130 * G, 18 * G}}, 70 * G, 8},
@@ -236,10 +221,10 @@ void test_machines() {
                 }
                 const double part = kLayers * simulation.least(network, n) / seconds;
                 std::printf("  %d rows: %.2f", n, part);
-                // A pass waits for what a core that was taken has in hand.
-                const double away = kLayers * taken.cores[3].time;
-                CHECK(n != 256 || part >= network.many || (&machine == &machines[6] && seconds < away));
-                CHECK(n > 8 || part >= network.few || &machine == &machines[6]);
+                // A pass waits for what a core that was taken has in hand, which matters less in a long one.
+                const Core& last = machine.cores.back();
+                CHECK(n != 256 || part >= network.many || (last.away > 0 && seconds < kLayers * last.time));
+                CHECK(n > 8 || part >= network.few || last.away > 0);
             }
             std::printf("\n");
         }
