@@ -192,6 +192,8 @@ def passes(
     """
     contexts = _numbers("--context", context, 0) if context is not None else []
     path = _model_file(model, quantization)
+    theirs = ", then llama.cpp's with repacked and with plain weights" if baseline else ""
+    report(f"timing passes of {path.name} over 1 to {curve.ROWS[-1]} rows, {repeats} times{theirs}")
     with progress_bars() as progress:
         found = curve.measure(
             path,

@@ -59,7 +59,7 @@ class Answer(ABC):
         self.key = secrets.token_hex(12)
         self.tokenizer = state.engine.tokenizer
         self.created = int(time.time())
-        self.begun = time.monotonic()
+        self.begun = time.monotonic()  # until the server says when the request came
         self._options = (self.kinds[0] and request.stream_options) or StreamOptions()
         self._first: dict[int, float] = {}  # seconds until the first token, by sequence
         self._spans = [StageSpans() for _ in self.sequences]

@@ -162,6 +162,7 @@ class _Endpoints:
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with state.gate.coming(), _refusing():
                     answers.append(await run_sync(begin, state, asked, limiter=self._limiter(asked)))
+                answers[0].begun = asked.came
                 await answers[0].send(sender)
 
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "")

@@ -18,6 +18,7 @@ from anyio.to_thread import run_sync
 
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
+from pystaged.loading.names import bare_name
 from pystaged.platform.seen import parts_of
 from pystaged.server.errors import ApiError, explained
 from pystaged.server.gate import within
@@ -26,7 +27,6 @@ from pystaged.server.settings import Settings
 from pystaged.server.state import State
 
 _LONGEST_REST = 1e9  # seconds; longer is for ever
-_LATEST = ":latest"  # what Ollama's clients add to names
 _log = logging.getLogger("pystaged.server")
 
 
@@ -76,12 +76,12 @@ class Models:
     ) -> None:
         self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
         self._load, self._memory, self._kv_memory = load, memory, kv_memory
-        self.all = {name: Served(name, path, _size(path), rest=settings.keep_alive) for name, path in files.items()}
+        self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
         self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
         self._waiting = 0  # requests among them
         self._left = asyncio.Event()  # set whenever a request has had its answer
         self._tasks: set[asyncio.Task[None]] = set()
-        if settings.default is not None and settings.default not in self.all:
+        if settings.default is not None and not self.known(settings.default):
             raise ValueError(f"--default names {settings.default!r}, and the models are {', '.join(self.all)}")
 
     @classmethod
@@ -103,9 +103,9 @@ class Models:
         return [served.state for served in found if served.state]
 
     def known(self, name: str) -> Served | None:
-        """The model of exactly that name, or of one that differs by case or Ollama's :latest."""
-        alike = {each.lower().removesuffix(_LATEST): served for each, served in self.all.items()}
-        return self.all.get(name) or alike.get(name.lower().removesuffix(_LATEST))
+        """The model of exactly that name, or of one that Ollama reads alike."""
+        alike = {bare_name(each): served for each, served in self.all.items()}
+        return self.all.get(name) or alike.get(bare_name(name))
 
     def named(self, name: str | None) -> Served:
         """The model of a name. Raises ApiError."""
@@ -114,7 +114,7 @@ class Models:
         if found is None and self.is_one and not self.settings.strict:
             found = next(iter(self.all.values()))
         if found is None:
-            found = self.all.get(self.settings.default or "")
+            found = self.known(self.settings.default or "")
         if found is not None:
             return found
         if name is None:
@@ -126,7 +126,7 @@ class Models:
     @asynccontextmanager
     async def lent(self, name: str | None, keep_alive: float | None = None) -> AsyncIterator[State]:
         """The state of a model, which stays loaded while the block runs, and from now on keep_alive seconds longer:
-        below 0 for ever, None for what was said last. Raises ApiError."""
+        below 0 for ever, None for what was said last, or settings say. Raises ApiError."""
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
@@ -177,7 +177,7 @@ class Models:
                 raise
 
         try:
-            served.state = await run_sync(load)
+            served.state, served.rest = await run_sync(load), self.settings.keep_alive
             self._rest(served)
         except Exception as error:
             _log.exception("%s cannot be loaded", served.name, exc_info=error)

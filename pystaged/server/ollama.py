@@ -169,14 +169,12 @@ def _can_think(state: State) -> bool:
 
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
-    begun = time.monotonic()
     refuse({"dimensions": request.dimensions}, {"dimensions": ()})
     vectors, count = await embedded(state, completions.listed(request.input))
     return {
         "model": state.name,
         "embeddings": vectors.tolist(),
-        "total_duration": round(1e9 * (time.monotonic() - begun)),
-        "load_duration": 0,
+        **_durations(state, request.came),
         "prompt_eval_count": count,
     }
 
@@ -301,8 +299,7 @@ class ChatAnswer(Answer):
         return {
             **_LAST,
             "done_reason": "stop" if result.finish_reason == "stop" else "length",
-            "total_duration": round(1e9 * (time.monotonic() - self.begun)),
-            "load_duration": 0,
+            **_durations(self.state, self.begun),
             "prompt_eval_count": result.stats.prompt_tokens,
             "prompt_eval_duration": round(1e6 * found["prompt_ms"]),
             "eval_count": result.stats.new_tokens,
@@ -319,6 +316,12 @@ class TextAnswer(ChatAnswer):
     @staticmethod
     def said(text: str, thinking: str = "", _calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         return {"response": text} | ({"thinking": thinking} if thinking else {})
+
+
+def _durations(state: State, came: float) -> dict[str, Any]:
+    """Nanoseconds since a request came, and those of them in which its model was loaded."""
+    spent = {"total_duration": time.monotonic() - came, "load_duration": max(0.0, state.ready - came)}
+    return {name: round(1e9 * seconds) for name, seconds in spent.items()}
 
 
 def _named(served: Served) -> dict[str, Any]:

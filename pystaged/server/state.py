@@ -22,13 +22,16 @@ class State:
 
     Args:
         engine: an open one. name: the model's for clients. metrics: of the server.
+
+    Attributes:
+        ready: when it was made, by time.monotonic().
     """
 
     def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
         self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
         self.gate = Gate(settings.parallel, settings.queue)
         self.embedding = anyio.CapacityLimiter(1)  # texts that are embedded at the same time
-        self.created = int(time.time())
+        self.created, self.ready = int(time.time()), time.monotonic()
         self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
 
 
