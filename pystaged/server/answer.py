@@ -25,9 +25,9 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.text import Prompt
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import predicted, timings, usage
+from pystaged.server.models import State
 from pystaged.server.reply import Sender, as_json, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
-from pystaged.server.state import State
 from pystaged.stats import GenerationStats
 
 

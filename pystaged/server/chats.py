@@ -17,10 +17,10 @@ from pystaged.sampling.definitions import GrammarError
 from pystaged.sampling.text import encode_continuation
 from pystaged.server.answer import Answer, Texts, ended, is_begun
 from pystaged.server.errors import ApiError, too_long, unsupported
-from pystaged.server.logprobs import of_chat
+from pystaged.server.figures import of_chat
+from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import ChatRequest, Tool, ToolChoice, joined
-from pystaged.server.state import State
+from pystaged.server.request_types import ChatRequest, ToolChoice, joined
 from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
 
 T = TypeVar("T")
@@ -41,7 +41,8 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         param: the member that errors about the messages name.
     """
     engine, tools, settings = state.engine, offered(request), state.settings
-    dialect = _dialect(state, tools)
+    template = engine.chat_format.source(bool(tools))
+    dialect = Dialect.of(template, engine.tokenizer, engine.chat_format.knows_tools)
     prompt = _written(state, request, engine.chat_format.encode, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
@@ -60,7 +61,7 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         [prompt],
         config,
         request.n or 1,
-        "tools" if manner.schemas and _must_call(request) else _form(request),
+        _form(request, manner),
         TokenRoles(
             spelled=manner.spelled,
             reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
@@ -102,11 +103,6 @@ def _thinks(state: State, request: ChatRequest) -> bool | None:
     if effort not in (None, *_EFFORTS):
         raise ApiError(400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
     return state.settings.think if effort is None else effort != "none"
-
-
-def _dialect(state: State, tools: Sequence[Tool]) -> Dialect:
-    chat_format = state.engine.chat_format
-    return Dialect.of(chat_format.source(bool(tools)), state.engine.tokenizer, chat_format.knows_tools)
 
 
 def _written(state: State, request: ChatRequest, write: Callable[..., T], param: str = "messages") -> T:
@@ -174,8 +170,10 @@ def _config(state: State, request: ChatRequest, manner: Manner) -> GenerationCon
     return checked(options)
 
 
-def _form(request: ChatRequest) -> str:
+def _form(request: ChatRequest, manner: Manner) -> str:
     """The request member that constrains the answer."""
+    if manner.schemas and _must_call(request):
+        return "tools"
     if request.grammar is not None:
         return "grammar"
     return "json_schema" if request.json_schema is not None else "response_format"

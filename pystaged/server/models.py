@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import math
 import time
@@ -16,15 +17,50 @@ from pathlib import Path
 import anyio
 from anyio.to_thread import run_sync
 
+import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
 from pystaged.loading.names import bare_name
 from pystaged.platform.seen import parts_of
 from pystaged.server.errors import ApiError, explained
-from pystaged.server.gate import within
+from pystaged.server.gate import Gate, within
 from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
-from pystaged.server.state import State
+
+_SAMPLES = 64
+_SAMPLE = 1 << 16  # bytes
+
+
+class State:
+    """An engine with its gate.
+
+    Args:
+        engine: an open one. name: the model's for clients. metrics: of the server.
+
+    Attributes:
+        ready: when it was made, by time.monotonic().
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
+        self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
+        self.gate = Gate(settings.parallel, settings.queue)
+        self.embedding = anyio.CapacityLimiter(1)  # texts that are embedded at the same time
+        self.created, self.ready = int(time.time()), time.monotonic()
+        self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
+
+
+def _fingerprint(engine: Engine) -> str:
+    """A hash of all that outputs depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
+    model = engine.model
+    found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
+    for seen in engine.file.files:
+        found.update(str(seen.size).encode())
+        with seen.path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, seen.size - _SAMPLE) * i // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE))
+    return found.hexdigest()[:12]
+
 
 _LONGEST_REST = 1e9  # seconds; longer is for ever
 _log = logging.getLogger("pystaged.server")
@@ -181,9 +217,8 @@ class Models:
             self._rest(served)
         except Exception as error:
             _log.exception("%s cannot be loaded", served.name, exc_info=error)
-            known = explained(error)
             words = f"the model {served.name!r} cannot be loaded; the server's log has details"
-            raise (ApiError(503, words) if known.status == 500 else known) from None
+            raise explained(error, ApiError(503, words)) from None
 
     async def _unload(self, served: Served) -> None:
         """Unload a model after its texts; the caller has the turn."""

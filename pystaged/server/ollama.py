@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,29 +11,27 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pystaged.chat.turn import Block, Dialect, TurnReader
-from pystaged.loading.file_types import file_type_name
+from pystaged.loading.metadata import file_type_name
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
 from pystaged.server.answer import Answer, Texts, read_arguments
-from pystaged.server.embeddings import embedded
 from pystaged.server.errors import ApiError
-from pystaged.server.figures import timings
-from pystaged.server.logprobs import of_chat
-from pystaged.server.models import Models, Served
+from pystaged.server.figures import of_chat, timings
+from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
 from pystaged.server.reply import Sender, as_json, encoded
 from pystaged.server.request_types import (
     MOST_TOOLS,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
     ModelRequest,
-    Open,
     TextRequest,
     Tool,
 )
-from pystaged.server.state import State
+from pystaged.server.tokens import embedded
 
 VERSION = "0.12.10"  # of Ollama, whose interface this is; clients refuse older ones
 # Unsupported members that would change the answer, with the values that have no effect.
@@ -50,29 +47,12 @@ class OllamaOptions(TextRequest):
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
 
 
-class CalledTool(Open):
-    """A function that was called."""
-
-    name: str
-    arguments: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
-
-
-class OllamaCall(Open):
-    """A tool call in an earlier answer."""
-
-    id: str | None = None
-    function: CalledTool
-
-
-class OllamaMessage(Open):
+class OllamaMessage(ChatMessage):
     """A message."""
 
-    role: str
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class _Request(ModelRequest):
@@ -183,7 +163,7 @@ def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     if not request.messages:
         return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    asked = _chat(state, request, _messages(request.messages), request.tools)
+    asked = _chat(state, request, [*map(_message, request.messages)], request.tools)
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
@@ -226,21 +206,12 @@ def _chat(
     return ChatRequest.model_validate(given | {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs})
 
 
-def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages of /v1/chat/completions."""
-    found: list[dict[str, Any]] = []
-    for message in given:
-        refuse(message.model_extra or {}, _UNSUPPORTED)
-        told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        told |= {"reasoning_content": message.thinking} if message.thinking else {}
-        told |= {"name": message.tool_name} if message.tool_name else {}
-        told["tool_call_id"] = message.tool_call_id
-        told["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}}
-            for call in message.tool_calls or []
-        ]
-        found.append(told)
-    return found
+def _message(given: OllamaMessage) -> dict[str, Any]:
+    """A message of /v1/chat/completions."""
+    refuse(given.model_extra or {}, _UNSUPPORTED)
+    told = given.model_dump(include={"role", "content", "tool_calls", "tool_call_id"}, exclude_none=True)
+    more = {"reasoning_content": given.thinking, "name": given.tool_name}
+    return {"content": ""} | told | {name: value for name, value in more.items() if value}
 
 
 class ChatAnswer(Answer):

@@ -14,7 +14,7 @@ from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.engine import Engine
-from pystaged.server import embeddings
+from pystaged.server import tokens
 
 QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
 MARKS = ["<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
@@ -201,7 +201,7 @@ def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: st
 
 
 def test_many_tokens_are_not_embedded_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "_MOST_TOKENS", 20)
+    monkeypatch.setattr(tokens, "_MOST_TOKENS", 20)
     assert "send at most 20 at once" in server.ask("/api/embed", {"input": ["a" * 20] * 2})[1]["error"]
 
 
