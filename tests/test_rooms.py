@@ -26,7 +26,7 @@ ROOMS = {
     "backends": 400,
     "loading": 4290,
     "receipts": 700,
-    "server": 4245,
+    "server": 4240,
     "integrations": 900,
     "bench": 2550,
     "distill": 1700,

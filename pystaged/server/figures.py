@@ -12,6 +12,8 @@ from pystaged._core import Tokenizer
 from pystaged.result import TokenLogprob
 from pystaged.stats import GenerationStats
 
+_LEAST = -9999.0  # JSON has no infinity
+
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> dict[str, Any]:
     """A request's token counts; a prompt counts once, however many sequences it has.
@@ -59,9 +61,6 @@ def timings(stats: Sequence[GenerationStats]) -> dict[str, Any]:
         "draft_n": sum(each.drafted for each in stats),
         "draft_n_accepted": sum(each.accepted for each in stats),
     }
-
-
-_LEAST = -9999.0  # JSON has no infinity
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:

@@ -27,8 +27,9 @@ from pystaged.server.gate import Gate, within
 from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
 
-_SAMPLES = 64
-_SAMPLE = 1 << 16  # bytes
+_LONGEST_REST = 1e9  # seconds; longer is for ever
+_SAMPLES, _SAMPLE = 64, 1 << 16  # of a model's files, and bytes of each
+_log = logging.getLogger("pystaged.server")
 
 
 class State:
@@ -60,10 +61,6 @@ def _fingerprint(engine: Engine) -> str:
                 file.seek(max(0, seen.size - _SAMPLE) * i // (_SAMPLES - 1))
                 found.update(file.read(_SAMPLE))
     return found.hexdigest()[:12]
-
-
-_LONGEST_REST = 1e9  # seconds; longer is for ever
-_log = logging.getLogger("pystaged.server")
 
 
 @dataclass(eq=False)

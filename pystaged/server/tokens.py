@@ -17,6 +17,7 @@ from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.models import State
 from pystaged.server.request_types import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 
+_MOST_TOKENS = 300_000  # of a request for embeddings, as OpenAI has it
 _MOST_PIECES = 1 << 17  # encoding more as JSON would block the server for seconds
 
 
@@ -62,9 +63,6 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
         return {"id": token, "piece": data.decode()}
     except UnicodeDecodeError:
         return {"id": token, "piece": list(data)}
-
-
-_MOST_TOKENS = 300_000  # of a request, as OpenAI has it
 
 
 async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]:

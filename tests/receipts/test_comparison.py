@@ -138,6 +138,6 @@ def test_the_command(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "x = 1"}]
     begun.write_text(json.dumps({"messages": messages}))
     told = json.loads(here("diff", "bundled", "bundled", "--prompts", begun, "--max-tokens", "0", "--json").stdout)
-    with pystaged.load("bundled", draft=None, recycle=False) as engine:
+    with pystaged.load("bundled", draft=None, recycle=False, report=print) as engine:
         prompt = engine.chat_format.encode(messages, continues=True).tolist()
     assert told["texts"][0]["tokens"] == prompt[1:]
