@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
 
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import FILE_TYPES
 from pystaged.platform.files import whole_file
 
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import FILE_TYPES
 from pystaged.platform.files import whole_file
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

@@ -122,7 +122,8 @@ def measure(
         ModelError: the file cannot be loaded.
         ValueError: a past length exceeds the model's context.
     """
-    kernel = os.environ.get("PYSTAGED_KERNEL", "")
+    kernel, loading = os.environ.get("PYSTAGED_KERNEL", ""), f"loading {path.name}, and the machine's limits"
+    progress(loading, 0, 1)
     model = Model(str(path), kernel, num_threads)
     lengths = sorted(set(contexts)) or [min(CONTEXT_TOKENS, model.max_context // 2)]
     if lengths[0] < 0 or lengths[-1] >= model.max_context:
@@ -135,6 +136,7 @@ def measure(
     rows = {length: [n for n in ROWS if length + n <= session.n_ctx] for length in lengths}
     bandwidths = [read_bandwidth(BANDWIDTH_BYTES, model.num_threads)]
     tokens = _tokens(model.vocab_size, lengths[-1])
+    progress(loading, 1, 1)
 
     def times(length: int) -> dict[int, float]:
         if unread := length - len(session.tokens):

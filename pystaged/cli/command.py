@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,9 @@ _ARGUMENTS = {
 }
 
 _PROMPTS = {"prompt", "question"}  # names of arguments
+_LETTERS = re.compile("-[A-Za-z]{2,5}")  # an option of llama.cpp, which click would take for several of one letter
 _ANY_OBJECT = '{"type": "object"}'  # Ollama's --format json
-_SWITCH = ("on", "off", "auto")
+_SWITCH = ("on", "off", "auto", "1", "0")
 
 
 class Command(TyperCommand):
@@ -78,8 +80,8 @@ class Command(TyperCommand):
                 ctx.exit()
             elif word == "--":
                 prompts[:0], rest = reversed(rest), []
-            elif word == "--color" and option and not equals and following[:1] in ("", "-"):
-                yield from [word, "stages"]  # a switch in llama.cpp
+            elif ours == "--color" and option and not equals and following[:1] in ("", "-"):
+                yield from [ours, "stages"]  # a switch in llama.cpp
             elif option:
                 yield ours + equals + value
                 if rest and not equals and not getattr(option, "is_flag", False):
@@ -97,7 +99,7 @@ class Command(TyperCommand):
                 refused.append(f"{word} is {ours} here, and {ctx.info_name} has none")
             elif ours and ours not in (PROMPT, PROMPT_FILE):
                 refused.append(f"{word} {ours}")
-            elif word.startswith("--") and word not in ctx.help_option_names:
+            elif (word.startswith("--") or _LETTERS.fullmatch(word)) and word not in ctx.help_option_names:
                 refused.append(self._unknown(word))
             else:
                 yield arg

@@ -202,8 +202,9 @@ def _loading() -> Iterator[Callable[[str], None]]:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt of a command; - reads it from standard input. Raises ValueError if it is not UTF-8."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    """The prompt of a command; - reads it from standard input, without the new line at its end. Raises ValueError if it
+    is not UTF-8."""
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     try:
         text.encode()
     except UnicodeEncodeError:

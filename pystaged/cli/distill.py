@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +69,8 @@ def distill(
     name = either(model, named)
     if not name:
         raise typer.BadParameter("name the model to train a draft for")
-    _check_torch()
+    if not find_spec("torch"):
+        raise ModuleNotFoundError("distilling needs PyTorch; run: pip install torch")
     from pystaged.distill.job import Job  # noqa: PLC0415  needs torch
 
     path = names.resolve(model_name(name))
@@ -96,10 +98,3 @@ def distill(
     if target == destination(DISTILLED.path(path)):
         report(f"--draft auto uses it for {path.name} from now on")
     report(f"answers and checkpoint are no longer needed; to free their space, remove {work}")
-
-
-def _check_torch() -> None:
-    try:
-        import torch  # noqa: F401, PLC0415
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("distilling needs PyTorch; run: pip install torch") from None

@@ -9,7 +9,7 @@ import typer
 from pystaged.cli.console import progress_bars, report
 from pystaged.cli.options import check_type
 from pystaged.loading import hub, names
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE
 from pystaged.platform.process import orderly_end
 

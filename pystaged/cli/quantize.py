@@ -10,7 +10,7 @@ import typer
 from pystaged.cli.console import errors, progress_bars
 from pystaged.cli.options import check_type
 from pystaged.loading import names
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
 from pystaged.loading.quantize import quantize as quantize_file
 from pystaged.platform.files import destination

@@ -19,6 +19,7 @@ from pystaged.loading.names import SMOLLM2
 from pystaged.options.config import SamplingConfig
 from pystaged.options.recommended import described
 from pystaged.options.table import SAMPLING, TEXT
+from pystaged.platform import ctrl_c
 from pystaged.platform.memory import available_memory
 from pystaged.platform.process import bound_heaps
 from pystaged.server.settings import SERVER, Settings
@@ -134,6 +135,7 @@ def serve(
                     stack.callback(served.close)
                     words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
                     app, greet = application(served), partial(report, words + ", ".join(files))
+            ctrl_c.is_handled()  # by the server, and by what comes after it
             serve(
                 app,
                 listener,

@@ -500,7 +500,7 @@ def converse(
     if question is not None:
         question = read_question(question)
     elif not sys.stdin.isatty():
-        question = read_prompt("-").removesuffix("\n")
+        question = read_prompt("-")
     begin()
     with open_engine(model, given) as engine, Interrupts() as interrupts:
         if question is not None and not question.strip():

@@ -20,8 +20,8 @@ from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
 from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_drafts, own_layer, substitutes
 from pystaged.loading.features import load_features
+from pystaged.loading.kept import load_packed
 from pystaged.loading.metadata import read_metadata, reads_target
-from pystaged.loading.packed import load_packed
 from pystaged.loading.progress import announced
 from pystaged.loading.recycled import KeptCandidates
 from pystaged.loading.tables import find_table

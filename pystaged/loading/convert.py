@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from pystaged.loading import feature_drafts
 from pystaged.loading.families import EAGLE3
-from pystaged.loading.file_types import FILE_TYPES
-from pystaged.loading.metadata import COMMIT, PARD_TOKEN, About
+from pystaged.loading.metadata import COMMIT, FILE_TYPES, PARD_TOKEN, About
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Metadata, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary

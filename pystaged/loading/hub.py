@@ -14,8 +14,7 @@ from typing import Any
 
 from pystaged.loading import cache
 from pystaged.loading.families import ARCHITECTURES, DRAFT_ARCHITECTURES, MODEL_TYPES, SPECULATORS, not_converted
-from pystaged.loading.file_types import FILE_TYPES
-from pystaged.loading.metadata import COMMIT, About, read_metadata
+from pystaged.loading.metadata import COMMIT, FILE_TYPES, About, read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.loading.quantize import DEFAULT_TYPE, check_type, quantize_checkpoint
 from pystaged.options.aliases import hub_id, usual_names
@@ -112,8 +111,6 @@ def _convert(repository: _Repository, kind: str) -> Path:
     for file in weights:
         repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_symlink():  # of older versions, to a file of that name that the repository had before
-        out.unlink()
     about = About(stem, repository.license, f"{_endpoint()}/{name}", repository.commit)
     quantize_checkpoint(config.parent, out, kind, about=about, progress=repository.progress)
     return out

@@ -1,14 +1,20 @@
-"""Files in the user's cache folder, one for each model."""
+"""Files in the user's cache folder, one for each model; packed weights are among them, which load at once and which
+processes share."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pystaged.platform.files import cache_folder
+from pystaged.platform.files import cache_folder, check_room, part_file
+
+if TYPE_CHECKING:
+    from pystaged._core import Model
 
 
 class KeptFiles:
@@ -51,3 +57,34 @@ class KeptFiles:
 
 RECYCLED = KeptFiles("memory")
 PACKED = KeptFiles("packed")
+
+
+def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str], None], kv: str = "f16") -> Model:
+    """Load a model with its weights mapped from the cache; they are packed there first if missing.
+
+    If writing fails, the model is loaded without the cache. `report` gets the reason, also for cached weights that are
+    unusable because they are damaged or of another file or version.
+
+    Raises:
+        ModelError, ValueError: as Model.
+    """
+    from pystaged._core import Model  # noqa: PLC0415  who lists models needs none
+
+    target, source = PACKED.path(path), os.fsencode(path.absolute())
+    model = Model(source, kernel, num_threads, kv=kv, packed=os.fsencode(target))
+    if model.is_mapped:
+        return model
+    try:
+        if model.packed_problem:
+            report(f"packed again: {model.packed_problem}")
+            target.unlink(missing_ok=True)  # another process may have removed it
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_room(target.parent, model.matrix_bytes)
+        with part_file(target) as part:
+            model.save_packed(os.fsencode(part))
+            part.replace(target)
+    except OSError as error:
+        report(f"packed weights are not kept: {error}")
+        return model
+    del model  # or its weights would be in memory twice
+    return Model(source, kernel, num_threads, kv=kv, packed=os.fsencode(target))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pystaged.loading import cache, ollama
 from pystaged.loading.hub import HUB_ID, pull
-from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.options.aliases import MODELS, hub_id, meant, usual_names
 from pystaged.platform.files import expanded
@@ -48,8 +47,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     if model == SMOLLM2:
         return _smollm2()
     path = expanded(model)
-    if path.is_file():
-        return _whole(path)
+    if file := _file(model):
+        return _whole(file)
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which leads to no file")
     if str(model) and path.is_dir():
@@ -80,10 +79,21 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
 
 def packaged_name(model: str | Path) -> str | Path:
     """The name in PACKAGED that is meant, as Ollama reads names: in any case, also with a tag; or the name as it is."""
-    bare = str(model).lower().removesuffix(":latest").replace("smollm2:135m", SMOLLM2)
+    bare = bare_name(str(model))
     if not isinstance(model, str) or bare not in PACKAGED or expanded(model).exists():
         return model
     return model if ":" in model and ollama.find(model) else bare
+
+
+def bare_name(name: str) -> str:
+    """A name without what Ollama does not tell apart: case, the tag "latest", and the usual size."""
+    return name.lower().removesuffix(":latest").replace("smollm2:135m", SMOLLM2)
+
+
+def _file(model: str | Path) -> Path | None:
+    """The file of a path, which may lack its suffix; None where there is none."""
+    path = expanded(model)
+    return next((each for each in (path, Path(f"{path}.gguf")) if each.is_file()), None)
 
 
 def _whole(path: Path) -> Path:
@@ -107,6 +117,7 @@ def _inside(folder: Path, found: list[Path]) -> str:
 
 def _likely(path: Path) -> str | None:
     """The name or file that a mistyped one is likely to stand for."""
+    path = Path(str(path).removesuffix(":latest"))
     with suppress(OSError):
         files = {each.name: str(each) for each in path.parent.glob("*.gguf") if each.exists()}
         if file := meant(path.name, files):
@@ -137,26 +148,18 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
-        ValueError: it is a draft head, which earlier versions had.
     """
     if draft == "bundled" or (draft == "auto" and packaged_name(model) == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     if draft in (None, "none", "auto"):
         return None
-    path = resolve(draft, progress)
-    if read_metadata(path).get("general.architecture") == "draft-head":
-        raise ValueError(
-            f"{path} is a draft head, and draft heads are no longer supported; leave out the draft, or train one with "
-            "`pystaged distill`"
-        )
-    return path
+    return resolve(draft, progress)
 
 
 def name_of(model: str) -> str:
     """What clients of a server call a model: a hub id or a name as it is, of a file its name without the folder."""
-    path = expanded(model)
-    if path.is_file():
-        return path.name.removesuffix(".gguf")
+    if file := _file(model):
+        return file.name.removesuffix(".gguf")
     return hub_id(model) if "/" in model else model
 
 

@@ -15,8 +15,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from pystaged.loading.file_types import FILE_TYPES, UNQUANTIZED
-from pystaged.loading.metadata import About, read_metadata
+from pystaged.loading.metadata import FILE_TYPES, UNQUANTIZED, About, read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.platform import process
 from pystaged.platform.files import check_room, destination, open_regular, part_file, whole_file

@@ -1,16 +1,21 @@
-"""What the server reports about itself and its models: /v1/models, /health, /props and /tokenizer_info."""
+"""What the server tells of itself and its models: /v1/models, /health, /props and /tokenizer_info; and its page."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+from importlib.resources import files
 from typing import Any
+
+from starlette.responses import HTMLResponse
 
 import pystaged
 from pystaged._core import Tokenizer
 from pystaged.options.recommended import ANSWER_TOKENS, toy_words
 from pystaged.platform.memory import loadable_memory
 from pystaged.server.errors import ApiError
-from pystaged.server.models import Models
-from pystaged.server.state import State
+from pystaged.server.models import Models, State
 
 _TEMPLATE = "tokenizer.chat_template"
 
@@ -79,3 +84,34 @@ def properties(state: State) -> dict[str, Any]:
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
     """How the vocabulary spells a token, "" for -1."""
     return tokenizer.token_text(token) if token >= 0 else ""
+
+
+def page() -> HTMLResponse:
+    """The page, with a policy that allows only its own script and this server."""
+    text = files("pystaged.server").joinpath("page.html").read_text("utf-8")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash_of(text, 'script')}",
+            f"style-src {_hash_of(text, 'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+def _hash_of(text: str, tag: str) -> str:
+    """The policy's source expression for the page's only element of this kind."""
+    found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    content = found[1] if found else ""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

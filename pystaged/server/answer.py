@@ -25,9 +25,9 @@ from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.text import Prompt
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import predicted, timings, usage
+from pystaged.server.models import State
 from pystaged.server.reply import Sender, as_json, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
-from pystaged.server.state import State
 from pystaged.stats import GenerationStats
 
 
@@ -59,7 +59,7 @@ class Answer(ABC):
         self.key = secrets.token_hex(12)
         self.tokenizer = state.engine.tokenizer
         self.created = int(time.time())
-        self.begun = time.monotonic()
+        self.begun = time.monotonic()  # until the server says when the request came
         self._options = (self.kinds[0] and request.stream_options) or StreamOptions()
         self._first: dict[int, float] = {}  # seconds until the first token, by sequence
         self._spans = [StageSpans() for _ in self.sequences]

@@ -24,17 +24,15 @@ from starlette.routing import Route
 import pystaged
 from pystaged.options.aliases import ADDRESSES
 from pystaged.options.validation import plainly
-from pystaged.server import about, chats, completions, embeddings, messages, native, ollama, responses, settings, tokens
+from pystaged.server import about, chats, completions, messages, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
-from pystaged.server.errors import ApiError, ending, explained, refusal
-from pystaged.server.models import Models
+from pystaged.server.errors import ApiError, ending, explained
+from pystaged.server.models import Models, State
 from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
-from pystaged.server.page import page
 from pystaged.server.reply import Reply, Sender, as_json, encoded
 from pystaged.server.request_types import InfillRequest, TextRequest
 from pystaged.server.security import guarded
-from pystaged.server.state import State
 
 R = TypeVar("R", bound=BaseModel)
 # The function for each path; /openapi.json takes the types of requests and answers from their annotations.
@@ -51,7 +49,7 @@ _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/apply-template": chats.template,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
-    "/v1/embeddings": embeddings.embeddings,
+    "/v1/embeddings": tokens.embeddings,
     "/api/embed": ollama.embed,
     "/api/show": ollama.show,
 }
@@ -60,8 +58,8 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
     "/v1/chat/completions": chats.begin,
     "/v1/responses": responses.begin,
     "/v1/messages": messages.begin,
-    "/completion": native.begin,
-    "/infill": native.infill,
+    "/completion": completions.begin_native,
+    "/infill": completions.infill,
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
 }
@@ -74,6 +72,7 @@ _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 def application(models: Models) -> Starlette:
     """Build the ASGI application."""
     server = _Endpoints(models)
+    described = describe(pystaged.__version__, {**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN)
     routes = [
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
@@ -85,9 +84,9 @@ def application(models: Models) -> Starlette:
             Route(path, partial(server.written, begin, request_of(begin)), methods=["POST"])
             for path, begin in _WRITTEN.items()
         ),
-        Route("/", server.page),
+        Route("/", about.page(), methods=["GET"]),
         Route("/metrics", server.metrics),
-        Route("/openapi.json", server.openapi),
+        Route("/openapi.json", as_json(encoded(described)), methods=["GET"]),
         Route("/v1/models/{name:path}", server.model),
     ]
     routes += [
@@ -108,17 +107,7 @@ class _Endpoints:
 
     def __init__(self, models: Models) -> None:
         self._models, self._settings = models, models.settings
-        self._openapi = encoded(describe(pystaged.__version__, {**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN))
-        self._page = page()
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
-
-    async def page(self, request: Request) -> Response:
-        del request
-        return self._page
-
-    async def openapi(self, request: Request) -> Response:
-        del request
-        return as_json(self._openapi)
 
     async def metrics(self, request: Request) -> Response:
         del request
@@ -162,6 +151,7 @@ class _Endpoints:
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with state.gate.coming(), _refusing():
                     answers.append(await run_sync(begin, state, asked, limiter=self._limiter(asked)))
+                answers[0].begun = asked.came
                 await answers[0].send(sender)
 
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "")
@@ -205,7 +195,7 @@ class _Endpoints:
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object")
         if issubclass(kind, TextRequest):
-            value = renamed(value, native.IGNORED if kind is InfillRequest else ())
+            value = renamed(value, completions.IGNORED if kind is InfillRequest else ())
         try:
             return kind.model_validate(value)
         except ValidationError as error:
@@ -236,7 +226,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, ModuleNotFoundError) as error:
-        raise refusal(error) from None
+        raise explained(error, ApiError(400, str(error))) from None
 
 
 def _no_number(name: str) -> NoReturn:

@@ -6,23 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from pystaged._core import Tokenizer
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.turn import Block, Dialect
-from pystaged.decoding.text import TokenRoles
+from pystaged.decoding.text import Text, TokenRoles
 from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.definitions import GrammarError
-from pystaged.server.answer import Answer, Texts, ended
+from pystaged.sampling.text import encode_continuation
+from pystaged.server.answer import Answer, Texts, ended, is_begun
 from pystaged.server.errors import ApiError, too_long, unsupported
-from pystaged.server.logprobs import of_chat
+from pystaged.server.figures import of_chat
+from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import ChatRequest, Tool, ToolChoice, joined
-from pystaged.server.state import State
+from pystaged.server.request_types import ChatRequest, ToolChoice, joined
 from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
 
 T = TypeVar("T")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_CLOSED = "continue_final_message: false to close the last"
 _MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
 
 
@@ -38,7 +41,8 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         param: the member that errors about the messages name.
     """
     engine, tools, settings = state.engine, offered(request), state.settings
-    dialect = _dialect(state, tools)
+    template = engine.chat_format.source(bool(tools))
+    dialect = Dialect.of(template, engine.tokenizer, engine.chat_format.knows_tools)
     prompt = _written(state, request, engine.chat_format.encode, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
@@ -57,7 +61,7 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         [prompt],
         config,
         request.n or 1,
-        "tools" if manner.schemas and _must_call(request) else _form(request),
+        _form(request, manner),
         TokenRoles(
             spelled=manner.spelled,
             reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
@@ -65,7 +69,22 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
             ends=ends,
         ),
     )
+    said = joined(request.messages[-1].content or "").strip() if prefill else ""
+    if said and is_begun(said) and (request.json_schema is not None or _schema(request) is not None):
+        _go_on_from(said, sequences, engine.tokenizer)
     return Texts(sequences, config.sampling.seed, [manner.reader() for _ in sequences])
+
+
+def _go_on_from(said: str, sequences: Sequence[Text], tokenizer: Tokenizer) -> None:
+    """Let the form of answers go on from the JSON that begins them. Raises ApiError where it does not begin so."""
+    tokens = encode_continuation(tokenizer, said).tolist()
+    try:
+        for sequence in sequences:
+            if sequence.constraint:
+                sequence.constraint.advance(tokens)
+    except GrammarError:
+        message = f"the begun answer is JSON that the schema does not allow; send {_CLOSED}"
+        raise ApiError(400, message, param="messages") from None
 
 
 def count(state: State, request: ChatRequest) -> int:
@@ -84,11 +103,6 @@ def _thinks(state: State, request: ChatRequest) -> bool | None:
     if effort not in (None, *_EFFORTS):
         raise ApiError(400, f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
     return state.settings.think if effort is None else effort != "none"
-
-
-def _dialect(state: State, tools: Sequence[Tool]) -> Dialect:
-    chat_format = state.engine.chat_format
-    return Dialect.of(chat_format.source(bool(tools)), state.engine.tokenizer, chat_format.knows_tools)
 
 
 def _written(state: State, request: ChatRequest, write: Callable[..., T], param: str = "messages") -> T:
@@ -118,9 +132,7 @@ def _continues(request: ChatRequest) -> bool:
         raise unsupported("add_generation_prompt", "a prompt without the beginning of an answer is not supported")
     continues = can and asked is not False and not begins
     if continues and _must_call(request):
-        message = (
-            "a call can be forced only at an answer's beginning; send continue_final_message: false to close the last"
-        )
+        message = f"a call can be forced only at an answer's beginning; send {_CLOSED}"
         raise ApiError(400, message, param="tool_choice")
     return continues
 
@@ -158,8 +170,10 @@ def _config(state: State, request: ChatRequest, manner: Manner) -> GenerationCon
     return checked(options)
 
 
-def _form(request: ChatRequest) -> str:
+def _form(request: ChatRequest, manner: Manner) -> str:
     """The request member that constrains the answer."""
+    if manner.schemas and _must_call(request):
+        return "tools"
     if request.grammar is not None:
         return "grammar"
     return "json_schema" if request.json_schema is not None else "response_format"

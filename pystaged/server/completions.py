@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions, and llama-server's own interface: /completion and /infill."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from pystaged.decoding.tree import Stage
-from pystaged.result import GenerationResult, Piece
+from pystaged.options.recommended import ANSWER_TOKENS
+from pystaged.result import GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.text import Prompt
 from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
-from pystaged.server.logprobs import CompletionLogprobs, joined
+from pystaged.server.figures import CompletionLogprobs, joined, number, timings
+from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import MOST_TEXTS, CompletionRequest
-from pystaged.server.state import State
+from pystaged.server.request_types import MOST_TEXTS, CompletionRequest, InfillRequest, NativeRequest
 from pystaged.stats import GenerationStats
 
+IGNORED = ("n_indent", "t_max_predict_ms")  # in requests to /infill; editors send them
 _USUAL = 16  # default of max_tokens, as OpenAI's
 
 
@@ -50,7 +52,9 @@ def texts(state: State, request: CompletionRequest, usual: int, logprobs: int | 
         try:
             ids: Any = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             if request.suffix:
-                ids = engine.infill_prompt(_text(prompt), request.suffix, max_tokens=config.max_tokens)
+                if not isinstance(prompt, str):
+                    raise ApiError(400, "a prompt with a suffix must be a string", param="prompt")
+                ids = engine.infill_prompt(prompt, request.suffix, max_tokens=config.max_tokens)
             if len(ids) > engine.n_ctx:
                 raise too_long(len(ids), engine.n_ctx, engine.model.max_context, "prompt")
             tokens.append(engine.encode(ids))
@@ -60,12 +64,6 @@ def texts(state: State, request: CompletionRequest, usual: int, logprobs: int | 
             raise ApiError(400, str(error), param="prompt") from None
     form = "grammar" if request.grammar is not None else "json_schema"
     return Texts(begun(engine, tokens, config, n, form), config.sampling.seed, prompts=prompts)
-
-
-def _text(prompt: Prompt) -> str:
-    if not isinstance(prompt, str):
-        raise ApiError(400, "a prompt with a suffix must be a string", param="prompt")
-    return prompt
 
 
 def listed(prompt: Any) -> list[Prompt]:
@@ -132,3 +130,104 @@ class CompletionAnswer(Answer):
 
     def _choice(self, i: int, text: str = "", parts: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         return {"index": i, "text": text, "logprobs": joined(parts) if parts else None, "finish_reason": None}
+
+
+def begin_native(state: State, request: NativeRequest) -> NativeAnswer:
+    """Check a request and prepare its sequences; may take seconds. Raises ApiError."""
+    return NativeAnswer(state, request, texts(state, request, ANSWER_TOKENS, request.n_probs or None))
+
+
+def infill(state: State, request: InfillRequest) -> NativeAnswer:
+    """As begin_native, for text between two others."""
+    options = text_options(request, state.settings.defaults, state.engine)
+    prompt = state.engine.infill_prompt(
+        request.input_prefix,
+        request.input_suffix,
+        begun=request.prompt or "",
+        files=[(each.filename, each.text) for each in request.input_extra or []],
+        max_tokens=options["max_tokens"],
+    )
+    return begin_native(state, NativeRequest.model_validate(request.model_dump(exclude_none=True) | {"prompt": prompt}))
+
+
+class NativeAnswer(Answer):
+    """An answer of /completion."""
+
+    prefix, kinds = "completion", ("completion", "completion")
+    request: NativeRequest
+
+    def whole(self, choices: list[dict[str, Any]], _figures: dict[str, Any]) -> Any:
+        return choices[0] if len(choices) == 1 else choices
+
+    def framed(self, part: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+        return figures | part
+
+    def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        if self.request.max_tokens == 0:
+            return self._chosen(self._end(i, result) | {"content": "", "tokens": []})
+        found = {"content": result.text, "tokens": result.tokens if self.request.return_tokens else []}
+        return self._chosen(self._end(i, result) | found | self._probabilities(result.logprobs))
+
+    def empty_part(self, i: int) -> dict[str, Any]:
+        return {"index": i, "content": "", "tokens": [], "stop": False}
+
+    def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        found = {"index": i, "content": piece.text, "tokens": list(piece.tokens), "stop": False}
+        return [found | self._probabilities(piece.logprobs)] if piece.tokens and self.request.max_tokens != 0 else []
+
+    def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
+        # Text held back as the possible start of a stop string has no tokens of its own.
+        return [self._chosen(self._end(i, result) | {"content": "", "tokens": []})]
+
+    def _chosen(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The members that response_fields names, by paths such as "timings/prompt_n"; all without it."""
+        if not self.request.response_fields:
+            return found
+        paths: dict[str, Any] = {}
+        for path in self.request.response_fields:
+            value: Any = found
+            for name in path.split("/"):
+                value = value.get(name, ...) if isinstance(value, dict) else ...
+            if value is not ...:
+                paths[path] = value
+        return paths
+
+    def _end(self, i: int, result: GenerationResult) -> dict[str, Any]:
+        """Members of a finished sequence."""
+        config, stats = self.sequences[i].config, result.stats
+        sampling = config.sampling
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "min_tokens")
+        settings = {name: getattr(sampling, name) for name in names} | {
+            "n_predict": config.max_tokens,
+            "stop": list(config.stop),
+            "n_probs": config.logprobs or 0,
+        }
+        return {
+            "index": i,
+            "stop": True,
+            "stop_type": self._stop_kind(i, result),
+            "model": self.state.name,
+            "has_new_line": "\n" in result.text,
+            "truncated": False,
+            "tokens_predicted": stats.new_tokens,
+            "tokens_evaluated": stats.prompt_tokens,
+            "tokens_cached": stats.reused_tokens,
+            "generation_settings": settings,
+            "timings": timings([stats]),
+        }
+
+    def _stop_kind(self, i: int, result: GenerationResult) -> str:
+        if result.finish_reason == "stop":
+            return "word" if self.sequences[i].met_stop_string else "eos"
+        return "none" if result.finish_reason == "cancelled" else "limit"
+
+    def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
+        if logprobs is None:
+            return {}
+
+        def told(each: TokenLogprob) -> dict[str, Any]:
+            data = self.tokenizer.token_bytes(each.token, special=True)
+            return {"id": each.token, "token": each.text, "bytes": list(data), "logprob": number(each.logprob)}
+
+        found = [told(each) | {"top_logprobs": [told(other) for other in each.top]} for each in logprobs]
+        return {"completion_probabilities": found}

@@ -102,14 +102,8 @@ def ending() -> ApiError:
     return ApiError(503, "the server is shutting down", code="server_ends", headers={"Connection": "close"})
 
 
-def refusal(error: ValueError | TypeError | ModuleNotFoundError) -> ApiError:
-    """The error for an invalid request."""
-    known = explained(error)
-    return ApiError(400, str(error)) if known.status == 500 else known
-
-
-def explained(error: BaseException) -> ApiError:
-    """The error for a failed sequence; the message of an internal error is not sent."""
+def explained(error: BaseException, other: ApiError | None = None) -> ApiError:
+    """The error that says what another one says. other: for those whose messages are not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
@@ -120,4 +114,4 @@ def explained(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, (DeviceError, MemoryError)):
         return ApiError(503, str(error) or "there is not enough memory")
-    return ApiError(500, "internal error; the server's log has details")
+    return other or ApiError(500, "internal error; the server's log has details")

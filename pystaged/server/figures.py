@@ -1,12 +1,18 @@
-"""Usage and timings of a request's sequences."""
+"""Usage and timings of a request's sequences, and their log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
+import codecs
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from pystaged._core import Tokenizer
+from pystaged.result import TokenLogprob
 from pystaged.stats import GenerationStats
+
+_LEAST = -9999.0  # JSON has no infinity
 
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> dict[str, Any]:
@@ -54,4 +60,87 @@ def timings(stats: Sequence[GenerationStats]) -> dict[str, Any]:
         "predicted_per_second": 1e3 * new / writing if writing else 0.0,
         "draft_n": sum(each.drafted for each in stats),
         "draft_n_accepted": sum(each.accepted for each in stats),
+    }
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; if it is part of a character, its bytes, so that different tokens differ."""
+    data = tokenizer.token_bytes(token, special=True)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def number(logprob: float) -> float:
+    """A log-probability as a number that JSON can hold."""
+    return logprob if math.isfinite(logprob) else _LEAST
+
+
+class CompletionLogprobs:
+    """Log-probabilities of a sequence of /v1/completions, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def prompt(self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None) -> dict[str, Any]:
+        """Log-probabilities of the prompt's tokens; the first has none.
+
+        Args:
+            text: the echoed prompt; a vocabulary may have inserted a space before its tokens.
+        """
+        decoded = self._tokenizer.decode(tokens)
+        # An inserted space is not part of the text.
+        self._offset = min(0, len(text) - len(decoded))
+        found = self._empty()
+        for i, token in enumerate(tokens):
+            logprob = known[i - 1] if i and known else None
+            self._add(found, token, logprob)
+        self._offset, self._decoder = len(text), codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return found
+
+    def more(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Log-probabilities of the next tokens."""
+        found = self._empty()
+        for each in logprobs:
+            self._add(found, each.token, each)
+        return found
+
+    @staticmethod
+    def _empty() -> dict[str, Any]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _add(self, found: dict[str, Any], token: int, known: TokenLogprob | None) -> None:
+        name = spelled(self._tokenizer, token)
+        found["tokens"].append(name)
+        found["token_logprobs"].append(number(known.logprob) if known else None)
+        found["text_offset"].append(max(0, self._offset))
+        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        if known is None:
+            found["top_logprobs"].append(None)
+            return
+        top: dict[str, float] = {}
+        for each in [*known.top, known]:
+            # Two tokens may be spelled alike; the likelier one comes first and is kept.
+            top.setdefault(spelled(self._tokenizer, each.token), number(each.logprob))
+        found["top_logprobs"].append(top)
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate parts of one sequence's log-probabilities."""
+    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
+
+
+def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities of an answer's next tokens."""
+
+    def top(each: TokenLogprob) -> dict[str, Any]:
+        data = tokenizer.token_bytes(each.token, special=True)
+        return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
+
+    return {
+        "content": [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs],
+        "refusal": None,
     }

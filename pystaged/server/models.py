@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import math
 import time
@@ -16,18 +17,50 @@ from pathlib import Path
 import anyio
 from anyio.to_thread import run_sync
 
+import pystaged
 from pystaged.engine import Engine
 from pystaged.loading.metadata import read_metadata
+from pystaged.loading.names import bare_name
 from pystaged.platform.seen import parts_of
 from pystaged.server.errors import ApiError, explained
-from pystaged.server.gate import within
+from pystaged.server.gate import Gate, within
 from pystaged.server.metrics import Metrics
 from pystaged.server.settings import Settings
-from pystaged.server.state import State
 
 _LONGEST_REST = 1e9  # seconds; longer is for ever
-_LATEST = ":latest"  # what Ollama's clients add to names
+_SAMPLES, _SAMPLE = 64, 1 << 16  # of a model's files, and bytes of each
 _log = logging.getLogger("pystaged.server")
+
+
+class State:
+    """An engine with its gate.
+
+    Args:
+        engine: an open one. name: the model's for clients. metrics: of the server.
+
+    Attributes:
+        ready: when it was made, by time.monotonic().
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
+        self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
+        self.gate = Gate(settings.parallel, settings.queue)
+        self.embedding = anyio.CapacityLimiter(1)  # texts that are embedded at the same time
+        self.created, self.ready = int(time.time()), time.monotonic()
+        self.fingerprint = f"b{pystaged.__version__}-{_fingerprint(engine)}"
+
+
+def _fingerprint(engine: Engine) -> str:
+    """A hash of all that outputs depend on besides requests: samples of the model's files, kv, n_ctx and devices."""
+    model = engine.model
+    found = hashlib.sha256(f"{model.kv}|{engine.n_ctx}|{','.join(model.devices)}".encode())
+    for seen in engine.file.files:
+        found.update(str(seen.size).encode())
+        with seen.path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, seen.size - _SAMPLE) * i // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE))
+    return found.hexdigest()[:12]
 
 
 @dataclass(eq=False)
@@ -76,12 +109,12 @@ class Models:
     ) -> None:
         self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
         self._load, self._memory, self._kv_memory = load, memory, kv_memory
-        self.all = {name: Served(name, path, _size(path), rest=settings.keep_alive) for name, path in files.items()}
+        self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
         self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
         self._waiting = 0  # requests among them
         self._left = asyncio.Event()  # set whenever a request has had its answer
         self._tasks: set[asyncio.Task[None]] = set()
-        if settings.default is not None and settings.default not in self.all:
+        if settings.default is not None and not self.known(settings.default):
             raise ValueError(f"--default names {settings.default!r}, and the models are {', '.join(self.all)}")
 
     @classmethod
@@ -103,9 +136,9 @@ class Models:
         return [served.state for served in found if served.state]
 
     def known(self, name: str) -> Served | None:
-        """The model of exactly that name, or of one that differs by case or Ollama's :latest."""
-        alike = {each.lower().removesuffix(_LATEST): served for each, served in self.all.items()}
-        return self.all.get(name) or alike.get(name.lower().removesuffix(_LATEST))
+        """The model of exactly that name, or of one that Ollama reads alike."""
+        alike = {bare_name(each): served for each, served in self.all.items()}
+        return self.all.get(name) or alike.get(bare_name(name))
 
     def named(self, name: str | None) -> Served:
         """The model of a name. Raises ApiError."""
@@ -114,7 +147,7 @@ class Models:
         if found is None and self.is_one and not self.settings.strict:
             found = next(iter(self.all.values()))
         if found is None:
-            found = self.all.get(self.settings.default or "")
+            found = self.known(self.settings.default or "")
         if found is not None:
             return found
         if name is None:
@@ -126,7 +159,7 @@ class Models:
     @asynccontextmanager
     async def lent(self, name: str | None, keep_alive: float | None = None) -> AsyncIterator[State]:
         """The state of a model, which stays loaded while the block runs, and from now on keep_alive seconds longer:
-        below 0 for ever, None for what was said last. Raises ApiError."""
+        below 0 for ever, None for what was said last, or settings say. Raises ApiError."""
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
@@ -177,13 +210,12 @@ class Models:
                 raise
 
         try:
-            served.state = await run_sync(load)
+            served.state, served.rest = await run_sync(load), self.settings.keep_alive
             self._rest(served)
         except Exception as error:
             _log.exception("%s cannot be loaded", served.name, exc_info=error)
-            known = explained(error)
             words = f"the model {served.name!r} cannot be loaded; the server's log has details"
-            raise (ApiError(503, words) if known.status == 500 else known) from None
+            raise explained(error, ApiError(503, words)) from None
 
     async def _unload(self, served: Served) -> None:
         """Unload a model after its texts; the caller has the turn."""

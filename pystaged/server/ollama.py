@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,29 +11,27 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pystaged.chat.turn import Block, Dialect, TurnReader
-from pystaged.loading.file_types import file_type_name
+from pystaged.loading.metadata import file_type_name
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
 from pystaged.server.answer import Answer, Texts, read_arguments
-from pystaged.server.embeddings import embedded
 from pystaged.server.errors import ApiError
-from pystaged.server.figures import timings
-from pystaged.server.logprobs import of_chat
-from pystaged.server.models import Models, Served
+from pystaged.server.figures import of_chat, timings
+from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
 from pystaged.server.reply import Sender, as_json, encoded
 from pystaged.server.request_types import (
     MOST_TOOLS,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
     ModelRequest,
-    Open,
     TextRequest,
     Tool,
 )
-from pystaged.server.state import State
+from pystaged.server.tokens import embedded
 
 VERSION = "0.12.10"  # of Ollama, whose interface this is; clients refuse older ones
 # Unsupported members that would change the answer, with the values that have no effect.
@@ -50,29 +47,12 @@ class OllamaOptions(TextRequest):
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
 
 
-class CalledTool(Open):
-    """A function that was called."""
-
-    name: str
-    arguments: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
-
-
-class OllamaCall(Open):
-    """A tool call in an earlier answer."""
-
-    id: str | None = None
-    function: CalledTool
-
-
-class OllamaMessage(Open):
+class OllamaMessage(ChatMessage):
     """A message."""
 
-    role: str
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class _Request(ModelRequest):
@@ -169,14 +149,12 @@ def _can_think(state: State) -> bool:
 
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
-    begun = time.monotonic()
     refuse({"dimensions": request.dimensions}, {"dimensions": ()})
     vectors, count = await embedded(state, completions.listed(request.input))
     return {
         "model": state.name,
         "embeddings": vectors.tolist(),
-        "total_duration": round(1e9 * (time.monotonic() - begun)),
-        "load_duration": 0,
+        **_durations(state, request.came),
         "prompt_eval_count": count,
     }
 
@@ -185,7 +163,7 @@ def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     if not request.messages:
         return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    asked = _chat(state, request, _messages(request.messages), request.tools)
+    asked = _chat(state, request, [*map(_message, request.messages)], request.tools)
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
@@ -228,21 +206,12 @@ def _chat(
     return ChatRequest.model_validate(given | {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs})
 
 
-def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages of /v1/chat/completions."""
-    found: list[dict[str, Any]] = []
-    for message in given:
-        refuse(message.model_extra or {}, _UNSUPPORTED)
-        told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        told |= {"reasoning_content": message.thinking} if message.thinking else {}
-        told |= {"name": message.tool_name} if message.tool_name else {}
-        told["tool_call_id"] = message.tool_call_id
-        told["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}}
-            for call in message.tool_calls or []
-        ]
-        found.append(told)
-    return found
+def _message(given: OllamaMessage) -> dict[str, Any]:
+    """A message of /v1/chat/completions."""
+    refuse(given.model_extra or {}, _UNSUPPORTED)
+    told = given.model_dump(include={"role", "content", "tool_calls", "tool_call_id"}, exclude_none=True)
+    more = {"reasoning_content": given.thinking, "name": given.tool_name}
+    return {"content": ""} | told | {name: value for name, value in more.items() if value}
 
 
 class ChatAnswer(Answer):
@@ -301,8 +270,7 @@ class ChatAnswer(Answer):
         return {
             **_LAST,
             "done_reason": "stop" if result.finish_reason == "stop" else "length",
-            "total_duration": round(1e9 * (time.monotonic() - self.begun)),
-            "load_duration": 0,
+            **_durations(self.state, self.begun),
             "prompt_eval_count": result.stats.prompt_tokens,
             "prompt_eval_duration": round(1e6 * found["prompt_ms"]),
             "eval_count": result.stats.new_tokens,
@@ -319,6 +287,12 @@ class TextAnswer(ChatAnswer):
     @staticmethod
     def said(text: str, thinking: str = "", _calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         return {"response": text} | ({"thinking": thinking} if thinking else {})
+
+
+def _durations(state: State, came: float) -> dict[str, Any]:
+    """Nanoseconds since a request came, and those of them in which its model was loaded."""
+    spent = {"total_duration": time.monotonic() - came, "load_duration": max(0.0, state.ready - came)}
+    return {name: round(1e9 * seconds) for name, seconds in spent.items()}
 
 
 def _named(served: Served) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model
 
 from pystaged.options.table import SAMPLING, Option
 
@@ -75,6 +76,12 @@ class ModelRequest(Open):
     # Ollama's older clients say `name`.
     model: Annotated[str | None, Field(validation_alias=AliasChoices("model", "name"))] = None
     keep_alive: Annotated[Number, BeforeValidator(_seconds)] | None = None
+    _came: float = PrivateAttr(default_factory=time.monotonic)
+
+    @property
+    def came(self) -> float:
+        """When it was read, by time.monotonic()."""
+        return self._came
 
 
 def _member(option: Option) -> Any:

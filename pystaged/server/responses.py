@@ -15,6 +15,7 @@ from pystaged.server import chats
 from pystaged.server.answer import Answer, ended, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.figures import usage
+from pystaged.server.models import State
 from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import (
     MOST_TOOLS,
@@ -29,7 +30,6 @@ from pystaged.server.request_types import (
     joined,
     only,
 )
-from pystaged.server.state import State
 
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

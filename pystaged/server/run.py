@@ -25,6 +25,7 @@ from pystaged.server.security import guarded
 
 _BACKLOG = 2048
 _MOST_HEADER = 1 << 16  # bytes of a request's header
+_ONE_PRESS = 0.5  # seconds; a program in between passes Ctrl-C on to one that has had it from the terminal
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -111,6 +112,13 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._ready, self._waiting = ready, waiting
+        self._told = 0.0  # when a signal said that it is to end
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's: the first signal ends the server, a second one does so at once."""
+        if time.monotonic() - self._told > _ONE_PRESS:
+            super().handle_exit(sig, frame)
+            self._told = time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

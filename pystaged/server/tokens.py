@@ -1,14 +1,23 @@
-"""/tokenize and /detokenize."""
+"""/tokenize and /detokenize, and embeddings in OpenAI's format."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
-from pystaged._core import Tokenizer
-from pystaged.server.errors import ApiError
-from pystaged.server.request_types import DetokenizeRequest, TokenizeRequest
-from pystaged.server.state import State
+import numpy as np
+from anyio.to_thread import run_sync
+from numpy.typing import NDArray
 
+from pystaged._core import Tokenizer
+from pystaged.engine import Engine
+from pystaged.sampling.text import Prompt
+from pystaged.server.completions import listed
+from pystaged.server.errors import ApiError, too_long, unsupported
+from pystaged.server.models import State
+from pystaged.server.request_types import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+
+_MOST_TOKENS = 300_000  # of a request for embeddings, as OpenAI has it
 _MOST_PIECES = 1 << 17  # encoding more as JSON would block the server for seconds
 
 
@@ -54,3 +63,51 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
         return {"id": token, "piece": data.decode()}
     except UnicodeDecodeError:
         return {"id": token, "piece": list(data)}
+
+
+async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
+    """Embed texts. Raises ApiError."""
+    if request.dimensions is not None:
+        raise unsupported("dimensions", "dimensions is not supported by this server; leave it out")
+    vectors, count = await embedded(state, listed(request.input))
+    in_text = request.encoding_format == "base64"
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_text else vector.tolist(),
+            }
+            for i, vector in enumerate(vectors)
+        ],
+        "model": state.name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+
+
+async def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], int]:
+    """The embeddings of texts, float32[n, width], and the number of their tokens. Raises ApiError."""
+    tokens = await run_sync(_tokens, state.engine, texts)
+    # One text at a time, so that the work ends when the client disconnects; of all requests, because each text takes a
+    # context of its own, outside the limits on texts that are written.
+    vectors = [await run_sync(state.engine.embed, [text], limiter=state.embedding) for text in tokens]
+    return np.concatenate(vectors), sum(map(len, tokens))
+
+
+def _tokens(engine: Engine, texts: list[Prompt]) -> list[Prompt]:
+    """The tokens of each text. Raises ApiError."""
+    tokens: list[Prompt] = []
+    for i, text in enumerate(texts):
+        if not text:
+            raise ApiError(400, f"text {i} of the input is empty", param="input")
+        try:
+            ids = engine.tokenizer.encode(text) if isinstance(text, str) else text
+        except UnicodeError:
+            raise ApiError(400, "the input is not valid Unicode text", param="input") from None
+        if len(ids) > engine.n_ctx:
+            raise too_long(len(ids), engine.n_ctx, engine.model.max_context, "input")
+        tokens.append(ids)
+    if (count := sum(map(len, tokens))) > _MOST_TOKENS:
+        raise ApiError(400, f"the input has {count} tokens; send at most {_MOST_TOKENS} at once", param="input")
+    return tokens

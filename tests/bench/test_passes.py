@@ -61,7 +61,8 @@ def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.llama_cpp == "measured"
     # Repacked weights crash llama.cpp on some machines.
     rounds = [(f"passes of {path.name}", done, 6) for done in range(7)]
-    assert told[:7] == rounds
+    loading = f"loading {path.name}, and the machine's limits"
+    assert told[:9] == [(loading, 0, 1), (loading, 1, 1), *rounds]
     assert told[-7:] == [("llama.cpp, plain weights", *done) for _, *done in rounds]
     assert all(each.ms > 0 and each.llama_cpp_ms and each.llama_cpp_ms > 0 for each in found.passes)
     for each in found.passes:
@@ -115,7 +116,8 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
     asked = json.loads(run("--no-baseline", "--json", "--context", "0,300").stdout)
     assert {each["context"] for each in asked["passes"]} == {0, 300}
     assert asked["llama_cpp"] == "not asked"
-    assert "passes of" in run("--no-baseline").stderr
+    first, *_ = run("--no-baseline").stderr.splitlines()
+    assert first == f"timing passes of {path.name} over 1 to 32 rows, 1 times"
     for model, context in ((path, 256), (random_gguf("Q8_0"), 48)):
         usual = json.loads(run("--no-baseline", "--json", model=model).stdout)
         assert {each["context"] for each in usual["passes"]} == {context}

@@ -122,7 +122,7 @@ def test_rules_that_are_refused(path: Path, arguments: list[str], status: int, w
 
 
 def test_generate_from_standard_input(path: Path, result: pystaged.GenerationResult) -> None:
-    done = run("generate", "-", "--model", path, *WARM, stdin=PROMPT.encode())
+    done = run("generate", "-", "--model", path, *WARM, stdin=PROMPT.encode() + b"\n")  # as echo writes it
     assert (done.returncode, done.stdout.decode()) == (0, result.text + "\n")
     assert f"{len(result.tokens)} tokens" in done.stderr.decode()
     assert b"\x1b" not in done.stdout + done.stderr

@@ -16,6 +16,7 @@ from pystaged.cli import turns
 from pystaged.cli.options import Color, Given
 from pystaged.cli.turns import Chat
 from pystaged.decoding.readers import Stream
+from pystaged.platform import ctrl_c
 from pystaged.platform.ctrl_c import Interrupts, uninterrupted
 
 GIVEN = {"max_tokens": 8, "stop_loops": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
@@ -199,3 +200,9 @@ def test_ignored_interrupts_stay_ignored() -> None:
             burst()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_what_follows_an_interrupt_that_was_handled_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctrl_c, "_presses", 0)
+    ctrl_c.is_handled()
+    ctrl_c._interrupt(signal.SIGINT, None)  # else KeyboardInterrupt

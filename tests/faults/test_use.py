@@ -15,8 +15,7 @@ from support.random_models import write
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.loading.kept import PACKED
-from pystaged.loading.packed import load_packed
+from pystaged.loading.kept import PACKED, load_packed
 
 PROMPT = "the tree and the house"
 

@@ -18,8 +18,7 @@ from support.random_models import RandomModel, quantize, split, write
 
 from pystaged import ModelError, _core
 from pystaged.loading import cache
-from pystaged.loading.kept import PACKED
-from pystaged.loading.packed import load_packed
+from pystaged.loading.kept import PACKED, load_packed
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,7 +33,7 @@ LOADER = """
 import os, sys
 from pathlib import Path
 from pystaged import _core
-from pystaged.loading.packed import load_packed
+from pystaged.loading.kept import load_packed
 model = load_packed(Path(sys.argv[1]), "", 2, print)
 session = _core.Session(model)
 session.evaluate([1, 2, 3], [-1, 0, 1])

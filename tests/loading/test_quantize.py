@@ -19,7 +19,7 @@ from support.convert import convert
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 
-from pystaged.loading.file_types import FILE_TYPES
+from pystaged.loading.metadata import FILE_TYPES
 from pystaged.loading.quantize import quantize, quantize_checkpoint
 from pystaged.platform import process
 

@@ -71,6 +71,9 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
             "--lora has no equivalent: merge adapters into the model first; -ctk is --kv",
         ),
         (["serve", "--no-webui", "--slots"], "; --slots has no equivalent"),
+        (["serve", "-mm", "x", "-nocb", "-cram", "1"], "-nocb has no equivalent: texts always share passes; -cram is "),
+        (["generate", "x", "-nkvO", "-mx"], "there is no option -nkvO; there is no option -mx"),
+        (["chat", "-hff", "x.gguf", "-rea", "off"], "-hff is part of the model's name here, as --model OWNER/NAME:"),
         (["generate", "x", "--keep", "4"], "--keep is --context-overflow here"),
         (["generate", "x", "--logits"], "there is no option --logits; did you mean --logit-bias?"),
         (["generate", "x", "--frobnicate", "--xyzzy"], "no option --frobnicate; there is no option --xyzzy "),
@@ -132,6 +135,17 @@ def test_options_that_are_not_needed_are_taken(expected: str) -> None:
     assert {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("-")} <= {
         word.strip(",;") for word in line.split()
     }
+
+
+def test_all_that_are_not_needed_are_taken_with_their_values() -> None:
+    """llama.cpp's short options of several letters, which are no clusters of ours."""
+    values = {"-sm": "none", "-ts": "3,1", "-ot": "exps=CPU", "-C": "0x3", "-Cr": "0-3", "--split-mode": "row"}
+    given = [[word, *([values.get(word, "1")] if word in aliases.WITH_VALUE else [])] for word in aliases.NEEDLESS]
+    assert {"-st", "-sm", "-mg", "-ts", "-nkvo", "-fa", "-ngl"} <= aliases.NEEDLESS.keys()
+    for command, end in (("chat", "no model"), ("generate", "give a prompt"), ("serve", "--default is for several")):
+        more = ["--default", "x"] if command == "serve" else ["-", "-fa", "1"] if command == "chat" else []
+        done = here(command, *(word for each in given for word in each), *more)
+        assert (done.returncode, end in done.stderr.decode()) == (2, True), done.stderr
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,14 @@ def test_one_can_answer_to_all_other_names(several: Any) -> None:
         several(default="four")
 
 
+def test_names_are_read_as_in_ollama(several: Any, bundled_target: Path) -> None:
+    files = dict.fromkeys(("smollm2:135m", "two:latest"), bundled_target)
+    with live_of(several(files=files, default="Two")[0]) as server:
+        for name, known in (("smollm2", "smollm2:135m"), ("SmolLM2:latest", "smollm2:135m"), ("two", "two:latest")):
+            assert server.ask(PATH, ASK | {"model": name})[1]["model"] == known
+        assert server.ask(PATH, ASK | {"model": "gpt-4"})[1]["model"] == "two:latest"
+
+
 def test_a_text_in_progress_ends_before_its_model_is_unloaded(several: Any) -> None:
     models, loads = several(fit=1)
     with live_of(models) as server:
@@ -227,8 +237,29 @@ def test_requests_say_how_long_one_rests(several: Any) -> None:
         assert server.ask("/api/generate", ask)[1]["eval_count"] == 3
         wait_until(lambda: loaded(server) == ["three"])
         assert server.ask("/api/generate", ask | {"keep_alive": "soon"})[0] == 400
-        assert server.ask(PATH, ASK | {"model": "three"})[0] == 200  # which rests as the server says
+        assert server.ask("/api/generate", {"model": "three", "keep_alive": 0})[1]["done_reason"] == "unload"
         wait_until(lambda: not models.loaded())
+        models.settings = replace(models.settings, keep_alive=1e6)
+        assert server.ask(PATH, ASK | {"model": "three"})[0] == 200  # loaded anew, it rests as the server says
+        assert models.all["three"].rest == 1e6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_time_of_loading_is_part_of_an_answers(several: Any, stream: bool) -> None:
+    models, loads = several(fit=1)
+    with live_of(models) as server:
+        chat: Any = {"messages": [{"role": "user", "content": "Hi"}]}
+        for path, asked in (("chat", chat), ("generate", {"prompt": "def f("}), ("embed", {"input": "a"})):
+            for name in ("one", "two", "two"):
+                body, known = (
+                    asked | {"model": name, "stream": stream, "options": {"num_predict": 3}},
+                    len(loads.engines),
+                )
+                answer = server.send("POST", f"/api/{path}", body).read().decode()
+                found = json.loads(answer.splitlines()[-1])
+                loading, rest = found["load_duration"], found.get("prompt_eval_duration", 0)
+                assert found["total_duration"] >= loading + rest + found.get("eval_duration", 0)
+                assert (loading > 0) is (len(loads.engines) > known)
 
 
 def test_one_that_cannot_be_loaded(several: Any, bundled_target: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.server import NAME, Server, live
 
 import pystaged
 from pystaged.engine import Engine
-from pystaged.server import embeddings
+from pystaged.server import tokens
 
 QWEN3 = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
 MARKS = ["<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
@@ -201,7 +201,7 @@ def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: st
 
 
 def test_many_tokens_are_not_embedded_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "_MOST_TOKENS", 20)
+    monkeypatch.setattr(tokens, "_MOST_TOKENS", 20)
     assert "send at most 20 at once" in server.ask("/api/embed", {"input": ["a" * 20] * 2})[1]["error"]
 
 
@@ -226,6 +226,32 @@ def test_an_answer_that_is_begun_goes_on_on_all_interfaces(server: Server, engin
         assert server.ask("/v1/chat/completions", whole | honoured)[1]["usage"]["prompt_tokens"] == len(closed)
     answer = server.ask("/v1/responses", {"input": begun, "max_output_tokens": 1})[1]
     assert answer["usage"]["input_tokens"] == len(closed)
+
+
+@pytest.mark.parametrize("begun", ['{"a": [1', '{"a"', '{"a": [1, 2]}', " [", '{"b', "Here it is: "])
+def test_a_begun_object_goes_on_under_its_schema(server: Server, begun: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [[1, 2]]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    messages: Any = [*ASKED, {"role": "assistant", "content": begun}]
+    asked: Any = {"messages": messages, "temperature": 0, "max_tokens": 60}
+    for path, form in (
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+        ("/api/chat", {"format": schema, "stream": False, "options": greedy(num_predict=60)}),
+    ):
+        status, found = server.ask(path, asked | form)
+        if begun in (" [", '{"b'):
+            assert status == 400
+            assert "the begun answer is JSON that the schema does not allow" in json.dumps(found)
+            continue
+        assert status == 200, found
+        message = found["choices"][0] if "choices" in found else found
+        text = message["content"][0]["text"] if path == "/v1/messages" else message["message"]["content"]
+        assert json.loads(text if begun.startswith("H") else begun + text) == {"a": [1, 2]}
 
 
 def test_reasoning_that_is_begun_goes_on(server: Server, engine: Engine) -> None:
@@ -264,6 +290,8 @@ def test_requests_that_only_load_the_model(server: Server, stream: bool) -> None
         ("/api/generate", {"response": ""}),
         ("/api/chat", {"message": {"role": "assistant", "content": ""}}),
     ):
-        found = ask(server, path, stream=stream, keep_alive=-1)
-        assert said.items() <= found.items()
-        assert (found["done"], found["done_reason"]) == (True, "load")
+        for kept in (-1, 0):  # the only model of a server stays
+            found = ask(server, path, stream=stream, keep_alive=kept)
+            assert said.items() <= found.items()
+            assert (found["done"], found["done_reason"]) == (True, "load")
+            assert len(server.ask("/api/ps")[1]["models"]) == 1

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,12 @@ from support.server import SECONDS, Server
 import pystaged
 from pystaged.cli import serve
 from pystaged.loading import names
+from pystaged.server import run as run_server
+from pystaged.server.app import application
+from pystaged.server.models import Models
+from pystaged.server.run import Server as Running
 from pystaged.server.run import bound
+from pystaged.server.settings import Settings
 
 UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
 
@@ -102,6 +108,35 @@ def test_texts_in_progress_may_end(path: str) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_that_comes_twice_is_one(path: str) -> None:
+    """From the terminal, and from a program in between."""
+    with serving(path) as (process, server, _):
+        response = server.send(
+            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        )
+        response.read(10)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("requests in progress: 1")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0
+        assert process.stderr.read() == ""
+
+
+def test_signals_in_a_moment_are_one(engine: pystaged.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Running(application(Models.of(engine, Settings("tiny"))), 1)
+    for _ in range(2):
+        server.handle_exit(signal.SIGINT, None)
+    assert (server.should_exit, server.force_exit) == (True, False)
+    monkeypatch.setattr(run_server, "_ONE_PRESS", -1.0)
+    server.handle_exit(signal.SIGINT, None)
+    assert server.force_exit
+
+
+@pytest.mark.slow
 def test_keys_of_options_files_and_the_environment(path: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("of a file\n\n")
@@ -126,9 +161,14 @@ def test_what_cannot_be_served(path: str, tmp_path: Path) -> None:
         assert (done.returncode, option[2:].encode() in done.stderr) == (2, True)
 
 
-def test_files_of_several_models(path: str, tmp_path: Path) -> None:
+def test_files_of_several_models(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "mmproj-b.gguf", "note.txt"):
         (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.chdir(Path(path).parent)
+    for name in (Path(path).name, Path(path).stem):  # in the current folder
+        assert (names.resolve(name), names.name_of(name)) == (Path(Path(path).name), Path(path).stem)
+    with pytest.raises(FileNotFoundError, match=f"did you mean {Path(path).name}"):
+        names.resolve(f"{Path(path).stem}:latest")
     found = names.several([path, "bundled"], tmp_path)
     assert {"bundled", Path(path).stem, "a-00001-of-00002", "b"} <= found.keys()
     assert not found.keys() & {"a-00002-of-00002", "mmproj-b", "note"}
