@@ -1,4 +1,4 @@
-"""Generate over a set of prompts: what does each part of drafting gain, and how often does a draft agree?"""
+"""Generate over a set of prompts: does the output equal plain decoding's with any drafter, and what does each gain?"""
 
 from __future__ import annotations
 
@@ -14,20 +14,41 @@ from pystaged._core import Model, RecycledCandidates, Sampling, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.policy import GainPolicy
+from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
 from pystaged.decoding.stepper import generate
 from pystaged.decoding.text import Text, TokenRoles
+from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
 from pystaged.drafting.lookups import lookups
-from pystaged.drafting.model import draft_proposer
-from pystaged.drafting.proposer import Proposer
+from pystaged.drafting.model import ModelProposer, ParallelModelProposer, draft_proposer
+from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.table import NgramTable
 from pystaged.loading.bundle import Bundle
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.stats import GenerationStats
 
 _PIECE = 32  # rows of a pass
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
+
+
+class _LyingProposer(Proposer):
+    """Proposes random tokens, which must not affect the output."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size, self._random = vocab_size, np.random.default_rng(0)
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
+        found = self._random.integers(self._vocab_size, size=(len(nodes), tree.num_candidates)).tolist()
+        return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT[1]) for tokens in found]
+
+
+class LyingDrafter(TreeDrafter):
+    """Drafts trees of twelve random tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__([_LyingProposer(vocab_size)], FixedPolicy(width=3, depth=4, budget=12), vocab_size)
 
 
 class Reckoned(PassCost):
@@ -83,6 +104,47 @@ def parts(bundle: Bundle, session: Session, ratio: float) -> dict[str, TreeDraft
     return {name: TreeDrafter(proposers, GainPolicy(target), size) for name, proposers in ways.items()}
 
 
+def drafters(
+    target: Model, draft: Model | None, table: NgramTable | None, substitutes: Mapping[int, int] | None = None
+) -> dict[str, Drafter]:
+    """Drafters that differ as much as possible; the output must be the same with all.
+
+    Args:
+        draft: None for n-grams alone.
+        table: of n-grams.
+        substitutes: see ModelProposer.
+    """
+    vocab_size = target.vocab_size
+    tree, chain = FixedPolicy(width=4, depth=6, budget=12), FixedPolicy(width=1, depth=6, budget=6, children=1)
+    wide = FixedPolicy(width=8, depth=2, budget=31, children=8)
+
+    def drafter(policy: TreePolicy, *proposers: Proposer) -> TreeDrafter:
+        return TreeDrafter(proposers, policy, vocab_size)
+
+    ways: dict[str, Drafter] = {
+        "n-grams alone": drafter(tree, *lookups(table)),
+        "n-grams of the context alone": drafter(tree, *lookups()),
+        "lying": LyingDrafter(vocab_size),
+    }
+    if draft:
+        target_cost, cost = reckoned(10)
+
+        def model(cost: PassCost | None = None) -> ModelProposer:
+            return ModelProposer(Session(draft), cost, substitutes)
+
+        parallel = ParallelModelProposer(Session(draft), draft.vocab_size - 1, substitutes=substitutes)
+        ways |= {
+            "tree": drafter(tree, model()),
+            "chain": drafter(chain, model()),
+            "wide tree": drafter(wide, model()),
+            "parallel tree": drafter(tree, parallel),
+            "chain with n-grams": drafter(chain, *lookups(table), model(cost)),
+            "tree with n-grams": drafter(tree, *lookups(table), model(cost)),
+            "one tree": drafter(GainPolicy(target_cost), *lookups(table), model(cost)),
+        }
+    return ways
+
+
 def agreement(
     draft: Model, texts: Iterable[tuple[Sequence[int], Sequence[int]]], substitutes: Mapping[int, int]
 ) -> float | None:
@@ -109,6 +171,12 @@ def agreement(
             session.commit(rows)
             hits += (chosen[:, 0] == tokens[at : at + piece]).tolist()
     return fmean(hits) if hits else None
+
+
+def continuation(context: Context, prompt: NDArray[np.int32], sampling: SamplingConfig, max_tokens: int) -> list[int]:
+    """The tokens that a context generates after a prompt, continuing past the end of text."""
+    text = Text(prompt.tolist(), prompt, GenerationConfig(sampling=sampling, max_tokens=max_tokens))
+    return [token for piece in generate(context, text) for token in piece.tokens]
 
 
 def run_texts(

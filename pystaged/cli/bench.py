@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +25,11 @@ from pystaged.cli.command import Command, UsageError
 from pystaged.cli.console import draft_name, errors, progress_bars, report
 from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
 from pystaged.decoding.context import Context
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import Costs
+from pystaged.loading.factory import ContextFactory
 from pystaged.stats import DrafterStats
 
 
@@ -45,6 +48,7 @@ app = typer.Typer(cls=_Parts)
 
 _WIDE = 160  # characters, if the output is not a terminal
 _MOST_TEXTS = 1024  # sequences at once
+_SEEDS = 2  # of each sampling that `lossless` checks
 
 ModelName = Annotated[
     str,
@@ -243,6 +247,53 @@ def texts(
         typer.echo(json.dumps(found.to_dict()))
         return
     _console().print(found.table())
+
+
+@app.command(cls=Command)
+def lossless(
+    model: ModelName = "",
+    draft: DraftName = "auto",
+    quantization: Quantization = "Q8_0",
+    prompts: Prompts = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = 96,
+) -> None:
+    """Check that each way of drafting gives plain decoding's output. Exits with status 1 if one does not.
+
+    Example: pystaged bench lossless --limit 10
+
+    Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
+    """
+    bundle, texts = _open(model, draft, quantization, prompts, limit)
+    bundle.check_exact()
+    session = Session(bundle.target)
+    ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
+    contexts = {way: Context(session, drafter) for way, drafter in ways.items()}
+    factory = ContextFactory(bundle)
+    contexts["as measured costs decide"] = factory.context(0, None)
+    contexts["as loaded, in trees of 12 nodes"] = factory.context(0, FixedPolicy(width=4, depth=6, budget=12))
+    plain = Context(session)
+    runs = {
+        f"{mode}, seed {seed}": replace(sampling, seed=seed)
+        for mode, sampling in pairs.MODES.items()
+        for seed in range(1 if sampling.is_greedy else _SEEDS)
+    }
+    different: dict[str, list[int]] = {way: [] for way in contexts}
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("checking", total=len(runs) * len(contexts))
+        for sampling in runs.values():
+            expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
+            for way, context in contexts.items():
+                found = [pairs.continuation(context, text, sampling, max_tokens) for text in texts]
+                different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
+                progress.advance(task)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
+    table = Table("drafted by", *runs, title=title, box=None)
+    for way, counts in different.items():
+        table.add_row(way, *map(str, counts))
+    _console().print(table)
+    if any(map(any, different.values())):
+        raise typer.Exit(1)
 
 
 @app.command(cls=Command)

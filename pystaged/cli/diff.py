@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
 from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, check, check_kv
 from pystaged.cli.prompts import read_prompts
+from pystaged.platform.files import destination, whole_file
 from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
 
 _Row = tuple[str, ...]
@@ -44,6 +46,9 @@ def diff(
         str, typer.Option("--kv-b", help="Type of B's KV cache; by default that of A's, --kv.", callback=check_kv)
     ] = "",
     n_ctx: ContextLength = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a page in Markdown, with the prompts, to this file.")
+    ] = None,
     as_json: Json = False,
     threads: Threads = 0,
 ) -> None:
@@ -58,6 +63,9 @@ def diff(
     Example: pystaged diff smollm2 smollm2 --kv-b q8_0 --limit 10
     """
 
+    if out and not destination(out).parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} for --out")
+
     def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
         return pystaged.load(
             model_name(name), draft=draft, n_ctx=n_ctx, kv=kv, num_threads=threads, recycle=False, report=report
@@ -68,6 +76,7 @@ def diff(
         texts = compare(first, second, asked, max_tokens, partial(progress, "comparing"))
         found = figures(texts)
         whole, single = _figures(found), _texts(texts, first)
+        shown = [_prompt(text.number, first.tokenizer.decode(asked[text.number], special=True)) for text in texts]
     conditions = {
         "a": a,
         "b": b,
@@ -88,6 +97,9 @@ def diff(
             for row in rows[1:]:
                 table.add_row(*row)
             print_table(table)
+    if out:
+        with whole_file(out) as part:
+            part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single), *shown]) + "\n", "utf-8")
 
 
 def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
@@ -140,3 +152,13 @@ def _described(text: TextComparison) -> dict[str, Any]:
             for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "best_b", "agrees")
         },
     }
+
+
+def _prompt(number: int, text: str) -> str:
+    """The page's part on a text: its prompt as the model reads it. Indented, Markdown leaves it as it is."""
+    return f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}"
+
+
+def _markdown(rows: Sequence[_Row]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])

@@ -50,8 +50,12 @@ def _all(repository: str = "") -> dict[tuple[str, str], Path]:
         for path in snapshot.rglob("*.gguf"):
             if path.is_file() and not PART.search(path.name):
                 found[_in_hubs_cache(path) or ("", "")] = path
-    for path in folder().glob("*/*/**/*.gguf"):
-        if path.is_file():
+    for path in list(folder().glob("*/*/**/*.gguf")):
+        if path.is_symlink() and path.readlink().is_relative_to(_shared()):  # which older versions made
+            with suppress(OSError):
+                path.unlink()
+                _tidy_up(path)
+        elif path.is_file():
             owner, name, *file = path.relative_to(folder()).parts
             found[f"{owner}/{name}", "/".join(file)] = path
     return dict(sorted(found.items()))
@@ -166,10 +170,12 @@ def remove(name: str) -> int:
 
 
 def _tidy_up(path: Path) -> int:
-    """Remove what is kept for a file that is gone, and its folders where they are empty; returns the bytes freed."""
+    """Remove what is kept for a file that is gone, and folders without models; returns the bytes freed."""
     for parent in path.relative_to(folder()).parents[:-1]:
-        with suppress(OSError):  # there is something else in it
-            (folder() / parent).rmdir()
+        if not any((folder() / parent).rglob("*.gguf")):
+            with suppress(OSError):
+                (folder() / parent / "source.json").unlink(missing_ok=True)  # of older versions
+                (folder() / parent).rmdir()
     return sum(kept.remove(kept.path(path)) for kept in (PACKED, RECYCLED))
 
 

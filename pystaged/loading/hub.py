@@ -111,6 +111,8 @@ def _convert(repository: _Repository, kind: str) -> Path:
     for file in weights:
         repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_symlink():  # of older versions, to a file of that name that the repository had before
+        out.unlink()
     about = About(stem, repository.license, f"{_endpoint()}/{name}", repository.commit)
     quantize_checkpoint(config.parent, out, kind, about=about, progress=repository.progress)
     return out

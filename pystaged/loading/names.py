@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pystaged.loading import cache, ollama
 from pystaged.loading.hub import HUB_ID, pull
+from pystaged.loading.metadata import read_metadata
 from pystaged.loading.progress import Progress
 from pystaged.options.aliases import MODELS, hub_id, meant, usual_names
 from pystaged.platform.files import expanded
@@ -148,12 +149,19 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
 
     Raises:
         FileNotFoundError, ValueError, OSError: as in resolve.
+        ValueError: it is a draft head, which earlier versions had.
     """
     if draft == "bundled" or (draft == "auto" and packaged_name(model) == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     if draft in (None, "none", "auto"):
         return None
-    return resolve(draft, progress)
+    path = resolve(draft, progress)
+    if read_metadata(path).get("general.architecture") == "draft-head":
+        raise ValueError(
+            f"{path} is a draft head, and draft heads are no longer supported; leave out the draft, or train one with "
+            "`pystaged distill`"
+        )
+    return path
 
 
 def name_of(model: str) -> str:

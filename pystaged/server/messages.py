@@ -107,14 +107,14 @@ class MessageRequest(TurnRequest):
 def begin(state: State, request: MessageRequest) -> MessageAnswer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     try:
-        return MessageAnswer(state, request, chats.turns(state, _chat(request)))
+        return MessageAnswer(state, request, chats.turns(state, _chat(state, request)))
     except ApiError as error:
         raise _too_long(error, state.engine.model.max_context) from None
 
 
 def count(state: State, request: MessageRequest) -> dict[str, int]:
     """Count the tokens of a prompt. Errors as in begin."""
-    return {"input_tokens": chats.count(state, _chat(request))}
+    return {"input_tokens": chats.count(state, _chat(state, request))}
 
 
 def _too_long(error: ApiError, most: int) -> ApiError:
@@ -130,14 +130,14 @@ def _too_long(error: ApiError, most: int) -> ApiError:
     return ApiError(400, words + more, param="messages", code=body["code"])
 
 
-def _chat(request: MessageRequest) -> ChatRequest:
+def _chat(state: State, request: MessageRequest) -> ChatRequest:
     refuse((request.model_extra or {}) | {"n": request.n}, _UNSUPPORTED)
     if all(message.role == "system" for message in request.messages):
         raise unsupported("messages", "there must be a message of the user")
-    messages = _system(request.system or "")
+    messages = _system(state, request.system or "")
     for message in request.messages:
         if message.role == "system":
-            messages += _system(message.content)
+            messages += _system(state, message.content)
         else:
             messages += _answered(message) if message.role == "assistant" else _asked(message)
     if "tool_calls" in messages[-1]:
@@ -160,11 +160,13 @@ def _chat(request: MessageRequest) -> ChatRequest:
     return chat_request(request, messages, **more)
 
 
-def _system(content: Content) -> list[dict[str, Any]]:
+def _system(state: State, content: Content) -> list[dict[str, Any]]:
     """A system message, if there is text for one; without Claude Code's billing header, which may be a block of its
     own."""
     blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
-    text = _text([block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in blocks])
+    if not state.settings.billing_header:
+        blocks = [block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in blocks]
+    text = _text(blocks)
     return [{"role": "system", "content": text}] if text else []
 
 

@@ -52,6 +52,8 @@ class Settings:
     strict: bool = _option(False, "Requests must name the model.")
     reasoning_budget: int | None = _option(None, ge=-1, help=
         "Maximum tokens of an answer's reasoning, -1 for no limit.")
+    billing_header: bool = _option(False, help=
+        "Keep Claude Code's line x-anthropic-billing-header, whose change at every turn prevents reuse.")
     metrics_prefix: str = _option("pystaged:", "Prefix of the names in /metrics.")
     # fmt: on
 

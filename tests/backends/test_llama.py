@@ -84,6 +84,9 @@ def test_an_engine_says_what_is_not_exact(unknown: Path) -> None:
         kept = Receipt.load(Path(__file__).parent.parent / "data/greedy.receipt")
         with pytest.raises(ValueError, match="the receipt is of"):
             pystaged.repeat(engine, kept)
+    done = here("bench", "lossless", "-m", unknown, "--limit", "1")
+    assert done.returncode
+    assert b"not promised to be the same again" in done.stderr
 
 
 def test_it_is_said_before_a_text_is_written(unknown: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.device import DEVICE, GPU_LAYERS, gap_alone
-from support.drafters import continuation
 from support.families import CASES
 from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
@@ -23,7 +22,7 @@ from support.random_models import write
 import pystaged
 from pystaged import FixedPolicy
 from pystaged._core import Model, RecycledCandidates, Sampling, Session, Work, run
-from pystaged.bench.pairs import reckoned
+from pystaged.bench.pairs import continuation, reckoned
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import GainPolicy
 from pystaged.drafting.drafter import TreeDrafter

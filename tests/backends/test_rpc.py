@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.drafters import continuation
 from support.families import CASES
 from support.random_models import write
 
@@ -29,6 +28,7 @@ from pystaged.backends import rpc
 from pystaged.backends.devices import load_model, open_session
 from pystaged.backends.rpc import RemoteSession
 from pystaged.backends.rpc_host import Host
+from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
 from pystaged.decoding.context import Context
 from pystaged.sampling.binding import bind

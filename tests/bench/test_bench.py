@@ -685,6 +685,18 @@ def test_methods_without_a_draft() -> None:
     assert all("draft" not in each.key for each in methods.baselines(setup, []))
 
 
+def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
+    path = str(random_gguf(vocab_size=300, context=512))
+    options = ["--model", path, "--prompts", str(two_prompts), "--max-tokens", "6"]
+    for draft, has_tree in (("auto", False), (path, True)):
+        done = CliRunner().invoke(app, ["bench", "lossless", *options, "--draft", draft])
+        assert done.exit_code == 0, done.output
+        rows = [line for line in done.stdout.splitlines() if line.strip()][2:]
+        assert all(row.split()[-3:] == ["0"] * 3 for row in rows), "in a pipe a row is a line"
+        assert any("n-grams alone" in row for row in rows)
+        assert any("tree with n-grams" in row for row in rows) == has_tree
+
+
 # ---- Baselines ----
 
 

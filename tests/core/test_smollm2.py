@@ -10,12 +10,12 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.drafters import continuation
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.loading import names
 from pystaged.options.config import SamplingConfig

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import drafted, generate, text_of
-from support.drafters import continuation, drafters
 
 from pystaged import Stage
 from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
 from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import generate
-from support.drafters import continuation, drafters
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
 from pystaged._core import Model, Session, Tokenizer
+from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.context import Context
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer

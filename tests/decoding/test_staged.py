@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import Said, drafted, generate, started, stepped, text_of
-from support.drafters import LyingDrafter, continuation, drafters
 from support.random_models import RandomModel, gguf_file, write
 
 import pystaged
 from pystaged._core import ContextFullError, Model, RecycledCandidates, Session, Tokenizer
-from pystaged.bench.pairs import Reckoned
+from pystaged.bench.pairs import LyingDrafter, Reckoned, continuation, drafters
 from pystaged.bench.prompts import load_questions
 from pystaged.decoding import stepper
 from pystaged.decoding.account import Meter

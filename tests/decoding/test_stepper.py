@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.decoding import Text, step
-from support.drafters import LyingDrafter, continuation
 from support.random_models import RandomModel, write
 
 from pystaged._core import Model, RecycledCandidates, Session, kernels, run
+from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost

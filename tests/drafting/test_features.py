@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from support.assistants import Assistant, write_assistant
 from support.decoding import Text, drafted, started, step, stepped
-from support.drafters import continuation
 from support.families import CASES
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
@@ -22,6 +21,7 @@ from support.scheduling import wait_until
 
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
+from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import FixedPolicy, Growth

@@ -517,7 +517,7 @@ def test_build_writes_where_it_is_found(draft: Path, tmp_path: Path) -> None:
     found = find_table(draft, None, Tokenizer(os.fsencode(draft)))
     assert found is not None
     assert found.num_tokens == 500
-    assert b"500 tokens counted" in done.stderr
+    assert b"500 of 500 tokens" in done.stderr
     elsewhere = tmp_path / os.fsdecode(b"els\xffwhere.npz")
     done = here("ngram", "build", "--model", draft, "--tokens", "500", "--out", elsewhere)
     assert done.returncode == 0, done.stderr

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.decoding import drafted, started, stepped
-from support.drafters import continuation
 from support.random_models import Floats, RandomModel, add_key, add_vocabulary, write
 
 from pystaged import Engine
 from pystaged._core import Model, ModelError, Session, Tokenizer
+from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pystaged.loading.packed import load_packed
 from support.chat import write_chat
 from support.commands import run_python
 from support.families import CASES
@@ -15,7 +16,7 @@ from support.random_models import write
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.loading.kept import PACKED, load_packed
+from pystaged.loading.kept import PACKED
 
 PROMPT = "the tree and the house"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.random_models import gguf_file
 
 from pystaged import DeviceError
 from pystaged._core import Model
@@ -58,3 +59,10 @@ def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., 
         made = bundle.Bundle(long, draft=draft, num_threads=1)
         decoder = ContextFactory(made).context(8500, FixedPolicy(2, 2, 4))
         assert [session.n_ctx for session in decoder.sessions] == [8500, n_ctx]
+
+
+def test_draft_heads_of_earlier_versions_are_refused(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    with gguf_file(tmp_path / "my.head.gguf", "draft-head"):
+        pass
+    with pytest.raises(ValueError, match=r"my\.head\.gguf is a draft head, .* supported; leave out the draft"):
+        bundle.Bundle(random_gguf("Q8_0"), draft=tmp_path / "my.head.gguf")

@@ -631,20 +631,23 @@ def test_remove_leaves_what_is_not_of_the_cache_and_what_another_name_has(tmp_pa
     assert cache.remove(f"{GGUFS}:{other.name}") == outside.stat().st_size
 
 
-def test_what_is_in_our_folder(ggufs: Repository, random_gguf: Callable[..., Path], tmp_path: Path) -> None:
-    """A model that was made, and a user's own link to another."""
+def test_what_older_versions_kept(ggufs: Repository, random_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    """A link into Hugging Face's cache goes, its model stays; a model that was made, and a user's own link, stay."""
     shared, mine = hub.pull(GGUFS), tmp_path / "mine.gguf"
     mine.write_bytes(random_gguf("Q4_0").read_bytes())
-    link, made = cache.folder("me/own") / "0.gguf", cache.folder("someone/made") / "tiny.Q8_0.gguf"
-    for each in (link, made):
-        each.parent.mkdir(parents=True)
-    link.symlink_to(mine)
+    old, made = (cache.folder(name) / "tiny.Q8_0.gguf" for name in (GGUFS, "someone/made"))
+    for link, target in ((old, shared), (cache.folder("me/own") / "0.gguf", mine)):
+        link.parent.mkdir(parents=True)
+        link.with_name("source.json").write_text("{}")
+        link.symlink_to(target)
+    made.parent.mkdir()
     made.write_bytes(shared.read_bytes())
     assert cache.files() == {
-        "me/own:0.gguf": link,
+        "me/own:0.gguf": cache.folder("me/own") / "0.gguf",
         "someone/made:q8_0": made,
         f"{GGUFS}:q8_0": shared,
     }
+    assert not old.parent.exists()
     assert [cache.remove("own"), cache.remove("made")] == [0, len(ggufs.files["tiny.Q8_0.gguf"])]
     assert list(cache.folder().iterdir()) == []
     assert mine.read_bytes() == random_gguf("Q4_0").read_bytes()

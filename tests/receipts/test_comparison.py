@@ -120,14 +120,19 @@ def test_what_cannot_be_compared(engines: tuple[Engine, Engine], bundled_target:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
+    prompts, page = tmp_path / "prompts.txt", tmp_path / "page.md"
     prompts.write_text("def f(n):\nclass A:\nimport\n")
     bounds = ("--limit", "2", "--max-tokens", "6")
     command = ("diff", "bundled", "bundled", "--kv-b", "q8_0", "--prompts", prompts, *bounds)
-    done = here(*command)
+    done = here(*command, "--out", page)
     assert done.returncode == 0, done.stderr
+    nowhere = here(*command, "--out", tmp_path / "no" / "page.md")
+    assert (nowhere.returncode, nowhere.stdout) == (1, b"")
+    assert b"there is no folder" in nowhere.stderr
     assert b"A: bundled, kv f16; B: bundled, kv q8_0; texts: 2, tokens: 12" in done.stdout
-    assert b"same likeliest token" in done.stdout
+    said = page.read_text("utf-8")
+    assert "| same likeliest token | " in said
+    assert said.endswith("## Text 1\n\n    def f(n):\n\n## Text 2\n\n    class A:\n")
     short = here(*command, "--n-ctx", "2")
     assert b"the context holds 2; " in short.stderr
     told = json.loads(here(*command, "--json").stdout)
@@ -137,7 +142,5 @@ def test_the_command(tmp_path: Path) -> None:
     begun = tmp_path / "begun.jsonl"
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "x = 1"}]
     begun.write_text(json.dumps({"messages": messages}))
-    told = json.loads(here("diff", "bundled", "bundled", "--prompts", begun, "--max-tokens", "0", "--json").stdout)
-    with pystaged.load("bundled", draft=None, recycle=False, report=print) as engine:
-        prompt = engine.chat_format.encode(messages, continues=True).tolist()
-    assert told["texts"][0]["tokens"] == prompt[1:]
+    here("diff", "bundled", "bundled", "--prompts", begun, *bounds, "--out", page)
+    assert page.read_text("utf-8").endswith("<|im_start|>assistant\n    x = 1\n")

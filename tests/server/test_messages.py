@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from support.scheduling import is_idle, wait_until
-from support.server import NAME, Server
+from support.server import NAME, Server, live
 
 from pystaged.engine import Engine
 from pystaged.sampling.definitions import GrammarError
@@ -55,7 +55,7 @@ def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> No
     assert counted.input_tokens == expected.stats.prompt_tokens
 
 
-def test_claude_codes_billing_header_is_no_part_of_the_prompt(client: anthropic.Anthropic) -> None:
+def test_claude_codes_billing_header_is_no_part_of_the_prompt(client: anthropic.Anthropic, engine: Engine) -> None:
     header = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"
     plain = client.messages.count_tokens(messages=MESSAGES, system="Be brief", model=NAME).input_tokens
     blocks: Any = [{"type": "text", "text": header}, {"type": "text", "text": "Be brief"}]
@@ -64,6 +64,8 @@ def test_claude_codes_billing_header_is_no_part_of_the_prompt(client: anthropic.
     alone: Any = blocks[:1]
     nothing = client.messages.count_tokens(messages=MESSAGES, model=NAME).input_tokens
     assert client.messages.count_tokens(messages=MESSAGES, system=alone, model=NAME).input_tokens == nothing
+    with live(engine, billing_header=True) as server, anthropic.Anthropic(base_url=server.url, api_key="none") as other:
+        assert other.messages.count_tokens(messages=MESSAGES, system=blocks, model=NAME).input_tokens > plain
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
