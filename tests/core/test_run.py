@@ -243,15 +243,6 @@ def test_more_rows_than_a_pass_takes(model_of: Model, family: str) -> None:
         assert_goes_on_as(session, session.tokens.tolist())
 
 
-def test_a_sampling_for_each_row(model_of: Model) -> None:
-    session = text(model_of(), PREFIX[:9])
-    ((together, scores),) = _core.run([Work.propose(session, [1, 2, 3], [-1, 0, 1], 2, 4, SAMPLINGS[:2])])
-    for i, sampling in enumerate(SAMPLINGS[:2]):
-        tokens, own = session.candidates([1 + i], 4, sampling)
-        np.testing.assert_array_equal(together[i], tokens[0])
-        np.testing.assert_array_equal(scores[i], own[0])
-
-
 def test_nothing_to_do(model_of: Model) -> None:
     session = text(model_of(), [1, 2])
     assert _core.run([]) == []

@@ -208,14 +208,6 @@ def test_greedy(row: Row) -> None:
     assert row.candidates(sampling, 40)[0].tolist() == np.argsort(-row.logits, kind="stable")[:40].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
-def test_filters(row: Row, temperature: float, filters: dict[str, Any]) -> None:
-    for seed in range(4):
-        row.check(SamplingConfig(temperature, seed=seed, **filters), 12)
-
-
 @settings(max_examples=300)
 @given(
     temperature=st.floats(0.015625, 20, width=32),
@@ -229,11 +221,6 @@ def test_any_sampling(
     small: Row, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, k: int
 ) -> None:
     small.check(SamplingConfig(temperature, top_k, top_p, min_p, seed), k)
-
-
-def test_the_whole_vocabulary_can_be_candidates(row: Row) -> None:
-    row.check(SamplingConfig(), len(row.logits))
-    row.check(SamplingConfig(0.8), len(row.logits))
 
 
 @pytest.mark.slow

@@ -29,8 +29,6 @@ from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
 from pystaged.backends.rpc_host import Host
 
-Floats = npt.NDArray[np.float32]
-
 # Heads of 8, 11, 20, 36, 32, 24, 12 and 64 dimensions: below, at, above and between the sizes the kernels work in.
 SHAPES: dict[str, dict[str, Any]] = {
     "F32-8": {"quantization": "F32", "width": 40, "heads": 5},

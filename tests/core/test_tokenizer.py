@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,21 +81,11 @@ def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any,
         assert tokenizer.token_bytes(token) == piece.raw[:size]
 
 
-def test_a_small_vocabulary(random_gguf: Callable[..., Path]) -> None:
-    tokenizer = _core.Tokenizer(str(random_gguf()))
-    for text in [*AWKWARD, "the tree then"]:
-        assert round_trip(tokenizer, text) == text.encode()
-
-
 def test_special_tokens(tokenizer: _core.Tokenizer) -> None:
     assert tokenizer.encode("<|endoftext|>").tolist() == [END_OF_TEXT]
     alone = [tokenizer.encode(part).tolist() for part in ("a ", "b")]
     assert tokenizer.encode("a <|endoftext|>b").tolist() == [*alone[0], END_OF_TEXT, *alone[1]]
     assert tokenizer.token_bytes(END_OF_TEXT) == b""
-
-
-def test_is_end(tokenizer: _core.Tokenizer) -> None:
-    assert [token for token in range(-2, tokenizer.num_tokens + 2) if tokenizer.is_end(token)] == [END_OF_TEXT]
 
 
 def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:

@@ -64,11 +64,6 @@ def test_texts_share_a_pass_but_not_what_each_must_read_before() -> None:
         assert eight.expand(asked) == bought
 
 
-def test_gain_policy_keeps_its_budget() -> None:
-    budget = GainPolicy(TARGET, budget=2)
-    assert budget.keep(Growth([0.9, 0.9, 0.9], [], 1, 0.001)) == 2
-
-
 def test_a_guess_is_worth_a_row_from_what_the_row_costs() -> None:
     policy = GainPolicy(PassCost({1: 1.0, 16: 1.5}))
     for scores in ([], [0.9, 0.8, 0.7]):
@@ -116,28 +111,6 @@ def test_costs_are_interpolated_and_extended() -> None:
     assert cost(32) == 30.0
     assert cost(64) == pytest.approx(30 + 32)
     assert all(cost(n) <= cost(n + 1) for n in range(1, 80))
-
-
-def test_costs_follow_what_is_observed() -> None:
-    cost = PassCost({1: 1.0, 32: 32.0})
-    for _ in range(200):
-        cost.observe(4, 0, 1.5 * 4)
-    assert cost(4) == pytest.approx(1.5 * 4, rel=0.01)
-    # Larger passes are believed to have become dearer too, as far as nothing else is known.
-    assert 1.2 * 8 < cost(8) < 1.5 * 8
-    before = cost(1)
-    cost.observe(1, 0, 1000.0)
-    assert cost(1) < 1.1 * before
-
-
-def test_costs_that_were_wrong_are_put_right() -> None:
-    true = {1: 1.0, 2: 1.0, 4: 1.1, 8: 1.3, 16: 2.0}
-    cost = PassCost({1: 1.0, 2: 1.0, 4: 20.0, 8: 1.3, 16: 30.0})
-    for _ in range(900):
-        for n, seconds in true.items():
-            cost.observe(n, 0, seconds)
-    assert cost.seconds == pytest.approx(true, rel=0.02)
-    assert all(cost(n) <= cost(n + 1) for n in range(16, 80))
 
 
 def test_cells_add_to_costs() -> None:
@@ -260,16 +233,6 @@ def test_a_second_voice_raises_or_lowers_a_guess() -> None:
     assert both[7] < 0.3 < alone[7]
     absent = {token: rate for rate, token, _ in calibration.judged(found, {9: guess})}
     assert absent[9] < both[8]
-
-
-def test_cells_tell_stage_rank_and_share() -> None:
-    calibration = Calibration()
-    cells = calibration.cells(2, [0.0, -0.5, -9.0])
-    assert [cell[0] for cell in cells] == [2, 2, 2]
-    assert [cell[1] for cell in cells] == [0, 1, 2]
-    assert cells[0][2] > cells[1][2] > cells[2][2]
-    # A candidate of -inf, where filters left fewer, has no share.
-    assert calibration.cells(1, [0.0, -float("inf")])[0][2] > cells[0][2]
 
 
 class Nonsense:

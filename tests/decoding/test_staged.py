@@ -139,17 +139,6 @@ def test_guesses_from_below_save_passes(
     assert staged.drafters["draft"].nodes > staged.drafters["draft"].passes  # whole paths of guesses in one
 
 
-def test_max_tokens_inside_a_path() -> None:
-    prompt = "import os\nimport sys\nimport os\nimport sys\n"
-    with pystaged.load("bundled", policy=CHAIN) as engine:
-        plain = engine.generate(prompt, max_tokens=13, speculate=False)
-        for max_tokens in range(1, 14):
-            staged = engine.generate(prompt, max_tokens=max_tokens)
-            assert staged.tokens == plain.tokens[:max_tokens]
-            assert len(staged.stages) == max_tokens
-            assert staged.finish_reason == "length"
-
-
 def test_draft_with_a_shorter_context_than_the_target(random_gguf: Callable[..., Path]) -> None:
     target, draft = random_gguf("F32", context=96), random_gguf("F32", context=24, seed=1)
     with pystaged.load(target, draft=draft, policy=TREE) as engine:
@@ -307,17 +296,6 @@ def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
     assert found.keys() & set(text) or stats.accepted == stats.drafted
 
 
-def test_an_engine_with_a_draft_of_another_vocabulary(kin: dict[int, Path]) -> None:
-    with pystaged.load(kin[0], draft=kin[300], policy=TREE, n_ctx=128) as engine:
-        for options in ({}, {"temperature": 1.0, "seed": 4}):
-            texts = [
-                engine.generate("<|im_start|>e a<|im_end|>", max_tokens=40, speculate=speculate, **options).tokens
-                for speculate in (True, False)
-            ]
-            assert texts[0] == texts[1]
-            assert len(texts[0]) > 0
-
-
 def test_own_policy_is_asked() -> None:
     class Recorder:
         children = 2
@@ -418,22 +396,6 @@ def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_cont
     assert text.finish == "length"
 
 
-def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
-    target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    decoder = Context(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    expected = continuation(Context(Session(target)), prompts[1], GREEDY, 30)
-    stats = GenerationStats()
-    steps = generate(decoder, prompts[0], GREEDY, 30, stats=stats)
-    first = next(steps)
-    steps.close()
-    assert stats.new_tokens == len(first.tokens)
-    assert stats.drafters["draft"].passes > 0
-    assert decoder.target.tokens[: len(prompts[0]) - 1].tolist() == prompts[0][:-1].tolist()
-    assert decoder.target.num_pending == 0
-    assert continuation(decoder, prompts[1], GREEDY, 30) == expected
-
-
 def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
     prompt = (np.arange(600) * 7 % 250).astype(np.int32)
     expected = continuation(Context(Session(draft)), prompt, GREEDY, 8)
@@ -499,33 +461,6 @@ def test_a_step_whose_policy_fails_can_be_made_again(
     while len(written) < 24:
         written += stepped(decoder, GREEDY, 24 - len(written)).tokens
     assert written == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["verify", "commit"])
-def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
-    call: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    sessions = [Session(target), Session(draft)]
-    wrapped = [Breaking(session, call, 3, RuntimeError("failed")) for session in sessions]
-    drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
-    decoder = Context(wrapped[0], drafter)  # type: ignore[arg-type]
-    started(decoder, prompts[0])
-    failed = 0
-    for _ in range(12):
-        try:
-            stepped(decoder, GREEDY, 40)
-        except RuntimeError:
-            failed += 1
-    assert failed == 1
-    # What the target has committed is its own text, of which the failed step is a part.
-    length = len(prompts[0])
-    written = sessions[0].tokens[length:].tolist()
-    assert written == continuation(Context(Session(target)), prompts[0], GREEDY, 99)[: len(written)]
-    assert len(written) > 10
-    assert continuation(decoder, prompts[1], GREEDY, 30) == continuation(
-        Context(Session(target)), prompts[1], GREEDY, 30
-    )
 
 
 class SlowSession:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import math
 import os
 import subprocess
 import sys
@@ -160,19 +158,6 @@ def test_candidates_are_the_most_probable(
         assert logprobs == pytest.approx(np.log(chosen), abs=ROUNDING)
 
 
-def test_only_the_last_two_tokens_count() -> None:
-    table = build([[0, 1, 2] * 5, [3, 1, 4] * 4])
-    assert table.candidates([0, 1], 1)[0] == [2]
-    assert table.candidates([3, 1], 1)[0] == [4]
-    assert table.candidates([5, 4, 0, 3, 1], 1)[0] == [4]
-
-
-def test_n_grams_stay_inside_documents() -> None:
-    inside = build([[0, 1], [2, 3]] * 9, min_count=1)
-    assert inside.candidates([1], 6)[0].tolist() == inside.candidates([], 6)[0].tolist()
-    assert inside.candidates([2], 1)[0] == [3]
-
-
 def test_ties_go_to_the_lowest_id() -> None:
     table = build([[0, 4], [0, 2], [0, 1], [0, 5], [0, 3], [0, 3]])
     assert table.candidates([0], 6)[0].tolist() == [0, 3, 1, 2, 4, 5]
@@ -250,20 +235,6 @@ def test_truncated_files_are_refused(saved: Path) -> None:
         saved.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"table\.ngram: not an n-gram table, or a damaged one; build"):
             NgramTable.load(saved)
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(st.integers(0, 10**6), st.integers(1, 255))
-def test_damaged_files_never_give_another_table(tmp_path_factory: pytest.TempPathFactory, at: int, flip: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged"
-    table = build([[0, 1, 2, 0, 1, 3, 5] * 4, [4, 1, 0]])
-    table.save(path)
-    content = bytearray(path.read_bytes())
-    content[at % len(content)] ^= flip
-    path.write_bytes(content)
-    with contextlib.suppress(ValueError):
-        assert_same(table, NgramTable.load(path))
 
 
 def npy(array: NDArray[np.generic]) -> bytes:
@@ -603,21 +574,6 @@ def test_build_of_a_model_that_chats(chatting: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": -1}, r"seed must be between 0 and 2\*\*32 - 1, not -1"),
-        ({"seed": 2**32}, r"seed must be between 0 and 2\*\*32 - 1, not 4294967296"),
-        ({"temperature": 0}, "temperature must be above 0 and finite, .* not 0"),
-        ({"temperature": math.nan}, "temperature must be above 0 and finite, .* not nan"),
-        ({"temperature": math.inf}, "temperature must be above 0 and finite, .* not inf"),
-    ],
-)
-def test_sampling_refuses_options(draft: Path, options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sample_documents(Model(os.fsencode(draft)), 0, 100, **({"temperature": 1.5} | options))
-
-
-@pytest.mark.parametrize(
     ("option", "value", "status", "message"),
     [
         ("--seed", "-1", 2, "seed must be between 0 and 2**32 - 1, not -1"),
@@ -633,12 +589,6 @@ def test_build_refuses_options_before_it_samples(
     assert message in done.stderr.decode()
     assert b"sampling" not in done.stderr
     assert not table_path(draft).exists()
-
-
-def test_wrong_options_are_told_before_a_model_is_looked_for() -> None:
-    done = here("ngram", "build", "--model", "none.gguf", "--temperature", "0")
-    assert done.returncode == 2
-    assert b"temperature must be above 0" in done.stderr
 
 
 def test_a_template_that_writes_nothing_is_no_wrong_usage(tmp_path: Path) -> None:
