@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import generate
+from support.sampling import samplings
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
@@ -23,32 +24,7 @@ from pystaged.drafting.table import NgramTable
 from pystaged.sampling.binding import bind
 from pystaged.stats import GenerationStats
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "repeat": {"repeat_penalty": 1.3, "repeat_last_n": 32},
-    "presence": {"presence_penalty": 0.6, "repeat_last_n": -1},
-    "frequency": {"frequency_penalty": 0.3, "repeat_last_n": 20},
-    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
-    "dry-window": {"dry_multiplier": 2.0, "dry_penalty_last_n": 24, "dry_sequence_breakers": ["\n", "e"]},
-    "bias": {"logit_bias": {5: 2.0, 17: -math.inf, "a": 1.5, " ": -4.0}},
-    "min-tokens": {"min_tokens": 9, "logit_bias": {299: 4.0}},
-    "ignore-eos": {"ignore_eos": True},
-    "typical": {"typical_p": 0.5},
-    "xtc": {"xtc_probability": 0.6, "xtc_threshold": 0.0035},
-    "temperature-last": {"temperature_last": True, "top_p": 0.8, "min_p": 0.01, "top_k": 40},
-    "all": {
-        "repeat_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-        "dry_multiplier": 0.5,
-        "logit_bias": {5: 1.0},
-        "min_tokens": 5,
-        "typical_p": 0.9,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.0035,
-        "temperature_last": True,
-        "top_p": 0.95,
-    },
-}
+OPTIONS: dict[str, dict[str, Any]] = samplings("options")
 TEMPERATURES = [0.0, 0.9]
 PROMPTS = ["the tree then the tree ", "her hat ", "the tree then and there the tree", "o"]
 

@@ -22,6 +22,7 @@ from support.commands import assert_refused, here
 from support.families import CASES
 from support.kernels import EVERY_KERNEL
 from support.random_models import split, write
+from support.sampling import samplings
 
 import pystaged
 from pystaged import Difference, Engine, Receipt
@@ -35,23 +36,7 @@ from pystaged.receipts.receipt import text_hash, token_hash
 from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 2**64 - 1, "top_k": 100, "min_p": 0.001},
-    "stopped": {"temperature": 1.0, "seed": 3, "stop": ["e", "\n\n", "ü"]},
-    "rules": {
-        "temperature": 0.7,
-        "repeat_penalty": 1.2,
-        "frequency_penalty": 0.1,
-        "dry_multiplier": 0.8,
-        "dry_sequence_breakers": ["x", '"'],
-        "logit_bias": {5: -math.inf, "e": 1.5},
-        "min_tokens": 10,
-    },
-    "filters": {"temperature": 1.2, "typical_p": 0.9, "xtc_probability": 0.5, "temperature_last": True, "seed": 1},
-    "regex": {"regex": r"[a-z]{4,9}(, [a-z]+){2}\.", "temperature": 1.0},
-    "schema": {"json_schema": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}}},
-}
+OPTIONS: dict[str, dict[str, Any]] = samplings("receipts")
 # What no text depends on.
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "plain": {"speculate": False},
