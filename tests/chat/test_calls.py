@@ -254,19 +254,7 @@ def test_long_values_are_not_read_again_with_each_piece(value: str, monkeypatch:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "'it\\'s'",
-        '"it\'s"',
-        r'"a\nb\t\\ \x41\u00e9\ud83d\ude00 \""',
-        '"""two\nlines, "quoted" \'so\'"""',
-        "''",
-        '""',
-        "-1.5e3",
-        "True",
-        "None",
-        "[1, [True, None], (2, 'x'), {}]",
-        "{'a b': {\"c\": [False]}, 'd': -1}",
-    ],
+    table("python_values"),
 )
 def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
     text = f"<|tool_call_start|>[write(extra={value}, size = 2,), time( )]<|tool_call_end|> So."
@@ -346,10 +334,7 @@ def test_optional_strings_are_no_other_values(form: CallForm, schema: dict[str, 
         jsonschema.validate(json.loads(arguments), whole)
 
 
-@pytest.mark.parametrize(
-    ("schema", "words", "value"),
-    table("values"),
-)
+@pytest.mark.parametrize(("schema", "words", "value"), table("values"))
 def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str, value: Any) -> None:
     parameters = {"properties": {"path": schema}, "$defs": TEXTS}
     for form in (XML, GLM):
@@ -380,42 +365,20 @@ def test_a_quote_that_ends_nothing_is_text() -> None:
     assert (json.loads(arguments), is_whole, rest) == ({"path": 'a <|"|> b', "extra": ["c"]}, True, ("text", "So."))
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "expected"),
-    table("nearly_calls"),
-)
+@pytest.mark.parametrize(("form", "text", "expected"), table("nearly_calls"))
 def test_calls_that_are_nearly_right(form: str, text: str, expected: list[Any]) -> None:
     """An end that is missing, or comes too early; a list that is none."""
     assert split(text, form=globals()[form]) == [tuple(part) for part in expected]
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    table("no_calls"),
-)
+@pytest.mark.parametrize(("form", "text"), table("no_calls"))
 def test_what_is_no_call_stays_text(form: str, text: str) -> None:
     pieces = split(text, form=globals()[form])
     assert "".join(words for _, words in pieces) == text
     assert {kind for kind, _ in pieces} <= {"text"}
 
 
-FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=",
-        "<function=write>",
-        "<parameter=",
-        "<parameter=path>",
-        "</parameter>",
-    ),
-    *("<arg_key>", "path</arg_key>", "<arg_value>", "</arg_value>", "write\n<arg_key>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "[write(path=", "time()", "(", ")", "=", "'", '"""'),
-    *("</function>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-    *('{"name": "write", "arguments": ', '{"name": "time"', '"parameters": ', '{"arguments": {}, "name": "time"}'),
-    *("call:write", "<think>", "</think>", "<th", "path", "1.5", "True"),
-    *'{}[]"\\:,;\n x\u00e9',
-]
+FRAGMENTS = table("fragments")
 
 
 @settings(max_examples=150)
@@ -491,21 +454,7 @@ def test_the_template_decides_the_form() -> None:
     assert form_of("") is HERMES
 
 
-ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "path": {"type": "string"},
-        "mode": {"enum": ["read", "write"]},
-        "size": {"type": "integer"},
-        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
-        "force": {"type": "boolean"},
-        "at most": {"type": "integer"},
-        "a=b:c>": {"type": "integer"},
-    },
-    "required": ["mode", "path", "size"],
-    "$defs": {"tag": {"enum": ["a"]}},
-    "additionalProperties": False,
-}
+ARGUMENTS: dict[str, Any] = table("call_arguments")[0]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.style != "json"])
@@ -602,10 +551,7 @@ def test_calls_that_must_be_meet_their_schema(
     grammars.close()
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    table("no_parameters"),
-)
+@pytest.mark.parametrize(("schema", "words"), table("no_parameters"))
 def test_parameters_that_cannot_be_held_are_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(GrammarError, match=f"the parameters of f: .*{words}"):
         call_grammar(Dialect(XML, None, {}), {"f": schema}, several=True)

@@ -36,13 +36,6 @@ def growth(scores: list[float], gains: list[float], price: PassCost = DRAFT, cel
     return Growth(scores, gains, 1, 0.001, cells, gains=gains, price=lambda n: price(n, cells))
 
 
-def test_gain_policy_does_not_draft_what_cannot_pay() -> None:
-    assert GainPolicy(TARGET).expand(growth([], [1.0], PassCost({1: 1.0, 32: 40.0}))) == 0
-    assert GainPolicy(TARGET).keep(Growth([0.01], [], 1, 0.0)) == 0
-    linear = GainPolicy(PassCost({n: 0.03 * n for n in range(1, 33)}))
-    assert linear.keep(Growth([0.9, 0.8], [], 1, 0.0)) == 0
-
-
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=20), st.floats(0.0001, 0.03), st.floats(0, 0.005))
 def test_a_pass_is_bought_for_the_leaves_that_pay(gains: list[float], first: float, more: float) -> None:
     gains, price = sorted(gains, reverse=True), PassCost({1: first, 2: first + more})
@@ -102,6 +95,10 @@ def test_fixed_policy() -> None:
     assert policy.expand(Growth([], [0.1, 0.1, 0.1], 2, 9.0)) == 2
     assert policy.expand(Growth([], [0.1], 3, 0.0)) == 0
     assert policy.keep(Growth([0.1] * 9, [], 3, 0.0)) == 5
+
+
+def test_gain_policy_keeps_its_budget() -> None:
+    assert GainPolicy(TARGET, budget=2).keep(Growth([0.9, 0.9, 0.9], [], 1, 0.001)) == 2
 
 
 def test_costs_are_interpolated_and_extended() -> None:

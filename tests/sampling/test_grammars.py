@@ -258,20 +258,7 @@ def test_tokens_in_grammars_of_llama_cpp(engine: Engine) -> None:
     assert tokens[1] != ids[0]
 
 
-@pytest.mark.parametrize(
-    ("grammar", "words"),
-    [
-        (r'root ::= "\q"', "unknown escape"),
-        ('root ::= "a" "', "Expected an item at line 1"),
-        ('root ::= "a"\n  | "b"', "Expected ::= after a name at line 2"),
-        ("root ::= * ", "repeats nothing"),
-        ('root ::= "a"{3,1}', "3,1. times"),
-        ('root ::= "a" )', "not open"),
-        ("root ::= x", "No 'x' rule found"),
-        ("root ::= [^]", "matches nothing"),
-        (r'root ::= "\ud83d"', "half of a surrogate pair"),
-    ],
-)
+@pytest.mark.parametrize(("grammar", "words"), table("no_gbnf"))
 def test_what_is_no_grammar_of_llama_cpp(engine: Engine, grammar: str, words: str) -> None:
     with pytest.raises(GrammarError, match=f"grammar cannot be used: .*{words}"):
         engine.stream("x", grammar=grammar)
@@ -584,21 +571,6 @@ def test_a_guess_that_is_too_complex_ends_no_text(engine: Engine) -> None:
         constraint.advance([a])
 
 
-@pytest.mark.parametrize(
-    ("schema", "ends"),
-    [
-        ({}, True),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, True),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
-        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, True),
-        ({"type": "array", "items": {"$ref": "#"}}, True),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}, True),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}, False),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, False),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}}, True),
-        ({"$ref": "http://elsewhere", "type": "string"}, True),
-    ],
-)
+@pytest.mark.parametrize(("schema", "ends"), table("endless_schemas"))
 def test_schemas_with_and_without_an_end(schema: dict[str, Any], ends: bool) -> None:
     assert has_finite_value(schema) is ends
