@@ -158,6 +158,17 @@ def test_stop_strings_anywhere(path: Path, options: dict[str, Any]) -> None:
     assert accepted > 20
 
 
+def test_result_at_the_end(engine: Engine) -> None:
+    with engine.stream(PROMPT, max_tokens=8) as stream:
+        next(stream)
+        with pytest.raises(RuntimeError, match="has not been read to its end"):
+            _ = stream.result
+        list(stream)
+        assert len(stream.result.tokens) == 8
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
 def test_a_cut_inside_a_character_leaves_it_out(engine: Engine) -> None:
     whole = engine.generate(PROMPT, max_tokens=80, **WARM)
     data = [b"".join(map(engine.tokenizer.token_bytes, whole.tokens[:n])) for n in range(81)]

@@ -553,6 +553,7 @@ def test_build_of_a_model_that_chats(chatting: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "status", "message"),
     [
+        ("--temperature", "0", 2, "temperature must be above 0"),
         ("--seed", "-1", 2, "seed must be between 0 and 2**32 - 1, not -1"),
         ("--out", "/dev/null", 1, "/dev/null is a device or a pipe and is not replaced"),
         ("--out", f"/tmp/{'x' * 240}.npz", 1, "File name too long"),
