@@ -579,6 +579,20 @@ def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
     wait_until(lambda: context() is None)
 
 
+def test_a_dropped_stream_ends_its_text_without_the_collector(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 4)  # so that the text does not end by itself
+    gc.disable()
+    try:
+        stream = engine.stream(PROMPT, max_tokens=64)
+        next(stream)
+        text = stream.text
+        del stream
+        assert text.is_cancelled
+        wait_until(lambda: text.is_over)
+    finally:
+        gc.enable()
+
+
 def test_a_stream_closed_early_tells_what_there_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 4)  # so that the text does not end meanwhile
     whole = engine.generate(PROMPT, max_tokens=40, **WARM)
