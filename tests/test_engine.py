@@ -34,7 +34,6 @@ from pystaged import (
 from pystaged.decoding.context import Context
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.text import Text
-from pystaged.options.config import GenerationConfig
 from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
@@ -93,15 +92,6 @@ def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
 # ---- Results ----
 
 
-def test_progress_of_a_prompt() -> None:
-    calls: list[tuple[int, ...]] = []
-    with pystaged.load("bundled") as engine:
-        engine.generate(range(300), max_tokens=1, progress=lambda *call: calls.append(call))
-        assert calls == [(0, 299), (256, 299), (299, 299)]
-        with pytest.raises(TypeError, match="progress"):
-            engine.generate("a", progress="yes")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_tokens=60, **options)
@@ -142,26 +132,6 @@ def test_pieces_join_to_the_text(engine: Engine, options: dict[str, Any]) -> Non
         assert (bytes_so_far + b"\x80").decode("utf-8", errors="replace").startswith(shown) or piece is pieces[-1]
 
 
-def test_the_texts_above_are_torn(engine: Engine) -> None:
-    streams = [engine.stream(PROMPT, max_tokens=80, temperature=1.0, seed=seed) for seed in range(8)]
-    pieces = [piece for stream in streams for piece in stream]
-    text = "".join(pieces)
-    assert "\ufffd" in text
-    assert any(ord(character) > 127 and character != "\ufffd" for character in text)
-    assert any(piece.tokens and not piece for piece in pieces)
-
-
-def test_result_at_the_end(engine: Engine) -> None:
-    with engine.stream(PROMPT, max_tokens=8) as stream:
-        next(stream)
-        with pytest.raises(RuntimeError, match="has not been read to its end"):
-            _ = stream.result
-        list(stream)
-        assert len(stream.result.tokens) == 8
-        with pytest.raises(StopIteration):
-            next(stream)
-
-
 # ---- Ends ----
 
 
@@ -188,14 +158,15 @@ def test_stop_strings_anywhere(path: Path, options: dict[str, Any]) -> None:
     assert accepted > 20
 
 
-def test_the_first_of_several_stop_strings(engine: Engine) -> None:
-    text = engine.generate(PROMPT, max_tokens=40, **WARM).text
-    late, early = text[-4:-1], text[10:13]
-    for stop in ((late, early), [early, late, "nowhere in the text"]):
-        result = engine.generate(PROMPT, max_tokens=40, stop=stop, **WARM)
-        assert result.text == text[: min(text.index(late), text.index(early))]
-    result = engine.generate(PROMPT, max_tokens=40, stop="nowhere in the text", **WARM)
-    assert (result.text, result.finish_reason) == (text, "length")
+def test_result_at_the_end(engine: Engine) -> None:
+    with engine.stream(PROMPT, max_tokens=8) as stream:
+        next(stream)
+        with pytest.raises(RuntimeError, match="has not been read to its end"):
+            _ = stream.result
+        list(stream)
+        assert len(stream.result.tokens) == 8
+        with pytest.raises(StopIteration):
+            next(stream)
 
 
 def test_a_cut_inside_a_character_leaves_it_out(engine: Engine) -> None:
@@ -413,27 +384,16 @@ def test_prompts_that_are_none(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, not 0"),
-        ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer"),
-        ({"max_tokens": True}, TypeError, "max_tokens must be an integer"),
-        (
-            {"max_tokens": None},
-            TypeError,
-            "max_tokens must be an integer, not NoneType; engine.n_ctx has no limit but the context",
-        ),
+        ({"max_tokens": None}, TypeError, "max_tokens must be an integer, not NoneType; engine.n_ctx has no limit but"),
         (
             {"max_tokens": -1},
             ValueError,
-            "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but the context",
+            "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but",
         ),
         ({"seed": -1}, ValueError, r"seed must be .*, not -1; None draws a random seed"),
         ({"json_schema": SimpleNamespace(model_json_schema=dict)}, TypeError, "pydantic's are Model.model_json_schema"),
-        ({"temperature": -1.0}, ValueError, "temperature"),
-        ({"stop": ""}, ValueError, "a stop string must not be empty"),
         ({"stop": ("a", "")}, ValueError, "a stop string must not be empty"),
         ({"stop": b"a"}, TypeError, "stop must be"),
-        ({"stop": (1,)}, TypeError, "stop must be"),
-        ({"stop": None}, TypeError, "stop must be"),
         ({"temprature": 1.0}, TypeError, "there is no option 'temprature'; did you mean temperature\\?"),
         ({"sampling": SamplingConfig(), "top_k": 3}, TypeError, "give either sampling or top_k, not both"),
         ({"sampling": 1.0}, TypeError, "sampling must be a SamplingConfig"),
@@ -541,14 +501,6 @@ def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pyte
 # ---- Prompts and options in other forms ----
 
 
-def test_token_ids_are_prompts(engine: Engine, path: Path) -> None:
-    expected = engine.generate(PROMPT, max_tokens=20, **WARM)
-    tokens = engine.tokenizer.encode(PROMPT)
-    for prompt in (tokens, tokens.tolist(), tuple(tokens.tolist()), tokens.astype(np.uint16)):
-        assert engine.generate(prompt, max_tokens=20, **WARM).tokens == expected.tokens
-    assert pystaged.generate(tokens, model=path, max_tokens=20, **WARM).text == expected.text
-
-
 def test_options_in_other_forms(engine: Engine) -> None:
     expected = engine.generate(PROMPT, max_tokens=20, temperature=0.5, top_k=20, seed=5)
     sampling = SamplingConfig(temperature=0.5, top_k=20, seed=5)
@@ -627,17 +579,16 @@ def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
     wait_until(lambda: context() is None)
 
 
-@pytest.mark.slow
-def test_a_dropped_stream_is_freed_without_the_collector(engine: Engine) -> None:
-    gc.collect()
+def test_a_dropped_stream_ends_its_text_without_the_collector(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 4)  # so that the text does not end by itself
     gc.disable()
     try:
         stream = engine.stream(PROMPT, max_tokens=64)
         next(stream)
-        gone = weakref.ref(stream)
+        text = stream.text
         del stream
-        assert gone() is None
-        assert engine.generate(PROMPT, max_tokens=2).stats.reused_tokens > 0
+        assert text.is_cancelled
+        wait_until(lambda: text.is_over)
     finally:
         gc.enable()
 
@@ -763,27 +714,13 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"n_ctx": "8"}, TypeError, "n_ctx must be an integer, not str"),
         ({"n_ctx": 10**12}, ValueError, "n_ctx must be at most 2\\*\\*31 - 1, not 1000000000000"),
-        ({"n_ctx": -1}, ValueError, "n_ctx must be at least 0, not -1"),
-        ({"num_threads": 2**31}, ValueError, "num_threads must be at most"),
         ({"device": 5}, TypeError, "device must be a string, not int"),
         ({"draft": 5}, TypeError, "draft must be a name or a path, not int"),
-        ({"ngrams": 5}, TypeError, "ngrams must be a name or a path, not int"),
-        ({"prompt_cache_size": 0}, ValueError, "prompt_cache_size must be at least 1"),
-        ({"prompt_cache": 5}, TypeError, "prompt_cache must be a name or a path, not int"),
         ({"kv_memory": 0}, ValueError, "kv_memory must be at least 1"),
-        ({"kv_memory": "2G"}, TypeError, "kv_memory must be an integer, not str"),
         ({"recycle": "no"}, TypeError, "recycle must be True or False, not 'no'"),
     ],
 )
 def test_what_is_refused_before_loading(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         pystaged.load("bundled", **options)
-
-
-@pytest.mark.parametrize("option", ["ignore_eos", "temperature_last", "speculate"])
-def test_words_are_no_truths(option: str) -> None:
-    with pytest.raises(TypeError, match=f"{option} must be True or False, not 'no'"):
-        GenerationConfig(**{option: "no"})
-    assert not GenerationConfig(speculate=np.bool_(False)).speculate

@@ -38,10 +38,6 @@ class Drafter(Protocol):
         """Statistics of its work so far, by stage name."""
         ...
 
-    def close(self) -> None:
-        """Free its sessions."""
-        ...
-
     def sessions(self) -> list[Session]:
         """Its own sessions, which hold sequences."""
         ...

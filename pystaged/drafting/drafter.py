@@ -102,10 +102,6 @@ class TreeDrafter:
             found[name] = found[name].plus(self._passes) if name in found else replace(self._passes)
         return found
 
-    def close(self) -> None:
-        for session in self.sessions():
-            session.close()
-
     def sessions(self) -> list[Session]:
         return [session for proposer in self._proposers for session in proposer.sessions()]
 

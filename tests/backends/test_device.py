@@ -27,7 +27,6 @@ from pystaged.options.config import SamplingConfig
 
 Floats = npt.NDArray[np.float32]
 
-ROWS = 64  # of a pass
 PROMPT = "def fibonacci(n):"
 # ggml keeps keys, values and GELU as float16.
 TOLERANCE = 0.02

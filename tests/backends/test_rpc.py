@@ -25,7 +25,6 @@ import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.backends import rpc
-from pystaged.backends.devices import load_model, open_session
 from pystaged.backends.rpc import RemoteSession
 from pystaged.backends.rpc_host import Host
 from pystaged.bench.pairs import continuation
@@ -140,39 +139,6 @@ def test_mixtures_and_hybrids_over_two_servers(
         with pystaged.load(path, device=device, draft=None, num_threads=1, policy=TREE) as engine:
             texts.append(engine.generate([5, 6, 7] * 4, max_tokens=24, ignore_eos=True).tokens)
     assert texts[0] == texts[1]
-
-
-@pytest.mark.rpc
-@needs_rpc
-def test_a_remote_session_is_a_session(
-    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], random_gguf: Callable[..., Path]
-) -> None:
-    (one, _), (two, _) = start(), start()
-    path = random_gguf("F32", layers=5)
-    remote = load_model(str(path).encode(), "", 1, f"rpc:{one},{two}")
-    local = Model(str(path), device="ggml-cpu", num_threads=1)
-    assert (remote.weight_bytes, remote.width, remote.name) == (local.weight_bytes, local.width, local.name)
-    tokens = np.random.default_rng(0).integers(0, 257, 80).astype(np.int32)
-    for mine, theirs in [(open_session(remote), Session(local))]:
-        for session in (mine, theirs):
-            session.prefill(tokens)
-            session.evaluate([1, 2, 3], [-1, 0, 0])
-        np.testing.assert_allclose(mine.logits(2), theirs.logits(2), atol=1e-3)  # servers compute otherwise
-        for k in (1, 5):
-            for a, b in zip(
-                mine.candidates([0, 2], k, Sampling(1.0)), theirs.candidates([0, 2], k, Sampling(1.0)), strict=True
-            ):
-                np.testing.assert_allclose(a, b, atol=1e-3)
-        assert mine.num_pending == 3
-        mine.commit([0, 2])
-        assert mine.tokens.tolist() == [*tokens.tolist(), 1, 3]
-        with pytest.raises(ValueError, match="parent"):
-            mine.evaluate([1], [5])
-        with pytest.raises(pystaged.ContextFullError):
-            mine.prefill(np.zeros(90, np.int32))
-        assert len(mine.tokens) == 82
-        mine.close()
-        assert mine.closed
 
 
 @pytest.fixture

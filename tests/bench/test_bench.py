@@ -20,9 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from random_weights import write_random_llama
-from rich.console import Console
-from rich.table import Table
-from support.commands import here, run_python
+from support.commands import here
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
 from support.scheduling import wait_until
@@ -41,7 +39,6 @@ from pystaged.cli import app
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
-from pystaged.loading.progress import Progress
 from pystaged.options.config import SamplingConfig
 
 GREEDY = SamplingConfig()
@@ -257,18 +254,6 @@ def test_figures_are_of_the_prompts_that_both_had() -> None:
     assert staged.first_token_ms == 250
 
 
-def test_figures_by_category() -> None:
-    methods = [method("plain", [], is_baseline=False), method("a", []), method("b", [])]
-    seconds = {"plain": (4.0, 4.0), "a": (1.0, 4.0), "b": (2.0, 2.0)}
-    runs = [run(who, at, 8, each[at], "xy"[at]) for who, each in seconds.items() for at in range(2)]
-    found = summary.tables(methods, outcome_of(methods, runs))["greedy"]
-    assert list(found) == ["all", "x", "y"]
-    # Each is compared with the baseline that is fastest there.
-    assert [rows[0].best_baseline for rows in found.values()] == ["b", "a", "b"]
-    assert [rows[0].over_best_baseline for rows in found.values()] == [0.5, 0.25, 0.5]
-    assert [rows[1].speedup for rows in found.values()] == [pytest.approx(8 / 5), 4.0, 1.0]
-
-
 def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
     methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False)]
     random, hits, trials = np.random.default_rng(1), 0, 40
@@ -279,19 +264,6 @@ def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
         low, high = summary.rows(methods, outcome_of(methods, runs), runs)[1].interval or (0.0, 0.0)
         hits += low < 2 / np.log(3) < high  # 1 / E[1 / ratio]
     assert hits >= 0.85 * trials
-
-
-@pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_texts_that_end_at_once_are_not_counted_for_speed(seconds: float) -> None:
-    methods = [method("plain", [], is_baseline=False), method("baseline", []), method("other", [])]
-    runs = [run("plain", at, 10, 1.0 + at) for at in range(5)]
-    runs += [run("baseline", at, 10, (1.0 + at) / 2) for at in range(3)]
-    runs += [run("baseline", at, 0, seconds) for at in (3, 4)]
-    runs += [run("other", at, 10, (1.0 + at) / 1.5) for at in range(5)]
-    plain, baseline, _ = summary.rows(methods, outcome_of(methods, runs), runs)
-    assert (baseline.prompts, baseline.tokens_per_second, baseline.least) == (3, 30 / 3.0, 2.0)
-    assert (plain.best_baseline, plain.over_best_baseline, baseline.speedup) == ("baseline", 0.5, 2.0)
-    assert plain.over_best_baseline_interval == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.slow
@@ -351,22 +323,6 @@ def test_other_programs_are_seen() -> None:
             wait_until(lambda: conditions.others() >= 1)
         finally:
             loop.kill()
-
-
-@pytest.mark.parametrize("width", [160, 80, 40])
-def test_tables_fit_the_terminal(width: int) -> None:
-    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False), method("other", [])]
-    runs = [run(who, at, 10, 1.0, "xy"[at], steps=5) for who in ("plain", "staged", "other") for at in range(2)]
-    outcome = outcome_of(methods, runs)
-    about = {"max_tokens": 12, "threads": 2, "machine": {"logical_cores": 2}, "load": conditions.load([0.0], 2)}
-    found = Report(
-        about | {"model": None, "draft": None}, {"greedy": summary.tables(methods, outcome)["greedy"]}, {}, outcome
-    )
-    tables = [part for part in found.terminal(width) if isinstance(part, Table)]
-    needed = [Console(width=500).measure(table).maximum for table in tables]
-    assert max(needed) <= max(width, 50)
-    assert all([column.header for column in table.columns][1:3] == ["tokens/s", "x plain"] for table in tables)
-    assert width < 160 or [len(table.columns) for table in tables] == [11, 9]
 
 
 # ---- Prompts ----
@@ -559,20 +515,6 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_options_before_the_name_of_a_part_are_not_lost() -> None:
-    done = here("bench", "--model", "pair", "passes")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert b"write the options of passes after its name" in done.stderr
-
-
-def test_prompts_of_brackets_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "deep.jsonl"
-    path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not a JSON object with a 'prompt'"):
-        prompts.load_questions(path)
-
-
-@pytest.mark.slow
 def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "GPT2_LARGE", models.GPT2_LARGE | {"width": 64, "layers": 2, "heads": 2, "context": 64})
@@ -591,20 +533,6 @@ def test_a_model_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 TINY = {"width": 256, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "ffn_width": 256, "context": 64}
-
-
-@pytest.mark.slow
-def test_random_llamas_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, random_gguf: Callable[..., Path]
-) -> None:
-    """With the tokens of SmolLM2, for which a tiny model stands in."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(names, "_smollm2", random_gguf)
-    monkeypatch.setattr(models, "LLAMA_1B", TINY | {"vocab_size": 320, "tie": True})
-    path = models.find("llama1b", "Q4_K_M")
-    model = Model(str(path))
-    assert (model.architecture, model.width, model.num_kv_heads, model.vocab_size) == ("llama", 256, 2, 320)
-    assert "random weights" in models.about("llama1b")
 
 
 @pytest.mark.slow
@@ -636,18 +564,6 @@ def test_a_grown_llama_and_its_pair_by_name(
     assert not list(tmp_path.rglob("models/bench"))
 
 
-def test_what_reports_say_of_a_pair() -> None:
-    words = "the 1B grown from SmolLM2, drafted by SmolLM2 with noise of"
-    assert [models.about(name) for name in ("pair", "pair:0.15", "some/one:q8_0")] == [
-        f"{words} 0.08",
-        f"{words} 0.15",
-        "",
-    ]
-    for noise in ("x", "-1", "nan"):
-        with pytest.raises(ValueError, match="the noise of a pair's draft is a number from 0 to 1"):
-            models.check_type(f"pair:{noise}", "Q8_0")
-
-
 def test_agreement_is_that_of_the_references_choices(random_gguf: Callable[..., Path]) -> None:
     draft, rng = random_gguf(), np.random.default_rng(0)
     reference, texts, hits = FamilyReference(draft), list[tuple[list[int], list[int]]](), list[bool]()
@@ -661,28 +577,6 @@ def test_agreement_is_that_of_the_references_choices(random_gguf: Callable[..., 
     assert pairs.agreement(Model(str(draft)), texts, {}) == np.mean(hits)
     too_long = [(list(range(60)), list(range(40)))]
     assert pairs.agreement(Model(str(draft)), too_long, {}) is None
-
-
-def test_drafts_of_made_models(bundled_draft: Path) -> None:
-    assert models.find_draft("random", "auto") == models.find_draft("bundled", "auto") == bundled_draft
-    assert models.find_draft("llama1b", "auto") is models.find_draft("bundled", None) is None
-
-
-def test_what_is_downloaded_is_told(bundled_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pull(name: str, progress: Progress) -> Path:
-        progress(f"downloading {name}", 0, 1)
-        return bundled_draft
-
-    monkeypatch.setattr(names, "pull", pull)
-    said: list[str] = []
-    assert models.find("some/one", "Q8_0", said.append) == models.find_draft("bundled", "some/draft", said.append)
-    assert said == ["downloading some/one", "downloading some/draft"]
-
-
-def test_methods_without_a_draft() -> None:
-    setup = {"model": "", "draft": None, "threads": 1, "n_ctx": 64}
-    assert {each.way for each in methods.ours(setup)} == {"plain", "staged", "n-grams"}
-    assert all("draft" not in each.key for each in methods.baselines(setup, []))
 
 
 def test_lossless_without_a_draft(random_gguf: Callable[..., Path], two_prompts: Path) -> None:
@@ -792,21 +686,3 @@ def test_a_server_of_llama_cpp_ends_with_its_worker(
     assert psutil.pid_exists(pid)
     child.close()
     assert not psutil.pid_exists(pid)
-
-
-PEAK = """
-import numpy as np
-from pystaged.bench.worker import peak_bytes
-
-before = peak_bytes()
-block = np.ones(before // 8 + 12_000_000)
-print(before, block.nbytes, peak_bytes())
-"""
-
-
-@pytest.mark.slow
-def test_peak_memory_is_of_this_process() -> None:
-    before, block, peak = map(int, run_python(PEAK).stdout.split())
-    if before == 0:
-        pytest.skip("the system does not tell")
-    assert before < block < peak < before + 1.5 * block

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from rich.console import Console
 from support.families import CASES
 from support.random_models import write
@@ -75,22 +73,6 @@ def test_llama_cpp_repeats_passes_of_a_model_with_recurrent_layers(tmp_path: Pat
     runner = Runner({"path": str(path), "longest": 20, "threads": 1, "extra_buffers": False})
     for _ in range(2):
         assert runner.run({"context": 20, "rows": [1, 8]}).keys() == {1, 8}
-
-
-def test_llama_cpp_reads_on_from_context_to_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int, int | None]] = []
-    decode = passes.decode
-
-    def recording(context: Any, tokens: NDArray[np.int32], position: int, **options: int) -> None:
-        calls.append((position, len(tokens), options.get("judged")))
-        decode(context, tokens, position, **options)
-
-    monkeypatch.setattr(passes, "decode", recording)
-    runner = Runner({"path": str(path), "longest": 1200, "threads": 1, "extra_buffers": False})
-    for length, rows in ((20, [1, 8]), (20, [1, 8]), (1200, [32])):
-        assert runner.run({"context": length, "rows": rows}).keys() == set(rows)
-    short, long = [(20, 1, None), (20, 8, None)], [(1200, 32, None)]
-    assert calls == [(0, 20, 1), *short * 2, (20, 512, 1), (532, 512, 1), (1044, 156, 1), *long]
 
 
 def test_table_and_json() -> None:

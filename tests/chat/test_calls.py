@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import table
 from support.random_models import RandomModel, write
 
 from pystaged._core import Tokenizer
@@ -253,19 +254,7 @@ def test_long_values_are_not_read_again_with_each_piece(value: str, monkeypatch:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "'it\\'s'",
-        '"it\'s"',
-        r'"a\nb\t\\ \x41\u00e9\ud83d\ude00 \""',
-        '"""two\nlines, "quoted" \'so\'"""',
-        "''",
-        '""',
-        "-1.5e3",
-        "True",
-        "None",
-        "[1, [True, None], (2, 'x'), {}]",
-        "{'a b': {\"c\": [False]}, 'd': -1}",
-    ],
+    table("python_values"),
 )
 def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
     text = f"<|tool_call_start|>[write(extra={value}, size = 2,), time( )]<|tool_call_end|> So."
@@ -345,35 +334,7 @@ def test_optional_strings_are_no_other_values(form: CallForm, schema: dict[str, 
         jsonschema.validate(json.loads(arguments), whole)
 
 
-@pytest.mark.parametrize(
-    ("schema", "words", "value"),
-    [
-        ({"$ref": "#/$defs/text"}, "null", "null"),
-        ({"type": ["string", "integer"]}, "7", 7),
-        ({"type": ["string", "integer"]}, "7.0", "7.0"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}, "3", "3"),
-        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, "[1, 2]", [1, 2]),
-        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, '["1"]', '["1"]'),
-        ({"anyOf": [{"type": "string"}, {"type": "object", "required": ["a"]}]}, '{"b": 1}', '{"b": 1}'),
-        ({"type": ["string", "boolean"]}, "True", True),
-        ({"enum": ["1", 2, None]}, "1", "1"),
-        ({"enum": ["1", 2, None]}, "2", 2),
-        ({"const": "12"}, "12", "12"),
-        ({"type": "integer"}, "x", "x"),
-        ({"anyOf": [{"$ref": "#/properties/path"}, {"type": "string"}]}, "1", "1"),  # refers to itself
-        ({"$ref": "#/$defs/missing"}, "1", 1),
-        ({"anyOf": [{"type": "number"}, {"const": "1"}]}, "1", 1),
-        ({"not": {"type": "number"}}, "12", "12"),
-        ({"if": {"type": "number"}, "then": False}, "12", "12"),
-        ({"type": ["string", "number"], "multipleOf": 0.5}, "0.3", "0.3"),
-        ({"type": ["string", "array"], "maxItems": 1}, "[1, 2]", "[1, 2]"),
-        ({"type": ["string", "array"], "uniqueItems": True}, "[1, 1]", "[1, 1]"),
-        ({"type": ["string", "array"], "contains": {"type": "string"}}, "[1]", "[1]"),
-        ({"type": ["string", "array"], "prefixItems": [{}], "items": {"type": "string"}}, '[1, "a"]', [1, "a"]),
-        ({"type": ["string", "object"], "minProperties": 1}, "{}", "{}"),
-        ({"description": "anything"}, '"1"', "1"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "words", "value"), table("values"))
 def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str, value: Any) -> None:
     parameters = {"properties": {"path": schema}, "$defs": TEXTS}
     for form in (XML, GLM):
@@ -404,77 +365,20 @@ def test_a_quote_that_ends_nothing_is_text() -> None:
     assert (json.loads(arguments), is_whole, rest) == ({"path": 'a <|"|> b', "extra": ["c"]}, True, ("text", "So."))
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "expected"),
-    [
-        # An end that is missing, or comes too early.
-        (HERMES, '<tool_call>{"name": "time", "arguments": {}}', [TIME]),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {}\n<tool_call>{"name": "time"}', [TIME, TIME]),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {}}}\n</tool_call> ok', [TIME, ("text", "ok")]),
-        (
-            HERMES,
-            '<tool_call>{"arguments": {"size": 1}, "name": "write"}</tool_call>',
-            [("write", '{"size": 1}', True)],
-        ),
-        (XML, "<function=time>\n</function>", [TIME]),
-        (LLAMA, ' {"name": "time", "parameters": {}}', [TIME]),
-        (LLAMA, '{"name": "time", "parameters": {}}\n{"name": "time", "parameters": {}}', [TIME, TIME]),
-        (MISTRAL, '[TOOL_CALLS][{"name": "time", "arguments": {}}]', [TIME]),
-        (LFM2, "<|tool_call_start|>time()<|tool_call_end|>ok", [TIME, ("text", "ok")]),
-        (LFM2, "<|tool_call_start|>[time()]", [TIME]),
-        (LFM2, "<|tool_call_start|>[time()<|tool_call_start|>[time()]<|tool_call_end|>", [TIME, TIME]),
-    ],
-)
-def test_calls_that_are_nearly_right(form: CallForm, text: str, expected: list[Part]) -> None:
-    assert split(text, form=form) == expected
+@pytest.mark.parametrize(("form", "text", "expected"), table("nearly_calls"))
+def test_calls_that_are_nearly_right(form: str, text: str, expected: list[Any]) -> None:
+    """An end that is missing, or comes too early; a list that is none."""
+    assert split(text, form=globals()[form]) == [tuple(part) for part in expected]
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (HERMES, ""),
-        (HERMES, " no calls "),
-        (HERMES, "the tag <tool_call> begins <tool_call"),
-        (HERMES, "<tool_call>{</tool_call>"),
-        (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "say", "arguments": "no object"}</tool_call>'),
-        (HERMES, '<tool_call>["say"]</tool_call>'),
-        (HERMES, "<tool_call>" + "[" * 10_000),
-        (HERMES, "<tool_call>" + " " * 5000 + "x"),
-        (LLAMA, " " * 5000 + "{" + '"type": "' * 1000),
-        (XML, "a <function= b <tool_call>"),
-        (LLAMA, '{"name": "unknown", "parameters": {}}'),
-        (LLAMA, '{"name": "time", "years": {}}'),
-        (LLAMA, '<|python_tag|>print("x")'),
-        (GEMMA4, "<|tool_call>call me<tool_call|>"),
-        (GLM, "the tag <tool_call> begins <b>"),
-        (LFM2, "<|tool_call_start|>[1, 2]<|tool_call_end|>"),
-        (LFM2, '<|tool_call_start|>[write("a.txt")]<|tool_call_end|>'),
-    ],
-)
-def test_what_is_no_call_stays_text(form: CallForm, text: str) -> None:
-    pieces = split(text, form=form)
+@pytest.mark.parametrize(("form", "text"), table("no_calls"))
+def test_what_is_no_call_stays_text(form: str, text: str) -> None:
+    pieces = split(text, form=globals()[form])
     assert "".join(words for _, words in pieces) == text
     assert {kind for kind, _ in pieces} <= {"text"}
 
 
-FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=",
-        "<function=write>",
-        "<parameter=",
-        "<parameter=path>",
-        "</parameter>",
-    ),
-    *("<arg_key>", "path</arg_key>", "<arg_value>", "</arg_value>", "write\n<arg_key>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "[write(path=", "time()", "(", ")", "=", "'", '"""'),
-    *("</function>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-    *('{"name": "write", "arguments": ', '{"name": "time"', '"parameters": ', '{"arguments": {}, "name": "time"}'),
-    *("call:write", "<think>", "</think>", "<th", "path", "1.5", "True"),
-    *'{}[]"\\:,;\n x\u00e9',
-]
+FRAGMENTS = table("fragments")
 
 
 @settings(max_examples=150)
@@ -550,21 +454,7 @@ def test_the_template_decides_the_form() -> None:
     assert form_of("") is HERMES
 
 
-ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "path": {"type": "string"},
-        "mode": {"enum": ["read", "write"]},
-        "size": {"type": "integer"},
-        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
-        "force": {"type": "boolean"},
-        "at most": {"type": "integer"},
-        "a=b:c>": {"type": "integer"},
-    },
-    "required": ["mode", "path", "size"],
-    "$defs": {"tag": {"enum": ["a"]}},
-    "additionalProperties": False,
-}
+ARGUMENTS: dict[str, Any] = table("call_arguments")[0]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.style != "json"])
@@ -638,42 +528,7 @@ def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
     grammars.close()
 
 
-DAYS: dict[str, Any] = {
-    "properties": {"days": {"type": "integer"}},
-    "required": ["days"],
-    "additionalProperties": False,
-}
-OPEN_OR_NOT: dict[str, Any] = {"properties": {"on": {"type": ["boolean", "null"]}}, "required": ["on"]}
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "no type": DAYS,
-    "types": DAYS | {"type": ["object", "null"]},
-    "a reference": {"$ref": "#/$defs/days", "$defs": {"days": DAYS | {"type": "object"}}},
-    "all of": {"type": "object", "allOf": [DAYS]},
-    "any of": {"anyOf": [DAYS, OPEN_OR_NOT | {"additionalProperties": False}, {"type": "null"}]},
-    "one of": {"oneOf": [DAYS, {"type": "null"}]},
-    "all of any": {"allOf": [DAYS | {"additionalProperties": True}, {"anyOf": [OPEN_OR_NOT, {"required": ["x"]}]}]},
-    "values": {"enum": [{"days": 1}, {"days": 2, "on": "x"}, 3]},
-    "typed others": {
-        "type": "object",
-        "additionalProperties": {"$ref": "#/$defs/few"},
-        "$defs": {"few": {"enum": ["x", 1]}},
-    },
-    "relative": {
-        "properties": {"one": {"enum": [1, 2]}, "two": {"$ref": "#/properties/one"}},
-        "required": ["one", "two"],
-        "additionalProperties": False,
-    },
-    "members": {
-        "properties": {
-            "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            "few": {"enum": ["a", None, 3]},
-            "word": {"$ref": "#/$defs/word"},
-            "none": False,
-        },
-        "required": ["text", "few", "word"],
-        "$defs": {"word": {"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}]}},
-    },
-}
+PARAMETERS: dict[str, dict[str, Any]] = dict(table("parameters"))
 
 
 @pytest.mark.parametrize(
@@ -696,28 +551,7 @@ def test_calls_that_must_be_meet_their_schema(
     grammars.close()
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "oneOf cannot be held"),
-        ({"not": {"required": ["a"]}}, "not cannot be held"),
-        ({"minProperties": 1}, "minProperties cannot be held"),
-        ({"properties": {"a": {"$ref": "#a"}}, "required": ["a"]}, "reference '#a' cannot be resolved"),
-        ({"anyOf": [{"properties": {f"a{i}": {}}} for i in range(65)]}, "more than 64 alternatives"),
-        ({"type": "string"}, "no object matches"),
-        ({"allOf": [DAYS, {"required": ["on"]}]}, "no object matches"),
-        ({"properties": {"a": {"const": 2**53 + 1}}}, "9007199254740993 cannot be held exactly"),
-        (
-            {
-                "properties": {"a": {"$ref": "#/$defs/a"}},
-                "required": ["a"],
-                "$defs": {"a": {"$ref": "#/$defs/a"}},
-                "type": "object",
-            },
-            "no text of finite",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("schema", "words"), table("no_parameters"))
 def test_parameters_that_cannot_be_held_are_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(GrammarError, match=f"the parameters of f: .*{words}"):
         call_grammar(Dialect(XML, None, {}), {"f": schema}, several=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.chat import chat_format, write_vocabulary
 from support.conversations import TEMPLATES, says
+from support.paths import table
 
 from pystaged._core import Tokenizer
 from pystaged.chat.history import begun_json
@@ -74,17 +75,7 @@ def test_results_follow_their_calls_turn_by_turn(name: str, keys: tuple[str | No
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    ("keys", "results"),
-    [
-        (("a", "b"), [("b", "TWO", None), ("a", "ONE", None)]),
-        (("a", "a"), [("a", "ONE", None), ("a", "TWO", None)]),  # one id twice
-        (("a", "b"), [("x", "TWO", None), ("a", "ONE", None)]),  # an id that nobody knows
-        ((None, None), [(None, "TWO", "clock"), (None, "ONE", "weather")]),  # by name, as in Ollama's older form
-        ((None, None), [(None, "TWO", "clock"), (None, "ONE", None)]),
-        (("", ""), [("", "ONE", None), ("", "TWO", None)]),
-    ],
-)
+@pytest.mark.parametrize(("keys", "results"), table("call_results"))
 def test_results_stand_in_the_order_of_calls(
     name: str,
     keys: tuple[str | None, str | None],
@@ -125,21 +116,7 @@ def test_results_that_come_late_or_not_at_all(name: str, tokenizer: Tokenizer) -
 
 
 @pytest.mark.parametrize("name", [*KNOW_CALLS, OF_TEXT])
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ('{"a": "x', "x"),
-        ('{"a": "Straße", "b": {"c": [1, "de', "de"),
-        ('{"a": "x", "b": tr', "x"),
-        ('{"a": "q\\', "q"),
-        ('["list"]', "list"),
-        ('"words"', "words"),
-        ("", None),
-        ("null", None),
-        ("{", None),
-        ('{"a": "half \\ud83d"}', "half ?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "shown"), table("cut_arguments"))
 def test_arguments_that_were_cut_or_are_no_object(
     name: str, arguments: str, shown: str | None, tokenizer: Tokenizer
 ) -> None:

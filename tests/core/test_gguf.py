@@ -34,6 +34,7 @@ from support.gguf_parts import (
     put,
     text,
 )
+from support.paths import table
 from support.random_models import RandomModel
 from support.random_models import write as write_random_model
 
@@ -44,10 +45,6 @@ from pystaged import ModelError, _core
 @pytest.fixture
 def small(random_gguf: Callable[..., Path]) -> Gguf:
     return Gguf(random_gguf(width=32, layers=1, vocab_size=257, context=16).read_bytes())
-
-
-def put_integer(key: str, value: int) -> Change:
-    return put(key, U32, struct.pack("<I", value))
 
 
 def set_weights(name: str, at: int, value: bytes) -> Change:
@@ -70,71 +67,33 @@ def tokens_of(items: list[str]) -> Change:
     return put("tokenizer.ggml.tokens", ARRAY, array(STRING, [text(item) for item in items]))
 
 
-EPSILON = "gpt2.attention.layer_norm_epsilon"
+def damaged(what: str) -> dict[str, tuple[Change, str]]:
+    """Rows of data/damaged_gguf.jsonl: what is changed how, and what is said."""
+    made: dict[str, Callable[..., Change]] = {"drop": drop, "reshape": reshape}
+    made["text"] = lambda key, value: put(key, STRING, text(value.encode("latin-1")))
+    made["number"] = lambda key, kind, value: put(
+        key, kind, struct.pack({U32: "<I", U64: "<Q", F32: "<f"}[kind], value)
+    )
+    return {name: (made[how](*given), says) for of, name, how, *given, says in table("damaged_gguf") if of == what}
+
+
 MODEL_CASES: dict[str, tuple[Change, str]] = {
-    "architecture": (
-        put("general.architecture", STRING, text("llama")),
-        "metadata 'llama.embedding_length' is missing",
-    ),
-    "no-architecture": (drop("general.architecture"), "metadata 'general.architecture' is missing"),
-    "not-utf8": (put("general.architecture", STRING, text(b"gp\xff2")), "architecture 'gp"),
-    "no-width": (drop("gpt2.embedding_length"), "metadata 'gpt2.embedding_length' is missing"),
-    "width-kind": (put("gpt2.embedding_length", STRING, text("32")), "'gpt2.embedding_length' is not an integer"),
-    "missing": (drop("blk.0.ffn_up.weight"), "tensor 'blk.0.ffn_up.weight' is missing"),
-    "no-bias": (drop("output_norm.bias"), "tensor 'output_norm.bias' is missing"),
-    "shape": (
-        reshape("blk.0.ffn_up.weight", (128, 32)),
-        "tensor 'blk.0.ffn_up.weight' has shape 128 x 32 x 1 x 1 where 32 x 128 x 1 x 1 is needed",
-    ),
-    "type": (
-        reshape("blk.0.ffn_up.weight", (32, 128), 9),
-        "tensor 'blk.0.ffn_up.weight': weights of type q8_1 are not supported; use f32, f16, bf16, q8_0, q4_0, q4_1,",
-    ),
-    "norm-type": (
-        reshape("output_norm.weight", (32,), 8),
-        "tensor 'output_norm.weight' is of type q8_0 where F32, F16 or BF16 is needed",
-    ),
-    "heads": (put_integer("gpt2.attention.head_count", 3), "a width of 32 does not split into 3 heads"),
-    "no-heads": (put_integer("gpt2.attention.head_count", 0), "'gpt2.attention.head_count' is 0, outside 1 to 32"),
-    "layers": (put_integer("gpt2.block_count", 512), "tensor 'blk.1.attn_norm.weight' is missing"),
-    "many-layers": (put_integer("gpt2.block_count", 513), "'gpt2.block_count' is 513, outside 1 to 512"),
-    "absurd-layers": (put_integer("gpt2.block_count", 2**32 - 1), "'gpt2.block_count' is 4294967295, outside 1 to"),
-    "huge-layers": (
-        put("gpt2.block_count", U64, b"\xff" * 8),
-        "'gpt2.block_count' is 9223372036854775807, outside 1 to",
-    ),
-    "wide-layers": (
-        put("gpt2.block_count", U64, struct.pack("<Q", 513)),
-        "'gpt2.block_count' is 513, outside 1 to 512",
-    ),
-    "context": (put_integer("gpt2.context_length", 1 << 24), "'position_embd.weight' has shape 32 x 16 x 1 x 1 where"),
-    "absurd-context": (put_integer("gpt2.context_length", 1 << 31), "'gpt2.context_length' is 2147483648, outside"),
-    "vocabulary": (reshape("token_embd.weight", (32, 0)), "tensor"),
-    "epsilon": (put(EPSILON, F32, struct.pack("<f", 1)), f"'{EPSILON}' is not between 0 and 1"),
-    "no-number-epsilon": (put(EPSILON, F32, struct.pack("<f", float("nan"))), f"'{EPSILON}' is not between 0 and 1"),
-    "negative-epsilon": (put(EPSILON, F32, struct.pack("<f", -1e-5)), f"'{EPSILON}' is not between 0 and 1"),
-    "epsilon-kind": (put_integer(EPSILON, 1), f"'{EPSILON}' is not a 32-bit float"),
+    **damaged("model"),
     "double-tensor": (lambda _, tensors: tensors.append(tensors[-1]), "tensor"),
     "double-key": (lambda entries, _: entries.append(entries[-1]), "duplicate key 'tokenizer.ggml.eos_token_id'"),
 }
 TOKENIZER_CASES: dict[str, tuple[Change, str]] = {
-    "bert": (put("tokenizer.ggml.model", STRING, text("bert")), "tokenizer model 'bert' is not supported, only"),
-    "no-model": (drop("tokenizer.ggml.model"), "metadata 'tokenizer.ggml.model' is missing"),
-    "no-tokens": (drop("tokenizer.ggml.tokens"), "vocabulary 'tokenizer.ggml.tokens' is missing"),
+    **damaged("tokenizer"),
     "empty": (tokens_of([]), "vocabulary 'tokenizer.ggml.tokens' is missing, empty"),
     "twice": (tokens_of(["a", "b", "a"]), "token 2 of the vocabulary stands there twice"),
     "token-kind": (
         put("tokenizer.ggml.tokens", ARRAY, array(U32, [bytes(4)] * 257)),
         "'tokenizer.ggml.tokens' is not an array of str",
     ),
-    "bos": (put_integer("tokenizer.ggml.bos_token_id", 257), "'tokenizer.ggml.bos_token_id' is 257, outside 0 to 256"),
-    "eos": (put_integer("tokenizer.ggml.eos_token_id", 2**32 - 1), "'tokenizer.ggml.eos_token_id' is 4294967295, out"),
-    "no-merges": (drop("tokenizer.ggml.merges"), "cannot find tokenizer merges"),
     "few-types": (
         put("tokenizer.ggml.token_type", ARRAY, array(I32, [b"\1\0\0\0"])),
         "out of array bounds for toktypes",
     ),
-    "pre": (put("tokenizer.ggml.pre", STRING, text("nope")), "unknown pre-tokenizer type: 'nope'"),
 }
 
 

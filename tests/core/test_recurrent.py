@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.families import models
 from support.memory import held
 from support.plain import Plain
 from support.random_models import RandomModel, write
@@ -20,37 +21,7 @@ from pystaged._core import LogitRules, ModelError, Sampling, Session, Work
 
 SCHEDULES = int(os.environ.get("PYSTAGED_SCHEDULES", "4"))
 MOST_PENDING = 512
-MODELS = {
-    "lfm2": RandomModel(
-        "lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000, quantization="Q8_0"
-    ),
-    # Threads share the channels of a convolution where there are more than 256.
-    "lfm2-window": RandomModel(
-        "lfm2", layers=3, recurrent=(1,), width=288, heads=2, kv_heads=1, metadata={"attention.sliding_window": 9}
-    ),
-    "qwen35": RandomModel(
-        "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), quantization="Q8_0"
-    ),
-    "qwen3next": RandomModel(
-        "qwen3next", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16)
-    ),
-    "granitehybrid": RandomModel(
-        "granitehybrid", layers=3, recurrent=(0, 2), width=120, heads=2, kv_heads=1, spaces=(5, 5, 16)
-    ),
-    "nemotron_h": RandomModel(
-        "nemotron_h",
-        layers=5,
-        recurrent=(1,),
-        feeding=(0, 3, 4),
-        width=32,
-        heads=2,
-        kv_heads=1,
-        spaces=(4, 2, 16),
-        context=2000,
-        quantization="Q8_0",
-    ),
-    "falcon-h1": RandomModel("falcon-h1", width=32, heads=2, kv_heads=1, spaces=(4, 2, 16)),
-}
+MODELS = models("recurrent")  # threads share the channels of a convolution of more than 256
 # A sampling that fails after its pass; the models' vocabularies are no larger.
 NOTHING = Sampling(rules=LogitRules(logit_bias=[(token, -math.inf) for token in range(300)]))
 TREE = [-1, 0, 1, 0, -1, 4, 3, 6, 5]  # branches at the root, and below

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_python
-from support.families import CASES
+from support.families import models
 from support.kernels import KERNELS
 from support.memory import resident, used
 from support.random_models import RandomModel, write
@@ -27,18 +27,7 @@ from pystaged import ContextFullError, _core
 from pystaged._core import Work
 
 CONTEXT = 1200  # more than two chunks of positions
-FAMILIES = {
-    "gpt2": RandomModel("gpt2", kv_heads=4, context=CONTEXT, quantization="Q8_0"),
-    "llama": RandomModel("llama", head_dim=32, context=CONTEXT, quantization="Q4_0"),
-    # Heads that are no whole blocks, windows that begin within a chunk, and few heads for many threads.
-    "gemma2": RandomModel(
-        "gemma2", head_dim=24, kv_heads=1, layers=3, context=CONTEXT, metadata={"attention.sliding_window": 300}
-    ),
-    "gemma4": replace(CASES["gemma4"], context=CONTEXT),
-    "gpt-oss": replace(CASES["gpt-oss"], context=CONTEXT),
-    "deepseek2": replace(CASES["deepseek2"], context=CONTEXT, quantization="Q8_0"),
-    "deepseek2-expanded": replace(CASES["deepseek2-expanded"], context=CONTEXT),
-}
+FAMILIES = models("run")
 PREFIX = np.random.default_rng(0).integers(0, 257, CONTEXT - 100, dtype=np.int32)
 LENGTHS = [0, 1, 15, 16, 17, 100, 511, 512, 513, 700, 1025, 1100]
 GREEDY = _core.Sampling()
@@ -241,23 +230,6 @@ def test_more_rows_than_a_pass_takes(model_of: Model, family: str) -> None:
     crowd[1].discard()
     for session in crowd:
         assert_goes_on_as(session, session.tokens.tolist())
-
-
-def test_a_sampling_for_each_row(model_of: Model) -> None:
-    session = text(model_of(), PREFIX[:9])
-    ((together, scores),) = _core.run([Work.propose(session, [1, 2, 3], [-1, 0, 1], 2, 4, SAMPLINGS[:2])])
-    for i, sampling in enumerate(SAMPLINGS[:2]):
-        tokens, own = session.candidates([1 + i], 4, sampling)
-        np.testing.assert_array_equal(together[i], tokens[0])
-        np.testing.assert_array_equal(scores[i], own[0])
-
-
-def test_nothing_to_do(model_of: Model) -> None:
-    session = text(model_of(), [1, 2])
-    assert _core.run([]) == []
-    assert _core.run((Work.read(session, []),)) == [None]
-    ((tokens, scores),) = _core.run([Work.propose(session, [3], [-1], 0, 4, GREEDY)])
-    assert (tokens.shape, scores.shape, session.num_pending) == ((0, 4), (0, 4), 1)
 
 
 def test_a_work_keeps_its_session(model_of: Model) -> None:

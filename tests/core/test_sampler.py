@@ -13,7 +13,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling import kept
+from support.sampling import kept, samplings
 
 from pystaged import SamplingConfig, _core
 
@@ -23,22 +23,7 @@ Words = npt.NDArray[np.uint64]
 MASK = np.uint64(0xFFFFFFFF)
 TOLERANCE = 1e-4
 SIGNIFICANCE = 3.719  # one-sided normal quantile of 1e-4
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 100_000},
-    {"top_p": 0.5},
-    {"top_p": 0.95},
-    {"top_p": 0.9999},
-    {"top_p": 1e-6},
-    {"min_p": 0.05},
-    {"min_p": 0.7},
-    {"top_k": 20, "top_p": 0.6},
-    {"top_k": 20, "min_p": 0.3},
-    {"top_p": 0.8, "min_p": 0.2},
-    {"top_k": 40, "top_p": 0.9, "min_p": 0.1},
-]
+FILTERS: list[dict[str, Any]] = [*samplings("plain filters").values()]
 
 
 # ---- The twin ----
@@ -208,14 +193,6 @@ def test_greedy(row: Row) -> None:
     assert row.candidates(sampling, 40)[0].tolist() == np.argsort(-row.logits, kind="stable")[:40].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
-def test_filters(row: Row, temperature: float, filters: dict[str, Any]) -> None:
-    for seed in range(4):
-        row.check(SamplingConfig(temperature, seed=seed, **filters), 12)
-
-
 @settings(max_examples=300)
 @given(
     temperature=st.floats(0.015625, 20, width=32),
@@ -229,11 +206,6 @@ def test_any_sampling(
     small: Row, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, k: int
 ) -> None:
     small.check(SamplingConfig(temperature, top_k, top_p, min_p, seed), k)
-
-
-def test_the_whole_vocabulary_can_be_candidates(row: Row) -> None:
-    row.check(SamplingConfig(), len(row.logits))
-    row.check(SamplingConfig(0.8), len(row.logits))
 
 
 @pytest.mark.slow
@@ -344,18 +316,6 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
     for kind in (SamplingConfig, _core.Sampling):
         with pytest.raises(ValueError, match=message):
             kind(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"seed": -1}, {"seed": 2**64}, {"top_k": 2**31}, {"top_k": -(2**31) - 1}, {"temperature": 10**400}],
-    ids=["negative-seed", "long-seed", "long-top-k", "long-negative-top-k", "long-temperature"],
-)
-def test_values_beyond_the_native_types(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
-        SamplingConfig(**options)
-    with pytest.raises((TypeError, ValueError)):
-        _core.Sampling(**options)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "seed"])

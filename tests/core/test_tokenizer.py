@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import byte_alphabet
 from support.logits import llama_tokenize, llama_vocabulary
-from support.paths import DATA
+from support.paths import DATA, table
 from support.random_models import gguf_file
 
 from pystaged import _core
@@ -25,21 +25,7 @@ VOCABULARY = DATA / "ggml-vocab-gpt-2.gguf"
 END_OF_TEXT = 50256
 TEXTS = (DATA / "ggml-vocab-gpt-2.gguf.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
 TOKENS = [[int(word) for word in line.split()] for line in (DATA / "ggml-vocab-gpt-2.gguf.out").read_text().split("\n")]
-AWKWARD = [
-    "",
-    " ",
-    "\0",
-    "a\0b\0",
-    "\t\r\n\x0b\x0c\x1b\x7f\x85\xa0\u2028\ufeff\ufffd",
-    "\u4e2d\u6587\u5b57\u7b26 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
-    "\U0001f999\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f3fd \u2764\ufe0f \U0010ffff",
-    "e\u0301 \u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0e44\u0e17\u0e22",
-    "I'm we've they'll don't 'S 'RE ''s",
-    "    def f(x):\n\n\treturn x**2  # 3.14e-10\r\n",
-    "   trailing   ",
-    "<|endoftext|",
-    "1234567890 \u0664\u0665 \u00bd\u2168",
-]
+AWKWARD = table("awkward_texts")
 texts = st.text(max_size=40) | st.lists(st.sampled_from([*AWKWARD, "a", " ", "'s", "\n", "12"]), max_size=6).map(
     "".join
 )
@@ -81,21 +67,11 @@ def test_same_tokens_as_llama_cpp_python(tokenizer: _core.Tokenizer, llama: Any,
         assert tokenizer.token_bytes(token) == piece.raw[:size]
 
 
-def test_a_small_vocabulary(random_gguf: Callable[..., Path]) -> None:
-    tokenizer = _core.Tokenizer(str(random_gguf()))
-    for text in [*AWKWARD, "the tree then"]:
-        assert round_trip(tokenizer, text) == text.encode()
-
-
 def test_special_tokens(tokenizer: _core.Tokenizer) -> None:
     assert tokenizer.encode("<|endoftext|>").tolist() == [END_OF_TEXT]
     alone = [tokenizer.encode(part).tolist() for part in ("a ", "b")]
     assert tokenizer.encode("a <|endoftext|>b").tolist() == [*alone[0], END_OF_TEXT, *alone[1]]
     assert tokenizer.token_bytes(END_OF_TEXT) == b""
-
-
-def test_is_end(tokenizer: _core.Tokenizer) -> None:
-    assert [token for token in range(-2, tokenizer.num_tokens + 2) if tokenizer.is_end(token)] == [END_OF_TEXT]
 
 
 def test_every_token_has_bytes(tokenizer: _core.Tokenizer) -> None:

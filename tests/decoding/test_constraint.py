@@ -15,7 +15,7 @@ from support.decoding import drafted, generate, text_of
 
 from pystaged import Stage
 from pystaged._core import Model, Session
-from pystaged.bench.pairs import continuation, drafters
+from pystaged.bench.pairs import drafters
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
 from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained
@@ -142,14 +142,6 @@ def test_no_drafter_changes_a_constrained_text(target: Model, draft: Model, temp
             with_it.close()
 
 
-def test_a_text_without_constraint_follows_one_with(target: Model, draft: Model) -> None:
-    sampling = SamplingConfig(1.0)
-    decoder = Context(Session(target), drafters(target, draft, None)["tree"])
-    free = continuation(decoder, PROMPT, sampling, 30)
-    written(decoder, sampling, Language())
-    assert continuation(decoder, PROMPT, sampling, 30) == free
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nobody_holds_a_constraint_after_its_text(target: Model, draft: Model, speculate: bool) -> None:
@@ -235,7 +227,6 @@ def test_drafters_propose_what_may_follow(target: Model, draft: Model, way: str)
         drafter.advance(step)
         language.advance(step)
         text += step
-    drafter.close()
 
 
 @pytest.mark.parametrize("vocab_size", [260, 320])

@@ -143,9 +143,6 @@ class SimulatedDrafter:
     def sessions(self) -> list[SimulatedSession]:
         return [self._session]
 
-    def close(self) -> None:
-        self._session.close()
-
 
 class Simulation:
     """A pool of simulated contexts, and the texts that have them."""
@@ -239,15 +236,6 @@ def test_a_context_that_survives_is_taken_and_another_one_forked() -> None:
     assert texts.run([*SYSTEM, 9, 9]) == 100
     assert texts.sources[-1] == (conversation, 100)
     assert texts.at_rest == [[*SYSTEM, 1, 2, 3, 4, 6, 7, *range(40)], [*SYSTEM, 9, 9]]
-
-
-def test_a_conversation_survives_strangers() -> None:
-    texts = Simulation(10**6)
-    answer = list(range(500, 540))
-    texts.run([*SYSTEM, 1], answer)
-    for stranger in range(20):
-        assert texts.run([*SYSTEM, 200 + stranger], list(range(300, 330))) == 100
-    assert texts.run([*SYSTEM, 1, *answer, 2]) == 141
 
 
 def test_what_begins_another_one_does_not_rest() -> None:
@@ -559,14 +547,6 @@ def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> Non
 # ---- Real ----
 
 GREETING = "def fibonacci(n):\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for i in range(n):\n"
-PROMPTS = [
-    GREETING + "        a, b = b,",
-    GREETING + "        print(",
-    GREETING[:40],
-    "class Tree:\n",
-    GREETING + "        a, b = b,",
-    GREETING + "        print(a",
-]
 
 
 def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> list[int]:
@@ -588,19 +568,6 @@ def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> l
 def bundled(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with pystaged.load("bundled", draft="auto" if request.param == "draft" else "none") as engine:
         yield engine
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, seed=5)], ids=["greedy", "warm"])
-def test_texts_forked_from_running_ones(bundled: Engine, sampling: SamplingConfig) -> None:
-    streams = []
-    for prompt in PROMPTS:
-        streams.append(bundled.stream(prompt, max_tokens=40, sampling=sampling))
-        for stream in streams:
-            next(stream, None)
-    for prompt, stream in zip(PROMPTS, streams, strict=True):
-        assert stream.finish().tokens == cold(bundled, prompt, 40, sampling)
-    assert [stream.result.stats.reused_tokens > 20 for stream in streams] == [False, True, True, False, True, True]
 
 
 def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Engine) -> None:
@@ -684,24 +651,6 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         assert begun.account._python == old.account._python
         # It is not where one begins.
         assert vars(first[False].calibration) != vars(source[False].calibration)
-
-
-def test_a_fork_on_a_device(random_gguf: Callable[..., Path]) -> None:
-    path = random_gguf(vocab_size=300, context=96)
-    model = _core.Model(str(path), device="ggml-cpu")
-    session, whole = _core.Session(model), _core.Session(model)
-    session.prefill(range(30))
-    whole.prefill(range(20))
-    fork = session.fork(20)
-    for each in (fork, whole):
-        each.evaluate([7, 8], [-1, 0])
-    np.testing.assert_allclose(fork.logits(1), whole.logits(1), atol=0.02)
-    prompt = list(range(40))
-    with pystaged.load(path, device="ggml-cpu", policy=FixedPolicy(1, 1, 1)) as engine:
-        assert engine.kv_memory == 4 * engine.context_bytes
-        engine.generate([*prompt, 1], max_tokens=30)
-        assert engine.generate([*prompt, 2], max_tokens=5).stats.reused_tokens == 40
-        assert len(engine.runtime.contexts._idle) == 2
 
 
 @pytest.mark.slow

@@ -1,14 +1,9 @@
-"""Every option of a sampling: staged is plain, whatever drafts and whoever else is in the pass.
-
-PYSTAGED_EVERY_SAMPLING=1 runs all of it on SmolLM2: 30 prompts x 3 seeds, every way to draft.
-"""
+"""Every option of a sampling: staged is plain, whatever drafts and whoever else is in the pass."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import generate
+from support.sampling import samplings
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
@@ -28,36 +24,9 @@ from pystaged.drafting.table import NgramTable
 from pystaged.sampling.binding import bind
 from pystaged.stats import GenerationStats
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "repeat": {"repeat_penalty": 1.3, "repeat_last_n": 32},
-    "presence": {"presence_penalty": 0.6, "repeat_last_n": -1},
-    "frequency": {"frequency_penalty": 0.3, "repeat_last_n": 20},
-    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
-    "dry-window": {"dry_multiplier": 2.0, "dry_penalty_last_n": 24, "dry_sequence_breakers": ["\n", "e"]},
-    "bias": {"logit_bias": {5: 2.0, 17: -math.inf, "a": 1.5, " ": -4.0}},
-    "min-tokens": {"min_tokens": 9, "logit_bias": {299: 4.0}},
-    "ignore-eos": {"ignore_eos": True},
-    "typical": {"typical_p": 0.5},
-    "xtc": {"xtc_probability": 0.6, "xtc_threshold": 0.0035},
-    "temperature-last": {"temperature_last": True, "top_p": 0.8, "min_p": 0.01, "top_k": 40},
-    "all": {
-        "repeat_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-        "dry_multiplier": 0.5,
-        "logit_bias": {5: 1.0},
-        "min_tokens": 5,
-        "typical_p": 0.9,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.0035,
-        "temperature_last": True,
-        "top_p": 0.95,
-    },
-}
+OPTIONS: dict[str, dict[str, Any]] = samplings("options")
 TEMPERATURES = [0.0, 0.9]
 PROMPTS = ["the tree then the tree ", "her hat ", "the tree then and there the tree", "o"]
-MANY, TOKENS, SEEDS = 30, 40, 3
-everything = pytest.mark.skipif("PYSTAGED_EVERY_SAMPLING" not in os.environ, reason="takes an hour")
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -216,28 +185,6 @@ def test_a_word_that_is_biased_is_written(engine: Engine) -> None:
     assert banned not in engine.generate("the", max_tokens=30, logit_bias={banned: -math.inf}).tokens
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"logit_bias": {300: 1.0}}, ValueError, "token 300"),
-        ({"logit_bias": {"no such": 1.0}}, ValueError, "'no such'"),
-        ({"min_tokens": 200}, ValueError, "min_tokens, 200, must be at most max_tokens, 128"),
-        ({"logprobs": -1}, ValueError, "logprobs must be between 0 and 100, not -1"),
-        ({"logprobs": 1.5}, TypeError, "logprobs must be an integer"),
-        ({"logit_bias": dict.fromkeys(range(300), -math.inf)}, ValueError, "allow at least one"),
-        ({"repetition_penalty": 1.2}, TypeError, "there is no option 'repetition_penalty'"),
-        ({"sampling": SamplingConfig(), "dry_base": 2.0}, TypeError, "either sampling or dry_base"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused_before_anything_is_generated(
-    engine: Engine, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    for call in (engine.stream, engine.generate, engine.astream):
-        with pytest.raises(error, match=words):
-            call("the", **options)  # type: ignore[operator]
-
-
 # ---- Log-probabilities ----
 
 
@@ -263,55 +210,3 @@ def test_logprobs_of_pieces_and_result(engine: Engine) -> None:
     only = engine.generate("the", max_tokens=3, logprobs=0).logprobs
     assert only is not None
     assert [each.top for each in only] == [[], [], []]
-
-
-def test_logprobs_end_with_the_text(engine: Engine) -> None:
-    whole = engine.generate("the", max_tokens=20, logprobs=1)
-    assert whole.logprobs is not None
-    for count in range(1, 8):
-        cut = engine.generate("the", max_tokens=count, logprobs=1)
-        assert cut.logprobs == whole.logprobs[:count]
-    stopped = engine.generate("the", max_tokens=20, logprobs=1, stop=whole.text[3:5])
-    assert stopped.logprobs == whole.logprobs[: len(stopped.tokens)]
-
-
-# ---- The measured check ----
-
-
-@pytest.fixture(scope="module")
-def real() -> tuple[Model, Tokenizer, list[NDArray[np.int32]]]:
-    from pystaged.loading import names  # noqa: PLC0415
-
-    path = names.resolve("smollm2")
-    tokenizer = Tokenizer(str(path))
-    words = [
-        "The weather in",
-        "Once upon a time,",
-        "def sort(numbers):",
-        "Q: What is a tree?\nA:",
-        "1, 2, 3, 4,",
-        "Dear",
-    ]
-    ends = ["", " the", "\n", " and so on, and", " 2024"]
-    return Model(str(path)), tokenizer, [tokenizer.encode(word + end) for word in words for end in ends]
-
-
-@everything
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_on_a_trained_model(name: str, real: tuple[Model, Tokenizer, list[NDArray[np.int32]]]) -> None:
-    """Greedily, and with temperature for each seed."""
-    model, tokenizer, prompts = real
-    assert len(prompts) == MANY
-    options = replace(SamplingConfig(0.9, **OPTIONS[name]), logit_bias={5: 2.0, 17: -math.inf, " the": 1.5})
-    samplings = [replace(options, seed=seed) for seed in range(SEEDS)] + [replace(options, temperature=0.0)]
-    if name not in ("bias", "all"):
-        samplings = [replace(each, logit_bias={}) for each in samplings]
-    runs = [(prompt, bind(each, tokenizer, len(prompt))) for each in samplings for prompt in prompts]
-    session = Session(model)
-    plain = Context(session)
-    expected = [continuation(plain, prompt, sampling, TOKENS) for prompt, sampling in runs]
-    for way, drafter in drafters(model, model, table_of(prompts, tokenizer)).items():
-        decoder = Context(session, drafter)
-        for (prompt, sampling), tokens in zip(runs, expected, strict=True):
-            assert continuation(decoder, prompt, sampling, TOKENS) == tokens, way

@@ -105,22 +105,6 @@ def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) ->
     assert max(steps) > 3
 
 
-def test_streams_that_are_read_in_turns(engine: Engine) -> None:
-    asked = list(zip(PROMPTS, OPTIONS, strict=True))
-    alone = [engine.generate(prompt, max_tokens=40, speculate=False, **options).text for prompt, options in asked]
-    streams = [engine.stream(prompt, max_tokens=40, **options) for prompt, options in asked]
-    texts = [""] * 4
-    going = {0, 1, 2, 3}
-    while going:
-        for i in sorted(going):
-            piece = next(streams[i], None)
-            if piece is None:
-                going.remove(i)
-            else:
-                texts[i] += piece.text
-    assert texts == alone == [stream.result.text for stream in streams]
-
-
 def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     left, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
     next(left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,17 +136,6 @@ def test_guesses_from_below_save_passes(
     assert tree.stages["confirmed"].drafted == 0 < staged.stages["confirmed"].accepted
     assert staged.drafters["draft"].passes < tree.drafters["draft"].passes
     assert staged.drafters["draft"].nodes > staged.drafters["draft"].passes  # whole paths of guesses in one
-
-
-def test_max_tokens_inside_a_path() -> None:
-    prompt = "import os\nimport sys\nimport os\nimport sys\n"
-    with pystaged.load("bundled", policy=CHAIN) as engine:
-        plain = engine.generate(prompt, max_tokens=13, speculate=False)
-        for max_tokens in range(1, 14):
-            staged = engine.generate(prompt, max_tokens=max_tokens)
-            assert staged.tokens == plain.tokens[:max_tokens]
-            assert len(staged.stages) == max_tokens
-            assert staged.finish_reason == "length"
 
 
 def test_draft_with_a_shorter_context_than_the_target(random_gguf: Callable[..., Path]) -> None:
@@ -307,17 +295,6 @@ def test_a_draft_agrees_where_vocabularies_do(kin: dict[int, Path]) -> None:
     assert found.keys() & set(text) or stats.accepted == stats.drafted
 
 
-def test_an_engine_with_a_draft_of_another_vocabulary(kin: dict[int, Path]) -> None:
-    with pystaged.load(kin[0], draft=kin[300], policy=TREE, n_ctx=128) as engine:
-        for options in ({}, {"temperature": 1.0, "seed": 4}):
-            texts = [
-                engine.generate("<|im_start|>e a<|im_end|>", max_tokens=40, speculate=speculate, **options).tokens
-                for speculate in (True, False)
-            ]
-            assert texts[0] == texts[1]
-            assert len(texts[0]) > 0
-
-
 def test_own_policy_is_asked() -> None:
     class Recorder:
         children = 2
@@ -339,31 +316,6 @@ def test_own_policy_is_asked() -> None:
     assert policy.seen
     assert all(list(growth.scores) == sorted(growth.scores, reverse=True) for growth in policy.seen)
     assert result.stats.drafted <= 3 * result.stats.steps
-
-
-def test_stats_are_consistent() -> None:
-    with pystaged.load("bundled", policy=TREE) as engine:
-        stats = engine.generate("import os\nimport sys\n", max_tokens=60).stats
-    assert stats.steps == sum(stats.lengths.values())
-    assert stats.accepted == sum(length * count for length, count in stats.lengths.items())
-    assert stats.tokens_per_step == pytest.approx(1 + stats.accepted / stats.steps)
-    assert stats.accepted_length == pytest.approx(stats.accepted / stats.steps)
-    assert 0 <= stats.python_share < 1
-    assert all(0 <= rate <= 1 for rate in stats.acceptance_at_depth)
-    assert stats.taken[1] == sum(count for length, count in stats.lengths.items() if length >= 1)
-    assert stats.relative_weight_bytes > 0
-    assert stats.drafted == sum(stage.drafted for stage in stats.stages.values())
-    assert set(stats.to_dict()) >= {
-        "tokens_per_step",
-        "accepted_length",
-        "acceptance_at_depth",
-        "drafted",
-        "accepted",
-        "steps",
-        "relative_weight_bytes",
-        "python_share",
-        "stages",
-    }
 
 
 def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompts: list[NDArray[np.int32]]) -> None:
@@ -390,50 +342,6 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
     decoder.close()
 
 
-def test_the_token_loop_ends_at_max_tokens_at_the_end_of_text_and_in_a_full_context(
-    target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    decoder = Context(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    prompt, stats = prompts[0], GenerationStats()
-    text = text_of(prompt, GREEDY, 30, stats=stats)
-    steps = list(stepper.generate(decoder, text))
-    whole = [token for step in steps for token in step.tokens]
-    assert (text.tokens, text.finish) == (whole, "length")
-    assert len(whole) == stats.new_tokens == 30
-    assert stats.steps == len(steps)
-    assert (stats.prompt_tokens, stats.reused_tokens) == (len(prompt), 0)
-    assert 0 < stats.target_seconds < stats.decode_seconds
-    assert stats.drafters["draft"].passes > 0
-    end = whole[20]
-    text = text_of(prompt, GREEDY, 30, is_end=lambda token: token == end)
-    steps = list(stepper.generate(decoder, text))
-    assert [token for step in steps for token in step.tokens] == whole[: whole.index(end)]
-    assert text.finish == "stop"
-    assert all(len(step.tokens) == len(step.stages) for step in steps)
-    room = len(prompt) + 12
-    short = Context(Session(target, room), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    text = text_of(prompt, GREEDY, 99)
-    steps = list(stepper.generate(short, text))
-    assert [token for step in steps for token in step.tokens] == whole[:13]
-    assert text.finish == "length"
-
-
-def test_a_token_loop_that_is_left_early_leaves_the_context_usable(
-    target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    decoder = Context(Session(target), TreeDrafter([ModelProposer(Session(draft))], TREE, target.vocab_size))
-    expected = continuation(Context(Session(target)), prompts[1], GREEDY, 30)
-    stats = GenerationStats()
-    steps = generate(decoder, prompts[0], GREEDY, 30, stats=stats)
-    first = next(steps)
-    steps.close()
-    assert stats.new_tokens == len(first.tokens)
-    assert stats.drafters["draft"].passes > 0
-    assert decoder.target.tokens[: len(prompts[0]) - 1].tolist() == prompts[0][:-1].tolist()
-    assert decoder.target.num_pending == 0
-    assert continuation(decoder, prompts[1], GREEDY, 30) == expected
-
-
 def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
     prompt = (np.arange(600) * 7 % 250).astype(np.int32)
     expected = continuation(Context(Session(draft)), prompt, GREEDY, 8)
@@ -456,76 +364,6 @@ def test_progress_and_an_interrupt_of_a_prompt(draft: Model) -> None:
     assert text.tokens == expected
     assert calls[3:] == [(0, 87), (87, 87)]
     assert stats.reused_tokens == 512
-
-
-class Stumbling:
-    """A policy that fails, or answers nonsense, the third time it is asked."""
-
-    children = 4
-
-    def __init__(self, member: str, answer: object) -> None:
-        self.member, self.answer, self.left = member, answer, 3
-
-    def expand(self, growth: pystaged.Growth) -> int:
-        return self._stumble("expand", TREE.expand(growth))
-
-    def keep(self, growth: pystaged.Growth) -> int:
-        return self._stumble("keep", TREE.keep(growth))
-
-    def _stumble(self, member: str, answer: int) -> int:
-        self.left -= member == self.member
-        if self.left or member != self.member:
-            return answer
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("member", ["expand", "keep"])
-@pytest.mark.parametrize("answer", [-1, RuntimeError("mine")], ids=str)
-def test_a_step_whose_policy_fails_can_be_made_again(
-    member: str, answer: object, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    expected = continuation(Context(Session(target)), prompts[0], GREEDY, 24)
-    session = Session(draft)
-    decoder = Context(
-        Session(target), TreeDrafter([ModelProposer(session)], Stumbling(member, answer), target.vocab_size)
-    )
-    started(decoder, prompts[0])
-    written: list[int] = []
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=rf"mine|Stumbling.{member} must be"):
-        written += itertools.chain.from_iterable(stepped(decoder, GREEDY, 24).tokens for _ in range(24))
-    assert session.num_pending == decoder.target.num_pending == 0
-    while len(written) < 24:
-        written += stepped(decoder, GREEDY, 24 - len(written)).tokens
-    assert written == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["verify", "commit"])
-def test_a_step_that_fails_while_verifying_or_telling_can_be_followed_by_others(
-    call: str, target: Model, draft: Model, prompts: list[NDArray[np.int32]]
-) -> None:
-    sessions = [Session(target), Session(draft)]
-    wrapped = [Breaking(session, call, 3, RuntimeError("failed")) for session in sessions]
-    drafter = TreeDrafter([ModelProposer(wrapped[1])], TREE, target.vocab_size)  # type: ignore[arg-type]
-    decoder = Context(wrapped[0], drafter)  # type: ignore[arg-type]
-    started(decoder, prompts[0])
-    failed = 0
-    for _ in range(12):
-        try:
-            stepped(decoder, GREEDY, 40)
-        except RuntimeError:
-            failed += 1
-    assert failed == 1
-    # What the target has committed is its own text, of which the failed step is a part.
-    length = len(prompts[0])
-    written = sessions[0].tokens[length:].tolist()
-    assert written == continuation(Context(Session(target)), prompts[0], GREEDY, 99)[: len(written)]
-    assert len(written) > 10
-    assert continuation(decoder, prompts[1], GREEDY, 30) == continuation(
-        Context(Session(target)), prompts[1], GREEDY, 30
-    )
 
 
 class SlowSession:

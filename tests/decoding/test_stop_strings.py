@@ -61,29 +61,6 @@ def test_pieces_are_the_twins(chunks: list[bytes], stop: tuple[str, ...]) -> Non
     assert pieces_of(chunks, stop) == twin(chunks, stop)
 
 
-@given(chunks=chunks())
-def test_without_stop_strings_nothing_is_lost(chunks: list[bytes]) -> None:
-    pieces, stopped = pieces_of(chunks, ())
-    assert "".join(pieces) == b"".join(chunks).decode("utf-8", errors="replace")
-    assert not stopped
-
-
-@given(chunks=chunks(), stop=stops)
-def test_a_stop_string_is_never_shown(chunks: list[bytes], stop: tuple[str, ...]) -> None:
-    pieces, stopped = pieces_of(chunks, stop)
-    text, whole = "".join(pieces), b"".join(chunks).decode("utf-8", errors="replace")
-    assert not any(s in text for s in stop)
-    assert whole.startswith(text)
-    assert stopped == any(s in whole for s in stop)
-
-
-@pytest.mark.parametrize("character", ["\u00e9", "\u4e2d", "\U0001f999"])
-def test_a_character_comes_whole(character: str) -> None:
-    buffer = TextBuffer()
-    pieces = [buffer.push(bytes([byte])) for byte in character.encode()]
-    assert pieces == [""] * (len(pieces) - 1) + [character]
-
-
 def test_stop_strings_take_a_step_for_each_character() -> None:
     """Not one for each of their beginnings."""
     longest, steps = 1 << 12, 0

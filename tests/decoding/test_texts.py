@@ -17,7 +17,7 @@ import pytest
 from support.scheduling import held, in_loop, is_idle, wait_until
 
 import pystaged
-from pystaged import ContextFullError, Engine, GenerationResult, Growth, Piece
+from pystaged import Engine, GenerationResult, Growth, Piece
 from pystaged.decoding.readers import results
 from pystaged.decoding.scheduler import MOST_UNREAD
 from pystaged.options.config import GenerationConfig
@@ -118,26 +118,6 @@ def test_more_texts_than_are_stepped_at_once(plain: Engine, path: Path, monkeypa
     results = plain.generate(prompts, max_tokens=5)
     assert [told(each) for each in results] == [alone(path, prompt, max_tokens=5) for prompt in prompts]
     assert max(each.stats.texts_per_pass for each in results) <= 3
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "error", "words"),
-    [
-        (["the", ""], {}, ValueError, "the prompt is empty"),
-        (["the", 5], {}, TypeError, "the prompt must be a string or token ids"),
-        (["the", [300]], {}, ValueError, "token 300 is outside"),
-        (["the", [1] * 513], {}, ContextFullError, "513 tokens"),
-        (["the"], {"n": 0}, ValueError, "n must be at least 1, not 0"),
-        ("the", {"n": 1.5}, TypeError, "n must be an integer"),
-        (["the"], {"max_tokens": 0}, ValueError, "max_tokens"),
-    ],
-    ids=str,
-)
-def test_refusals(plain: Engine, prompts: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """Before anything is begun."""
-    with pytest.raises(error, match=words):
-        plain.generate(prompts, **options)
-    assert plain.passes.passes == 0
 
 
 def test_figures_of_the_whole(engine: Engine) -> None:
@@ -252,19 +232,6 @@ def test_progress_may_be_told_to_a_coroutine(plain: Engine) -> None:
     asyncio.run(read())
     assert said[:3] == [(0, 299), (256, 299), (299, 299)]
     assert sum(map(len, said[3:])) == 2
-
-
-def test_an_event_loop_goes_on_meanwhile(plain: Engine, path: Path) -> None:
-    async def count() -> tuple[int, Any]:
-        task, turns = asyncio.create_task(plain.astream(PROMPTS[0], max_tokens=200).finish()), 0
-        while not task.done():
-            turns += 1
-            await asyncio.sleep(0)
-        return turns, told(await task)
-
-    turns, found = run(count())
-    assert turns > 1
-    assert found == alone(path, PROMPTS[0], max_tokens=200)
 
 
 @in_loop

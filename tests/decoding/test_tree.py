@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.decoding.tree import Stage, TreeBuilder
 
 CELL = (1, 0, 0)
 
@@ -46,22 +45,3 @@ def test_a_certain_child_of_a_raised_node_stays_behind_it() -> None:
     for score in (0.1, 0.7, 0.3, 0.9, 0.21, 0.57):
         builder.add(0, 5, score, Stage.DRAFT, CELL)
         assert builder.nodes[child].score <= builder.nodes[parent].score == score
-
-
-def test_head() -> None:
-    builder = TreeBuilder(0)
-    child = builder.add(0, 5, 0.8, Stage.DRAFT, CELL)
-    builder.add(child, 6, 0.4, Stage.NGRAM, CELL)
-    tree = builder.build([1, 2])
-    for length in (1, 2, 3):
-        head = tree.head(length)
-        assert (head.tokens.tolist(), head.parents.tolist()) == ([0, 5, 6][:length], [-1, 0, 1][:length])
-        assert len(head.scores) == len(head.stages) == length
-
-
-def test_root_alone() -> None:
-    tree = TokenTree.root(42)
-    assert len(tree) == 1
-    np.testing.assert_array_equal(tree.tokens, [42])
-    np.testing.assert_array_equal(tree.parents, [-1])
-    assert tree.stages.tolist() == [Stage.TARGET]

@@ -29,6 +29,7 @@ from support.gguf_parts import (
     text,
 )
 from support.gguf_parts import Gguf as Parts
+from support.paths import table
 from support.random_models import RandomModel, add_sentencepiece, write
 
 from fuzz.mutate import NUMBERS, damage
@@ -38,22 +39,7 @@ from pystaged.loading.metadata import read_metadata
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 # Keys that libllama reads and a random model does not have.
-OTHER_KEYS = [
-    "general.alignment",
-    "general.quantization_version",
-    "split.count",
-    "gpt2.vocab_size",
-    "tokenizer.chat_template",
-    "tokenizer.ggml.add_bos_token",
-    "tokenizer.ggml.add_space_prefix",
-    "tokenizer.ggml.eot_token_id",
-    "tokenizer.ggml.eog_token_ids",
-    "tokenizer.ggml.precompiled_charsmap",
-    "tokenizer.ggml.scores",
-    "tokenizer.ggml.suppress_tokens",
-    "tokenizer.ggml.token_type_count",
-    "tokenizer.ggml.unknown_token_id",
-]
+OTHER_KEYS: list[str] = table("other_keys")
 ODD_TEXTS: list[str | bytes] = ["", "gpt2", "llama", "gpt-2", "default", "\u0120", b"\xff\xfe", "x" * 5000]
 ODD_TOKENS: list[str | bytes] = [
     "",

@@ -10,42 +10,25 @@ from typing import Any
 
 from support.chat import chat_format, write_vocabulary
 from support.conversations import CASES, TEMPLATES
+from support.paths import table
 
 from fuzz.mutate import damage, damage_value
 from fuzz.target import Case, Target, short
 from pystaged.chat import ChatTemplateError, format
 
 EVIL = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-    "{{ 'a' * 10 ** 9 }}",
-    "{{ ('%(a)s' * 100000) % {'a': 'x' * 1000000} }}",
-    "{{ ('{a}' * 100000).format(a='x' * 1000000) }}",
-    "{{ ('%99999d' * 10000) | format(*range(10000)) }}",
-    "{{ [[0] * 9999] * 9999 }}",
-    "{{ 2 ** 2 ** 2 ** 2 ** 9 }}",
-    "{% macro f(x) %}{{ f(x + 'xx') }}{% endmacro %}{{ f('x') }}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__init__.__globals__ }}",
-    "{{ self.__dict__ }}{{ cycler }}{{ lipsum(5) }}",
-    "{{ '%99999999d' % 1 }}",
-    "{{ '{:>99999999}'.format(1) }}",
-    "{{ 'x' | center(99999999) }}{{ 'x'.ljust(99999999) }}",
-    "{{ messages | tojson(indent=99999) }}",
+    *table("endless_templates"),
+    *table("forbidden_templates"),
     "{{ messages | map(attribute='content') | join('x' * 9999) }}",
-    "{{ 'abc'.replace('', 'x' * 9999).replace('', 'y' * 9999) }}",
     "{{ messages | batch(3) | list | groupby('role') }}",
     "{{ messages | sort(attribute='content') | unique | list | sum(start=[]) }}",
     "{{ strftime_now('%Y' * 9999) }}",
     "{{ raise_exception('no') }}",
     "{% include 'x' %}{% import 'y' as z %}{% extends 'w' %}",
-    "{{ (" * 300 + "1" + ") }}" * 300,
     "{% if a %}" * 80,
     "{{ x" + ".x" * 3000 + " }}",
     "{{ 1" + " + 1" * 9000 + " }}",
     "{{ " + "[" * 9000,
-    "{% set x = messages %}{% for m in x %}{{ m.content.split('') }}{% endfor %}",
     "{% generation %}{% endgeneration %}{% break %}",
     "{% call f() %}{% endcall %}{% filter upper %}a{% endfilter %}{% block b %}{% endblock %}",
 ]

@@ -271,11 +271,6 @@ def test_schemas_and_expressions(engine: pystaged.Engine, model: llm_plugin.Pyst
         model.prompt("How old?", schema=schema, regex="[78]").text()
 
 
-def test_a_seed_is_drawn(model: llm_plugin.Pystaged) -> None:
-    drawn = [model.prompt("Hello", seed=-1, temperature=1, max_tokens=1).json() for _ in range(2)]
-    assert drawn[0]["seed"] != drawn[1]["seed"]  # type: ignore[index]
-
-
 def test_answers_are_sampled_as_recommended(
     engine: pystaged.Engine, model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:

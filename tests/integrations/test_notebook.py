@@ -196,19 +196,3 @@ def test_scores_of_little(engine: pystaged.Engine) -> None:
     assert Page(engine.score("a")._repr_html_()).boxes[1:] == ["a", "1 tokens, log-probability 0.00"]
     impossible = Score([1, 2], [b"a", b"\xf0"], np.array([np.nan, -np.inf]))
     assert Page(impossible._repr_html_()).boxes[1] == "a\ufffd"
-
-
-@pytest.mark.parametrize(
-    ("surprise", "words"),
-    [
-        (0.0, "1.00"),
-        (13.8, "984609.11"),
-        (14.0, "1.20e+06"),
-        (227.9, "9.46e+98"),
-        (700.0, "above 1e+99"),
-        (np.inf, "above 1e+99"),
-    ],
-)
-def test_a_perplexity_is_short(surprise: float, words: str) -> None:
-    line = Page(Score([1, 2], [b"a", b"b"], np.array([np.nan, -surprise]))._repr_html_()).boxes[2]
-    assert line.endswith(f"perplexity {words}")

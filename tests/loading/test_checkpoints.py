@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from support.checkpoints import (
 )
 from support.convert import change_json, convert, gpt2_vocabulary, llama_tokens, needed_transformers, write_bfloat16
 from support.logits import engine_logits, llama_context, llama_pass
+from support.paths import table
 from support.random_models import gguf_file
 
 from pystaged import _core
@@ -50,58 +50,7 @@ SMALL = {
     "eos_token_id": NUM_TOKENS - 1,
     "pad_token_id": None,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": np.linspace(1, 2, 6).tolist(),
-    "long_factor": np.linspace(1, 30, 6).tolist(),
-    "partial_rotary_factor": 0.75,
-}
-GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7, "logits_scaling": 2.0}
-GPT2 = {"num_key_value_heads": 4, "intermediate_size": 256}  # it knows neither
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", GPT2),
-    "gpt2-untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "n_inner": 96, "layer_norm_epsilon": 1e-3}),
-    "llama": ("llama", {}),
-    "llama-wide-heads": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
-    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2-yarn": (
-        "qwen2",
-        {
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
-    "granite": ("granite", GRANITE),
-    "gemma3": (
-        "gemma3_text",
-        {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40},
-    ),
-    "phi3": ("phi3", {"sliding_window": None}),
-    "phi3-long": (
-        "phi3",
-        {"rope_parameters": LONG, "original_max_position_embeddings": 64, "tie_word_embeddings": True},
-    ),
-}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (kind, changes) for name, kind, changes in table("checkpoints")}
 
 
 def save(folder: Path, case: str) -> Any:
@@ -226,23 +175,6 @@ def test_large_tensors_are_converted_in_pieces(
 
 # ---- Vocabularies ----
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-HEAD, TAIL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-LLAMA3_SPLIT = rf"{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
-QWEN_SPLIT = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
-PHI4_SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-GPT4O_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{HEAD}*{TAIL}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{HEAD}+{TAIL}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
-)
-TEKKEN_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{HEAD}*{TAIL}+|[^\r\n\p{{L}}\p{{N}}]?{HEAD}+{TAIL}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
-)
 TEXT = (
     "I'm 1234567 years old, WE'VE told 'them'!!\n\n  def f(x):\n\treturn x**2  # caf\u00e9 \u00bd\r\n"
     "\u4e2d\u6587 \u043d\u0435\u0449\u043e \u0939\u093f\u0928\u094d\u0926\u0940 "
@@ -281,26 +213,7 @@ def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merge
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pre", "steps", "ignore_merges"),
-    [
-        ("llama-bpe", split(LLAMA3_SPLIT), True),
-        ("smaug-bpe", split(LLAMA3_SPLIT), False),
-        ("smaug-bpe", split(LLAMA3_SPLIT, "Removed"), False),
-        ("qwen2", split(QWEN_SPLIT), False),
-        ("dbrx", split(PHI4_SPLIT), False),
-        ("gpt-4o", split(GPT4O_SPLIT), False),
-        ("tekken", split(TEKKEN_SPLIT), True),
-        (
-            "smollm",
-            [
-                {"type": "Digits", "individual_digits": True},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-            ],
-            False,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("pre", "steps", "ignore_merges"), table("pre_tokenizers"))
 def test_texts_are_split_as_the_tokenizer_says(
     tmp_path: Path, pre: str, steps: list[dict[str, Any]], ignore_merges: bool
 ) -> None:
@@ -359,18 +272,7 @@ def with_ends(folder: Path, config: object, generation: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ([289, 290], None, [289, 290]),
-        (289, [289, 290], [289, 290]),
-        (289, 291, [289, 291]),
-        ([289, 290], [], [289, 290]),
-        ([289, 290], [291, 289, 292], [289, 291, 292]),
-        ([289, 293, 290, 294, 291], None, [289, 290, 291]),
-        (289, [True, "x", -1, 295, 10**9, None], [289]),
-    ],
-)
+@pytest.mark.parametrize(("config", "generation", "expected"), table("ends_of_texts"))
 def test_all_that_ends_texts(tmp_path: Path, config: object, generation: object, expected: list[int]) -> None:
     """As in transformers, where generation_config.json's tokens replace config.json's."""
     convert(with_ends(tmp_path / "c", config, generation), tmp_path / "model.gguf")
@@ -473,48 +375,10 @@ def test_sentencepiece(tmp_path: Path, changes: dict[str, Any], first: bool) -> 
 
 # ---- Malformed ones ----
 
-ROPE = {"rope_type": "llama3", "factor": 8.0}
-LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
-MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mask-token": ("llama", {"pard_token": NUM_TOKENS}, f"pard_token is {NUM_TOKENS}, which is no"),
-    "mask-word": ("llama", {"pard_token": "<mask>"}, "pard_token is <mask>, which is no token"),
-    **{
-        kind: (kind, {}, f"the architecture '{kind}' cannot be converted, .* GGUF file .*pystaged pull owner/name-GGUF")
-        for kind in ("falcon", "qwen3_moe", "gpt_oss", "lfm2", "granitemoehybrid", "qwen3_5", "gemma4_assistant")
-    },
-    "quantized": ("llama", {"quantization_config": {"bits": 4}}, "is quantized already"),
-    "window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
-    "biases": ("qwen3", {"attention_bias": True}, "attention_bias is True"),
-    "heads": ("llama", {"head_dim": None, "num_attention_heads": 5}, "does not split into 5 heads"),
-    "kv-heads": ("llama", {"num_key_value_heads": 3}, "4 heads do not share 3 key and value heads"),
-    "scale": ("granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0, but must be a number above 0"),
-    "rope-type": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic' are not supported"),
-    "rope-list": ("llama", {"rope_parameters": [1]}, "is damaged: rope_parameters"),
-    "rope-factor": ("llama", {"rope_scaling": ROPE | {"factor": -8.0}}, "factor is -8.0, but must be"),
-    "rope-base": ("llama", {"rope_theta": math.inf}, "rope_theta is inf"),
-    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast is 16, which"),
-    "rope-positions": (
-        "llama",
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**40}},
-        "original_max_position_embeddings is 1099511627776, outside 1 to",
-    ),
-    "long-missing": ("phi3", {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8 numbers"),
-    "long-short": (
-        "phi3",
-        {"rope_scaling": LONG_ROPE | {"short_factor": [1.0] * 7 + [math.nan]}},
-        "short_factor is nan",
-    ),
-    "partial": ("llama", {"partial_rotary_factor": 0.5}, "rotates 8 of 16 numbers"),
-    "softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-    "score-scale": ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24, which a GGUF file"),
-    "layer-types": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .*, which a GGUF file of"),
-    "rope-layers": ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers is \[0, 1\], which a GGUF file of smollm3"),
-}
 
-
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_configs(tmp_path: Path, case: str) -> None:
-    model_type, changes, message = MALFORMED[case]
+@pytest.mark.parametrize(("case", "model_type", "changes", "message"), table("malformed_configs"))
+def test_malformed_configs(tmp_path: Path, case: str, model_type: str, changes: dict[str, Any], message: str) -> None:
+    del case
     folder = write_family(tmp_path / "c", model_type if model_type in FAMILIES else "llama")
     change_json("config.json", model_type=model_type, **changes)(folder)
     with pytest.raises(ValueError, match=message):

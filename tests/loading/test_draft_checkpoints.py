@@ -13,8 +13,9 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 from support.convert import change_json, convert, write_bfloat16
-from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, LFM2, MINICPM5, Form, write_form
+from support.draft_checkpoints import EMBEDDING, FORMS, HEAD, Form, filled, write_form
 from support.feature_drafts import Array, BlockTwin, Contents, Eagle3Twin
+from support.paths import table
 
 from pystaged.loading import feature_drafts
 from pystaged.loading.quantize import quantize_checkpoint
@@ -55,77 +56,6 @@ def test_converted_drafts_compute_what_their_checkpoints_do(form: Callable[[], F
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
 
 
-# The vocabulary, query heads, heads of keys, head's width, and weights of the published files.
-SIZES = {
-    "LFM2.5-1.2B-Instruct-DSpark": (LFM2 | {"rope_theta": 1e7}, 65536, 32, 8, 64, 295_725_953),
-    "MiniCPM5-2B-DSpark": (MINICPM5 | {"rope_parameters": {"rope_theta": 5e6}}, 130560, 16, 2, 128, 323_776_001),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_the_published_files_of_small_targets_are_read_whole(name: str, tmp_path: Path) -> None:
-    config, tokens, heads, kv_heads, dim, weights = SIZES[name]
-    width, ffn = 2048, 6144
-    layer = {
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
-        "self_attn.q_proj": (heads * dim, width),
-        "self_attn.k_proj": (kv_heads * dim, width),
-        "self_attn.v_proj": (kv_heads * dim, width),
-        "self_attn.o_proj": (width, heads * dim),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (ffn, width),
-        "mlp.up_proj": (ffn, width),
-        "mlp.down_proj": (width, ffn),
-    }
-    unused = {"confidence_head.proj.weight": (1, width + 256), "confidence_head.proj.bias": (1,)}
-    shapes = unused | {
-        "fc.weight": (width, 5 * width),
-        "hidden_norm.weight": (width,),
-        "norm.weight": (width,),
-        "markov_head.markov_w1.weight": (tokens, 256),
-        "markov_head.markov_w2.weight": (tokens, 256),
-        **{f"layers.{i}.{part}.weight": size for i in range(5) for part, size in layer.items()},
-    }
-    assert sum(np.prod(size) for size in shapes.values()) == weights
-    numbers = feature_drafts.Numbers.of(
-        config
-        | {"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": 5, "num_attention_heads": heads}
-        | {"num_key_value_heads": kv_heads, "head_dim": dim, "vocab_size": tokens, "max_position_embeddings": 128000},
-        tmp_path,
-    )
-    assert numbers
-    plan = feature_drafts.plan(tmp_path, numbers, shapes)
-    assert {each.source: each.shape for each in plan.tensors} == {
-        name: size for name, size in shapes.items() if name not in unused
-    }
-    assert plan.ids is None
-    assert plan.metadata == {
-        "block_size": config["block_size"],
-        "sample_from_anchor": True,
-        "attention.causal": False,
-    }
-    assert numbers.shape.metadata["rope.freq_base"] == (5e6 if "MiniCPM5" in name else 1e7)
-
-
-def change_tensors(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
-    def changed(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors")
-        change(found)
-        save_file(found, folder / "model.safetensors")
-
-    return changed
-
-
-def without(name: str) -> Callable[[Path], None]:
-    return change_tensors(lambda found: found.pop(name))
-
-
-def other(name: str, values: Array) -> Callable[[Path], None]:
-    return change_tensors(lambda found: found.update({name: values}))
-
-
 def test_bfloat16_stays_and_small_tensors_are_floats(tmp_path: Path) -> None:
     made = FORMS["DSpark"]()
     folder = write_form(tmp_path / "draft", made)
@@ -164,73 +94,27 @@ def test_types_that_a_draft_cannot_have_are_refused(tmp_path: Path) -> None:
         quantize_checkpoint(folder, tmp_path / "draft.gguf", "q4_k_m")
 
 
-NAN = np.full((90, 64), np.nan, np.float32)
-IDS = np.zeros(90, np.int64)
-BAD: list[tuple[str, Callable[[Path], None], str]] = [
-    # Other kinds of drafts.
-    ("EAGLE", change_json("config.json", architectures=["PEagleDraftModel"]), "of the kind 'PEagleDraftModel'"),
-    ("Speculators", change_json("config.json", speculators_model_type="peagle"), "of the kind 'peagle'"),
-    ("EAGLE", change_json("config.json", architectures=["Eagle3DeepseekV2ForCausalLM"]), "Eagle3DeepseekV2ForCausalLM"),
-    ("DFlash", change_json("config.json", dflash_config={"projector_type": "domino"}), "of the kind 'domino'"),
-    ("DFlash", change_json("config.json", conv_kernel_size=4), "conv_kernel_size is 4"),
-    ("DSpark", change_json("config.json", markov_head_type="gated"), "markov_head_type"),
-    ("DSpark", other("markov_head.gate_proj.weight", IDS), "gate_proj.weight' is unknown in dflash; there are EAGLE-3"),
-    ("DSpark", lambda folder: (folder / "mask_embedding.pt").write_bytes(b"") and None, "mask embedding"),
-    # Variants.
-    ("EAGLE", change_json("config.json", attention_bias=True), "attention_bias"),
-    ("DFlash", change_json("config.json", layer_types=["sliding_attention"]), "sliding_attention"),
-    ("DFlash", change_json("config.json", use_sliding_window=True), "use_sliding_window"),
-    ("DFlash", change_json("config.json", layer_types="full_attention"), "layer_types"),
-    ("ModelOpt", change_json("config.json", eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
-    ("ModelOpt", change_json("config.json", fc_norm=True), "exclude each other"),
-    # Numbers.
-    ("EAGLE", change_json("config.json", draft_vocab_size=301), "above vocab_size"),
-    ("EAGLE", change_json("config.json", norm_output="yes"), "norm_output"),
-    ("EAGLE", change_json("config.json", target_hidden_size=32), "3 features of 32"),
-    ("EAGLE", change_json("config.json", num_hidden_layers=2), "layers.1.input_layernorm.weight"),
-    ("EAGLE", change_json("config.json", head_dim=32), "self_attn.q_proj"),
-    ("AngelSlim", change_json("config.json", eagle_aux_hidden_state_layer_ids=[]), "eagle_aux_hidden_state_layer_ids"),
-    ("AngelSlim", change_json("config.json", eagle_aux_hidden_state_layer_ids=[1, -1, 3]), "names the layer -1"),
-    (
-        "AngelSlim",
-        change_json("config.json", eagle_aux_hidden_state_layer_ids=[3, 5]),
-        "embed_tokens.weight' is missing",
-    ),
-    ("DFlash", change_json("config.json", dflash_config={"mask_token_id": 299}), "target_layer_ids"),
-    ("DFlash", change_json("config.json", dflash_config={"target_layer_ids": [1, 4]}), "mask_token_id"),
-    ("DSpark", change_json("config.json", mask_token_id=300), "no token of vocab_size"),
-    ("DSpark", change_json("config.json", block_size=1), "block_size"),
-    # Tensors.
-    ("EAGLE", without("fc.weight"), "fc.weight' is missing"),
-    ("EAGLE", without("lm_head.weight"), "lm_head.weight' is missing"),
-    ("EAGLE", without("d2t"), "d2t' is missing"),
-    ("EAGLE", without("midlayer.hidden_norm.weight"), "hidden_norm.weight' is missing"),
-    ("SpecForge", without("fc_norm.1.weight"), "fc_norm.1.weight' is missing"),
-    ("SpecForge", other("fc_norm.1.weight", np.ones(32, np.float32)), "fc_norm.1.weight' has shape"),
-    ("SpecForge", other("fc_norm.1.weight", np.full(64, np.inf, np.float32)), "not finite"),
-    ("DSpark", without("markov_head.markov_w2.weight"), "markov_w2.weight' is missing"),
-    ("DSpark", other("markov_head.markov_w1.weight", np.zeros((), np.float32)), "markov_w1.weight' has shape []"),
-    ("DSpark", other("markov_head.markov_w1.weight", np.zeros((300, 0), np.float32)), "markov_w1.weight' has shape"),
-    ("DFlash", without("layers.1.self_attn.q_norm.weight"), "q_norm.weight' is missing"),
-    ("EAGLE", other("lm_head.weight", NAN), "not finite"),
-    ("EAGLE", other("lm_head.weight", NAN[:80]), "lm_head.weight' has shape"),
-    ("EAGLE", other("strange.weight", NAN), "strange.weight' is unknown"),
-    ("EAGLE", other("layers.0.hidden_norm.weight", NAN), "have the same meaning"),
-    ("EAGLE", other("d2t", IDS[:80]), "'d2t' has shape"),
-    ("EAGLE", other("d2t", IDS - 1), "names tokens outside"),
-    ("EAGLE", other("d2t", IDS + np.iinfo(np.int64).max), "names tokens outside"),
-    ("EAGLE", other("d2t", -np.arange(90)), "names a token twice"),
-    ("EAGLE", other("d2t", np.zeros(90, np.float32)), "not of integers"),
-]
+def spoil(folder: Path, row: dict[str, Any]) -> None:
+    """Change keys of config.json, or a tensor, as a row of data/bad_drafts.jsonl says."""
+    if "config" in row:
+        change_json("config.json", **row["config"])(folder)
+    elif "file" in row:
+        (folder / row["file"]).write_bytes(b"")
+    else:
+        found = load_file(folder / "model.safetensors")
+        if "without" in row:
+            del found[row["without"]]
+        else:
+            name, *values = row["other"]
+            found[name] = -np.arange(90) if values == ["falling"] else filled(*values)
+        save_file(found, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("form", "change", "said"), BAD, ids=[f"{form}: {said}" for form, _, said in BAD])
-def test_what_is_wrong_with_a_draft_is_named(
-    form: str, change: Callable[[Path], None], said: str, tmp_path: Path
-) -> None:
-    folder = write_form(tmp_path / "draft", FORMS[form]())
-    change(folder)
-    with pytest.raises(ValueError, match=re.escape(said)) as error:
+@pytest.mark.parametrize("row", table("bad_drafts"), ids=lambda row: f"{row['form']}: {row['says']}")
+def test_what_is_wrong_with_a_draft_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_form(tmp_path / "draft", FORMS[row["form"]]())
+    spoil(folder, row)
+    with pytest.raises(ValueError, match=re.escape(row["says"])) as error:
         convert(folder, tmp_path / "draft.gguf")
     assert str(folder) in str(error.value)
     assert not (tmp_path / "draft.gguf").exists()

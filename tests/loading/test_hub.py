@@ -16,9 +16,9 @@ from support.checkpoints import config as checkpoint_config
 from support.checkpoints import weights as checkpoint_weights
 from support.checkpoints import write_checkpoint, write_family, write_weights
 from support.commands import assert_refused, run
-from support.convert import convert
 from support.draft_checkpoints import FORMS, write_form
 from support.hub_server import TOKEN, Fault, Hub, Repository
+from support.paths import table
 
 import pystaged
 from pystaged.loading import cache, hub, names
@@ -160,21 +160,6 @@ def test_a_draft_with_a_mask_embedding_is_refused_before_its_weights_come(online
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_converted_model_is_the_checkpoint(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoint")
-    convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
-    pulled, here = (GGUFReader(path).tensors for path in (hub.pull(TINY, "f32"), tmp_path / "model.gguf"))
-    assert [(t.name, t.data.tobytes()) for t in pulled] == [(t.name, t.data.tobytes()) for t in here]
-
-
-def test_what_is_recommended_comes_with_a_checkpoint(tiny: Repository) -> None:
-    tiny.files["generation_config.json"] = b'{"temperature": 0.6, "top_p": 0.95}'
-    fields = GGUFReader(hub.pull(TINY)).fields
-    found = [round(fields[f"general.sampling.{key}"].contents(), 6) for key in ("temp", "top_p")]
-    assert found == [0.6, 0.95]
-
-
-@pytest.mark.usefixtures("tiny")
 def test_a_second_pull_does_nothing(online: Hub) -> None:
     path = hub.pull(TINY)
     before = path.stat().st_mtime_ns
@@ -185,14 +170,6 @@ def test_a_second_pull_does_nothing(online: Hub) -> None:
     # Another type is made of what is here.
     assert hub.pull(TINY, "F16").name == "tiny.F16.gguf"
     assert downloads(online) == []
-
-
-@pytest.mark.slow
-def test_a_new_commit_is_pulled_anew(tiny: Repository, tmp_path: Path) -> None:
-    first = hub.pull(TINY).read_bytes()
-    write_weights(tmp_path, checkpoint_weights(checkpoint_config(), seed=1))
-    tiny.files["model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
-    assert hub.pull(TINY).read_bytes() != first
 
 
 @pytest.mark.parametrize(
@@ -336,20 +313,6 @@ def test_a_revoked_token(online: Hub) -> None:
         hub.pull(GGUFS)
 
 
-@pytest.mark.usefixtures("ggufs")
-def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(PermissionError, match=r"refuses access to someone/tiny-GGUF \(401\): log in"):
-        hub.pull(GGUFS)
-
-
-def test_another_architecture_in_the_config(tiny: Repository, online: Hub) -> None:
-    tiny.about, tiny.files["config.json"] = {}, b'{"model_type": "bert"}'
-    with pytest.raises(ValueError, match="the architecture 'bert' cannot be converted"):
-        hub.pull(TINY)
-    assert downloads(online) == []
-
-
 def test_a_hostile_index(tiny: Repository, tmp_path: Path) -> None:
     tiny.files["model.safetensors.index.json"] = b'{"weight_map": {"wte.weight": "../../../secret.safetensors"}}'
     with pytest.raises(ValueError, match=r"names the file '\.\./\.\./\.\./secret\.safetensors'"):
@@ -487,36 +450,7 @@ def test_names_in_the_cache(online: Hub) -> None:
     assert online.requests == []
 
 
-@pytest.mark.usefixtures("ggufs")
-def test_addresses_of_the_hub() -> None:
-    place = names.resolve(f"hf.co/{GGUFS}:Q4_0")
-    assert place.name == "tiny.Q4_0.gguf"
-    assert hub.pull(f"https://huggingface.co/{GGUFS}", "q4_0") == place
-    assert cache.find(f"https://hf.co/{GGUFS}:q4_0") == place
-    cache.remove(f"hf.co/{GGUFS}")
-    assert cache.files() == {}
-
-
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [
-        ("hf.co/someone/tiny", "someone/tiny"),
-        ("huggingface.co/someone/tiny:Q4_K_M", "someone/tiny:Q4_K_M"),
-        ("https://huggingface.co/someone/tiny/", "someone/tiny"),
-        ("https://huggingface.co/someone/tiny/tree/main", "someone/tiny"),
-        ("https://huggingface.co/someone/tiny?library=x", "someone/tiny"),
-        ("https://huggingface.co/someone/tiny/blob/main/folder/a.gguf", "someone/tiny:folder/a.gguf"),
-        ("https://huggingface.co/someone/tiny/resolve/main/a.gguf?download=true", "someone/tiny:a.gguf"),
-        ("https://huggingface.co/someone/tiny/raw/main/a%20b.gguf", "someone/tiny:a b.gguf"),
-        ("https://huggingface.co/someone/tiny/tree/main/Q4_0/", "someone/tiny:Q4_0"),
-        ("HTTPS://HF.co/Someone/Tiny", "Someone/Tiny"),
-        ("http://www.huggingface.co:443/someone/tiny:q8_0", "someone/tiny:q8_0"),
-        ("hf.co/someone/tiny:folder/a.gguf", "someone/tiny:folder/a.gguf"),
-        ("hf.co.gguf", "hf.co.gguf"),
-        ("someone/tiny:q8_0", "someone/tiny:q8_0"),
-        ("/models/hf.co/someone/tiny", "/models/hf.co/someone/tiny"),
-    ],
-)
+@pytest.mark.parametrize(("address", "name"), table("addresses"))
 def test_what_an_address_stands_for(address: str, name: str) -> None:
     assert hub_id(address) == name
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import assert_refused, here, run_python
+from support.commands import here, run_python
 from support.families import CASES
 from support.kernels import EVERY_KERNEL
 from support.random_models import RandomModel, quantize, split, write
@@ -194,18 +194,6 @@ def test_another_models_weights(tmp_path: Path, llama: Path) -> None:
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
 
 
-def test_weights_in_another_order(tmp_path: Path) -> None:
-    """What lies where follows from the model's family; a file that says otherwise does not fit."""
-    path = write(tmp_path / "model.gguf", RandomModel("llama"))
-    loaded(path)
-    text = PACKED.path(path).read_bytes()[:1000].decode()
-    matrices = text.partition("\nmatrices ")[2][:16].encode()
-    swap(PACKED.path(path), matrices, b"0" * 16)
-    said: list[str] = []
-    assert loaded(path, said).is_mapped
-    assert "damaged" in said[0]
-
-
 # ---- Writers ----
 
 
@@ -292,27 +280,6 @@ def test_what_info_says(llama: Path) -> None:
 
 
 # ---- Listing and removal ----
-
-
-@pytest.mark.slow
-def test_commands(tmp_path: Path, llama: Path) -> None:
-    (tmp_path / ("long" * 30)).mkdir()
-    other = write(tmp_path / ("long" * 30) / "other.gguf", RandomModel("llama", seed=1))
-    done = here("generate", "a", "--model", llama, "--max-tokens", "2", "--n-ctx", "32", "--weight-cache")
-    assert done.returncode == 0, done.stderr
-    assert loaded(llama).is_mapped
-    loaded(other)
-    listed = [line.split() for line in here("models").stdout.decode().splitlines()]
-    size = f"{PACKED.path(llama).stat().st_size / 1e6:.1f}"
-    listed = [cells for cells in listed if cells[2:] == ["packed", "weights"]]
-    assert listed == [[llama.stem, size, "packed", "weights"], ["other", size, "packed", "weights"]]
-    done = here("models", "remove", "--packed", "other")
-    assert done.stderr.decode() == f"removed packed weights: 1 file, {size} MB freed\n"
-    assert PACKED.all() == [PACKED.path(llama)]
-    assert_refused(here("models", "remove", "--packed", other), "no packed weights of")
-    assert b": 1 file," in here("models", "remove", "--packed").stderr
-    assert b": 0 files," in here("models", "remove", "--packed").stderr
-    assert llama.exists()
 
 
 def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> None:

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.families import CASES
-from support.random_models import RandomModel, write
+from support.families import models
+from support.random_models import write
 from support.scheduling import wait_until
 
 import pystaged
@@ -27,17 +26,7 @@ from pystaged.loading import prompt_cache
 
 POLICY = FixedPolicy(width=1, depth=0, budget=0)
 PROMPT = np.random.default_rng(7).integers(1, 200, 300).tolist()
-MODELS = {
-    "llama": RandomModel("llama", context=2000, quantization="Q8_0"),
-    "gemma3": RandomModel("gemma3", context=2000, metadata={"attention.sliding_window": 40}),
-    "gemma4": replace(CASES["gemma4"], context=2000),
-    "deepseek2": replace(CASES["deepseek2"], context=2000),
-    "lfm2": RandomModel("lfm2", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, context=2000),
-    "qwen35": RandomModel(
-        "qwen35", layers=3, recurrent=(0, 2), width=32, heads=2, kv_heads=1, delta_heads=(2, 4, 16), context=2000
-    ),
-    "falcon-h1": RandomModel("falcon-h1", width=32, heads=2, kv_heads=1, spaces=(4, 2, 16), context=2000),
-}
+MODELS = models("prompt_cache")
 PROGRAM = """
 import sys, pystaged
 tokens = [int(each) for each in sys.argv[4].split(",")]

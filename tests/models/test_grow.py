@@ -12,10 +12,6 @@ import pytest
 from gguf import GGUFReader, quants
 from grow import _noise, add_noise, grow_llama, layer_plan
 from random_weights import (
-    END_OF_TEXT,
-    TYPES,
-    byte_alphabet,
-    synthetic_vocabulary,
     write_random_gpt2,
     write_random_llama,
 )
@@ -25,7 +21,6 @@ from support.random_models import RandomModel, write
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
-from pystaged.loading.quantize import quantize
 from pystaged.options.config import SamplingConfig
 
 TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]
@@ -50,37 +45,10 @@ def metadata(path: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in GGUFReader(path).fields.items()}
 
 
-def test_added_layers_are_spread_evenly() -> None:
-    assert layer_plan(2, 5) == [(0, False), (0, True), (0, True), (1, False), (1, True)]
-    assert [layer for layer, (_, added) in enumerate(layer_plan(8, 36)) if not added] == [0, 5, 9, 14, 18, 23, 27, 32]
-    assert layer_plan(3, 3) == [(0, False), (1, False), (2, False)]
-
-
-@pytest.mark.parametrize("quantization", TYPES)
-def test_random_weights(tmp_path: Path, quantization: str) -> None:
-    width = 256 if quantization.endswith("K") else 64
-    model = FamilyReference(random_gpt2(tmp_path / "model.gguf", quantization, tie=False, width=width), half=False)
-    assert model.weights["blk.1.ffn_up.weight"].std() == pytest.approx(0.02, rel=0.1)
-    assert model.weights["output.weight"].mean() == pytest.approx(0, abs=1e-3)
-    assert model.weights["blk.1.ffn_norm.weight"].mean() == pytest.approx(1, abs=0.1)
-    assert np.isfinite(model.logits(TOKENS)).all()
-
-
 def test_the_seed_decides(tmp_path: Path) -> None:
     files = [random_gpt2(tmp_path / f"{i}.gguf", "Q8_0", seed=seed).read_bytes() for i, seed in enumerate((1, 1, 2))]
     assert files[0] == files[1]
     assert files[0] != files[2]
-
-
-def test_synthetic_vocabulary() -> None:
-    tokens, merges = synthetic_vocabulary(2000)
-    assert len(tokens) == len(set(tokens)) == 2000
-    assert tokens[:256] == byte_alphabet()
-    assert tokens[-1] == END_OF_TEXT
-    assert [merge.replace(" ", "") for merge in merges] == tokens[256:-1]
-    for index, merge in enumerate(merges):
-        assert all(half in tokens[: 256 + index] for half in merge.split(" "))
-    assert synthetic_vocabulary(300)[1] == merges[:43]
 
 
 def test_vocabulary_is_copied(source: Path, tmp_path: Path) -> None:
@@ -210,17 +178,6 @@ def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
     exact = FamilyReference(path).logits(TOKENS)
     # Kernels round what they multiply with to 8 bits.
     assert np.abs(own_logits(path) - exact).mean() <= 0.02 * exact.std()
-
-
-@pytest.mark.slow
-def test_types_of_the_mixture(tmp_path: Path) -> None:
-    """As llama.cpp's quantizer chooses them."""
-    shape: dict[str, Any] = {"width": 256, "head_dim": 256, "ffn_width": 256, "layers": 9, "tie": False}
-    mixed, quantized = random_llama(tmp_path / "mixed.gguf", "Q4_K_M", **shape), tmp_path / "theirs.gguf"
-    quantize(random_llama(tmp_path / "floats.gguf", "F32", **shape), quantized, "q4_k_m")
-    ours, theirs = ({t.name: t.tensor_type.name for t in GGUFReader(path).tensors} for path in (mixed, quantized))
-    assert ours == theirs
-    assert {"Q4_K", "Q6_K"} < set(ours.values())
 
 
 def test_a_vocabulary_is_filled_up(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.commands import here
+from support.paths import table
 from typer.testing import CliRunner
 
 import pystaged
@@ -65,51 +66,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (
-            ["serve", "--lora", "x", "-ctk", "q8_0", "-fa"],
-            "--lora has no equivalent: merge adapters into the model first; -ctk is --kv",
-        ),
-        (["serve", "--no-webui", "--slots"], "; --slots has no equivalent"),
-        (["serve", "-mm", "x", "-nocb", "-cram", "1"], "-nocb has no equivalent: texts always share passes; -cram is "),
-        (["generate", "x", "-nkvO", "-mx"], "there is no option -nkvO; there is no option -mx"),
-        (["chat", "-hff", "x.gguf", "-rea", "off"], "-hff is part of the model's name here, as --model OWNER/NAME:"),
-        (["generate", "x", "--keep", "4"], "--keep is --context-overflow here"),
-        (["generate", "x", "--logits"], "there is no option --logits; did you mean --logit-bias?"),
-        (["generate", "x", "--frobnicate", "--xyzzy"], "no option --frobnicate; there is no option --xyzzy "),
-        (["generate", "x", "-np", "4"], "-np is --parallel here, and generate has none"),
-        (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
-        (["serve", "--hots", "x"], "there is no option --hots; did you mean --host?"),
-        (["generate"], "give a prompt, - for standard input, or --prompts"),
-        (["create", "mine"], "create: there are no Modelfiles"),
-        (["ps"], "ps: nothing stays loaded between commands"),
-        (["cp", "a", "b"], "cp: models are not copied; serve --alias"),
-        (["search", "x"], "search: models are found at https://huggingface.co/models?library=gguf"),
-        (["llama-server", "--zzz"], "root serve [OPTIONS]"),
-        (["cli", "--zzz"], "root chat [OPTIONS]"),
-        (["serve", "--rope-freq-base", "1", "--rope-scaling", "x"], "--rope-scaling has no equivalent: the model's"),
-        (["generate", "x", "--dynatemp-range", "1", "--top-nsigma", "1"], "--top-nsigma has no equivalent: there are"),
-        (["generate", "x", "--sampling-seq", "k"], "--sampling-seq has no equivalent: filters have a fixed order"),
-        (["generate", "x", "--perf", "--verbose-prompt"], "--perf is --verbose here in generate"),
-        (["generate", "x", "--color", "stage"], "Invalid value for '--color': 'stage' is not one of 'none', 'stages'"),
-        (
-            ["chat", "Why is the sky blue?"],
-            "is no model; a question comes after one: chat smollm2 'Why is the sky blue?'",
-        ),
-        (["chat", "-"], "a question comes after one: chat smollm2 '-'"),
-        (["models", "rm"], "Usage: root models remove [OPTIONS] [NAME]"),
-        (["generate", "-cnv"], "-cnv is the command chat here"),
-        (["smollm2"], "No such command 'smollm2'. To ask a model, write: pystaged chat MODEL \"QUESTION\""),
-        (["bench", "smollm2"], "No such command 'smollm2'. Name a model with --model"),
-        (["-m", "smollm2", "-p", "x"], "-m comes after a command, as in: pystaged chat -m"),
-        (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
-        (["ngram", "build"], "name the model whose text is counted"),
-        (["generate", "smollm2", "Hi"], 'write: pystaged generate "SEVERAL WORDS" --model MODEL'),
-        (["chat", "smollm2", "Why", "not?"], 'write: pystaged chat MODEL "SEVERAL WORDS"'),
-        (["quantize", "in.gguf", "Q4_0"], "Q4_0 is a type; name the file to write before it"),
-        (["quantize", "in.gguf", "out.gguf", "Q4_9"], "unknown type 'Q4_9': choose from f32, "),
-        (["quantize", "in.gguf", "out.gguf", "Q4_0", "--type", "q4_0"], "give the type once"),
-    ],
+    table("explained"),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_explained(arguments: list[str], words: str) -> None:
@@ -375,20 +332,6 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
 # ---- pydantic's words ----
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("Value error, 'x' is not one of 'y'", "'x' is not one of 'y'"),
-        ("Input should be greater than or equal to 0", "must be at least 0"),
-        ("Input should be less than 10", "must be below 10"),
-        ("Input should be a valid integer, unable to parse string as an integer", "must be an integer"),
-        ("Input should be a valid string", "must be a string"),
-        ("Input should be a valid dictionary or instance of Function", "must be an object"),
-        ("Input should be 'a' or 'b'", "must be 'a' or 'b'"),
-        ("List should have at least 1 item after validation, not 0", "must have at least 1 item, not 0"),
-        ("Field required", "is missing"),
-        ("the text is too long", "the text is too long"),
-    ],
-)
+@pytest.mark.parametrize(("theirs", "ours"), table("pydantic_words"))
 def test_messages(theirs: str, ours: str) -> None:
     assert plainly(theirs) == ours

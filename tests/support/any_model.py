@@ -12,61 +12,12 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from support.paths import table
 from support.random_models import add_vocabulary, gguf_file
 
 LAYERS, WIDTH = 2, 64
-KEYS: dict[str, Any] = {
-    "context_length": 512,
-    "embedding_length": WIDTH,
-    "block_count": LAYERS,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 4,
-    "attention.layer_norm_epsilon": 1e-5,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-}
-# Of those that libllama asks for; other numbers are 2.
-ASKED: dict[str, Any] = {
-    "rope.dimension_count": 16,
-    "attention.key_length": 16,
-    "attention.value_length": 16,
-    "expert_count": 4,
-    "expert_feed_forward_length": 32,
-    "expert_shared_feed_forward_length": 32,
-    "expert_weights_scale": 1.5,
-    "expert_gating_func": 1,
-    "attention.sliding_window": 40,
-    "ssm.conv_kernel": 4,
-    "ssm.inner_size": 128,
-    "ssm.state_size": 16,
-    "ssm.time_step_rank": 8,
-    "attention.kv_lora_rank": 32,
-    "rope.scaling.original_context_length": 512,
-    "rope.dimension_sections": [2, 2, 4, 0],
-    "logit_scale": 1.0,
-    "embedding_scale": 1.0,
-    "residual_scale": 1.0,
-    "attention.scale": 0.25,
-    "attn_logit_softcapping": 30.0,
-    "final_logit_softcapping": 30.0,
-}
-MIXTURES = {
-    "phimoe",
-    "cohere2moe",
-    "dbrx",
-    "arctic",
-    "deepseek",
-    "deepseek2-ocr",
-    "exaone-moe",
-    "bailingmoe",
-    "hunyuan-moe",
-    "grovemoe",
-    "grok",
-    "mellum",
-    "mimo2",
-    "qwen3vlmoe",
-    "step35",
-}
+# Keys of every file, those that libllama asks for (other numbers are 2), and mixtures of experts.
+KEYS, ASKED, MIXTURES = table("any_model")
 # Layers without attention.
 OWN: dict[str, dict[str, Any]] = {"jamba": {"attention.head_count_kv": [0, 4]}}
 Floats = npt.NDArray[np.float32]

@@ -1,18 +1,16 @@
-"""Small random assistants of Gemma 4 as GGUF files, and their arithmetic in doubles."""
+"""Small random assistants of Gemma 4 as GGUF files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from support.family_reference import FamilyReference, gelu
-from support.feature_drafts import Array, Contents, Doubles
+from support.feature_drafts import Array
 from support.random_models import RandomModel, add_key, add_vocabulary, gguf_file
 
 FAMILY = "gemma4-assistant"
@@ -124,58 +122,3 @@ def write_assistant(path: Path, draft: Assistant, changed: Mapping[str, Array | 
             elif values is not None:
                 writer.add_tensor(name, values)
     return path
-
-
-class AssistantTwin:
-    """An assistant behind the first tokens of a text of its target.
-
-    Args:
-        tokens: that its rows see.
-    """
-
-    def __init__(self, path: Path, target_path: Path, tokens: Sequence[int]) -> None:
-        contents, target = Contents.of(path), FamilyReference(target_path)
-        self._keys, self._tensors, self._length = contents.keys, contents.tensors, len(tokens)
-        self._embedding = target.weights["token_embd.weight"] * np.sqrt(target.width)
-        target.logits(list(tokens))
-        self._cells = target.cells
-
-    def rows(self, tokens: Sequence[int], states: npt.ArrayLike) -> tuple[Doubles, Doubles]:
-        """Logits [n, vocabulary] after rows of tokens and of what the head reads of the token before each, or what the
-        row before handed on, [n, target's width]; and what they hand on, as wide."""
-        x = self._linear("nextn.pre_projection", np.concatenate([self._embedding[list(tokens)], states], axis=1))
-        for layer in range(self._keys["block_count"]):
-            block = f"blk.{layer}."
-            x = x + self._norm(
-                block + "post_attention_norm", self._attention(layer, self._norm(block + "attn_norm", x))
-            )
-            read = self._norm(block + "ffn_norm", x)
-            opened = gelu(self._linear(block + "ffn_gate", read)) * self._linear(block + "ffn_up", read)
-            x = x + self._norm(block + "post_ffw_norm", self._linear(block + "ffn_down", opened))
-            x = x * self._tensors[block + "layer_output_scale.weight"]
-        x = self._norm("output_norm", x)
-        return self._linear("token_embd", x), self._linear("nextn.post_projection", x)
-
-    def _attention(self, layer: int, x: Doubles) -> Doubles:
-        windowed = self._keys["attention.sliding_window_pattern"][layer]
-        k, v = (part.astype(np.float16).astype(np.float64) for part in self._cells[windowed])
-        first = max(0, self._length + 1 - self._keys["attention.sliding_window"]) if windowed else 0
-        k, v, dim = k[first:], v[first:], k.shape[2]
-        q = self._norm(f"blk.{layer}.attn_q_norm", self._linear(f"blk.{layer}.attn_q", x).reshape(len(x), -1, dim))
-        ending = "_swa" if windowed else ""
-        frequencies = self._keys[f"rope.freq_base{ending}"] ** (-np.arange(0, dim, 2) / dim)
-        angles = self._length * frequencies / (1.0 if windowed else self._tensors["rope_freqs.weight"])
-        a, b = np.split(q, 2, axis=2)
-        q = np.concatenate([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], axis=2)
-        k, v = (np.repeat(part, q.shape[1] // part.shape[1], axis=1) for part in (k, v))
-        scores = np.einsum("nhd,chd->nhc", q, k)
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        mixed = np.einsum("nhc,chd->nhd", weights / weights.sum(axis=2, keepdims=True), v)
-        return self._linear(f"blk.{layer}.attn_output", mixed.reshape(len(x), -1))
-
-    def _linear(self, name: str, x: Doubles) -> Doubles:
-        return np.asarray(x @ self._tensors[f"{name}.weight"].T)
-
-    def _norm(self, name: str, x: Doubles) -> Doubles:
-        scale = np.sqrt((x**2).mean(axis=-1, keepdims=True) + self._keys["attention.layer_norm_rms_epsilon"])
-        return np.asarray(x / scale * self._tensors[f"{name}.weight"])

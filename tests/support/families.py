@@ -5,11 +5,9 @@ llama.cpp takes queries that are made of the input from models of so many layers
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
-from support.paths import DATA
+from support.paths import table
 from support.random_models import RandomModel, recorded
 
 # What rotary frequencies are divided by.
@@ -22,7 +20,11 @@ FACTORS = {
     "a quarter": {"rope_freqs.weight": np.array([1, 1, 1, 1, *[1e30] * 12], dtype=np.float32)},  # is turned
     "none": {"rope_freqs.weight": np.ones(32, dtype=np.float32)},
 }
-CASES: dict[str, RandomModel] = {
-    record.pop("name"): recorded(record, FACTORS)
-    for record in map(json.loads, (DATA / "families.jsonl").read_text("utf-8").splitlines())
-}
+
+
+def models(name: str) -> dict[str, RandomModel]:
+    """Those of a table, by name."""
+    return {record.pop("name"): recorded(record, FACTORS) for record in table(name)}
+
+
+CASES = models("families")

@@ -1,4 +1,4 @@
-"""GGUF files taken apart and put together, without gguf or ggml."""
+"""GGUF files taken apart and put together, without gguf or ggml but for the sizes of types."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gguf.constants import GGML_QUANT_SIZES
+
 U8, U32, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 5, 6, 7, 8, 9, 10
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 ALIGNMENT = 32
-# ggml's number of each tensor type, with bytes per block and weights per block.
-TENSOR_TYPES = {
-    0: (4, 1),
-    1: (2, 1),
-    2: (18, 32),
-    3: (20, 32),
-    6: (22, 32),
-    7: (24, 32),
-    8: (34, 32),
-    9: (36, 32),
-    10: (84, 256),
-    11: (110, 256),
-    12: (144, 256),
-    13: (176, 256),
-    14: (210, 256),
-    20: (18, 32),
-    23: (136, 256),
-    26: (4, 1),
-    27: (8, 1),
-    30: (2, 1),
-    39: (17, 32),
-}
+# ggml's number of each tensor type, with bytes per block and weights per block; gguf's Q8_1, 9, is an old one.
+TENSOR_TYPES = {int(kind): (size, block) for kind, (block, size) in GGML_QUANT_SIZES.items()} | {9: (36, 32)}
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter, TokenType
 
-from support.paths import DATA
+from support.paths import table
 from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, recorded
 
 SIZE = 320  # of a vocabulary
@@ -86,7 +85,4 @@ def _add_pieces(writer: GGUFWriter, size: int, special: list[str], known: Known)
     writer.add_eos_token_id(names.index(known.ends))
 
 
-MODELS = {
-    found.pop("name"): Known(**found)
-    for found in map(json.loads, (DATA / "known_models.jsonl").read_text("utf-8").splitlines())
-}
+MODELS = {found.pop("name"): Known(**found) for found in table("known_models")}

@@ -114,14 +114,12 @@ def llama_ahead(path: Path, states: Floats, tokens: list[int]) -> Floats:
         return _joined_pass(context, states, tokens, 0)
 
 
-def llama_assistant(
-    target: Path, path: Path, text: list[int], states: Floats, tokens: list[int], *, exact: bool = True
-) -> Floats:
+def llama_assistant(target: Path, path: Path, text: list[int], states: Floats, tokens: list[int]) -> Floats:
     """Logits of rows of an assistant of Gemma 4 by llama.cpp, each alone behind a text of its target: of tokens, and of
     hidden states as llama_ahead() takes them, float32[n, target's width]."""
     with (
-        llama_context(target, exact=exact) as of_target,
-        llama_context(path, exact=exact, ahead=True, other=of_target) as context,
+        llama_context(target, n_ctx=512, rows=512, exact=True) as of_target,
+        llama_context(path, n_ctx=512, exact=True, ahead=True, other=of_target) as context,
     ):
         decode(of_target, text, 0)
         rows = [_joined_pass(context, states[i : i + 1], [token], len(text)) for i, token in enumerate(tokens)]

@@ -229,16 +229,31 @@ def split(
     paths = [folder / f"part-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     for i, part in enumerate(paths):
         with gguf_file(part, "llama") as writer:
-            for name, value in reader.fields.items():
-                if i == 0 and not name.startswith(("GGUF.", "general.architecture")):
-                    element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
-                    writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
+            if i == 0:
+                _copy_keys(reader, writer)
             numbers = {"split.no": i, "split.count": count, "split.tensors.count": len(reader.tensors)}
             for key, number in (numbers | dict(changed or {})).items():
                 (writer.add_int32 if "tensors" in key else writer.add_uint16)(key, number)
             for tensor in reader.tensors[i * share - overlap : (i + 1) * share]:
                 writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     return paths
+
+
+def dequantized(path: Path, copy: Path) -> Path:
+    """A copy of a model whose weights are F32, the numbers that the file's stand for."""
+    reader = GGUFReader(path)
+    with gguf_file(copy, reader.fields["general.architecture"].contents()) as writer:
+        _copy_keys(reader, writer)
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    return copy
+
+
+def _copy_keys(reader: GGUFReader, writer: GGUFWriter) -> None:
+    for name, value in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            element = value.types[-1] if value.types[0] is GGUFValueType.ARRAY else None
+            writer.add_key_value(name, value.contents(), value.types[0], sub_type=element)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,62 +12,19 @@ import numpy.typing as npt
 
 from pystaged import SamplingConfig
 from support.family_reference import softmax
+from support.paths import table
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-# ---- Rules ----
-
-
-def ruled(
-    logits: Floats,
-    s: SamplingConfig,
-    prefix: Sequence[int],
-    *,
-    prompt_length: int = 0,
-    ends: Sequence[int] = (),
-    breakers: Sequence[Sequence[int]] = (),
-) -> Doubles:
-    """Logits after bias, exclusions, penalties and DRY."""
-    x = logits.astype(np.float64)
-    for token, bias in s.logit_bias.items():
-        assert isinstance(token, int)
-        x[token] += bias
-    if s.ignore_eos or len(prefix) < prompt_length + s.min_tokens:
-        x[list(ends)] = -np.inf
-    window = last(prefix, s.repeat_last_n)
-    for token, count in Counter(window).items():
-        x[token] = x[token] * s.repeat_penalty if x[token] <= 0 else x[token] / s.repeat_penalty
-        x[token] -= count * s.frequency_penalty + s.presence_penalty
-    if s.dry_multiplier:
-        single = {breaker[0] for breaker in breakers if len(breaker) == 1}
-        for token, length in repetitions(last(prefix, s.dry_penalty_last_n), breakers).items():
-            if length >= s.dry_allowed_length and token not in single:
-                x[token] -= s.dry_multiplier * s.dry_base ** (length - s.dry_allowed_length)
-    return x
-
-
-def last(tokens: Sequence[int], n: int) -> list[int]:
-    return list(tokens) if n == -1 else list(tokens)[len(tokens) - min(n, len(tokens)) :]
-
-
-def repetitions(window: list[int], breakers: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The tokens that would continue a repetition of the window's end, and how long that is before them."""
-    limit = len(window)
-    for start in reversed(range(len(window))):
-        found = [len(breaker) for breaker in breakers if window[start : start + len(breaker)] == list(breaker)]
-        if found:
-            limit = len(window) - start - max(found)
-            break
-    lengths: dict[int, int] = {}
-    for end in range(len(window) - 1):  # of the earlier one; the token after it would continue both
-        same = 0
-        while same <= end and window[end - same] == window[-1 - same]:
-            same += 1
-        token = window[end + 1]
-        lengths[token] = max(lengths.get(token, 0), min(same, limit))
-    return lengths
+def samplings(kind: str) -> dict[str, dict[str, Any]]:
+    """Options of a kind, by name; a bias may be for a token or a text."""
+    return {
+        name: options | ({"logit_bias": dict(options["logit_bias"])} if "logit_bias" in options else {})
+        for of, name, options in table("samplings")
+        if of == kind
+    }
 
 
 # ---- Filters ----
