@@ -126,7 +126,10 @@ void ThreadPool::dispatch(int count, int num_threads, int work, Call call, const
 }
 
 void ThreadPool::wake(int num_threads) {
-    wanted_.store(num_threads, std::memory_order_relaxed);
+    num_threads = std::min(num_threads, kMaxThreads);
+    int wanted = wanted_.load(std::memory_order_relaxed);  // perhaps of a job of another thread, which is not cut short
+    while (wanted < num_threads && !wanted_.compare_exchange_weak(wanted, num_threads, std::memory_order_relaxed)) {
+    }
     wake_two();
 }
 

@@ -4,6 +4,7 @@
 // it has in hand, and a caller without any worker (on a machine with no free core) does all of it alone.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -111,9 +112,9 @@ public:
     // wait for them.
     void wake(int num_threads);
 
-    // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads). The caller is worker 0.
-    // Throws the first exception of a task, once none is running; what had not begun by then is left out. `work`: as
-    // Claims has it.
+    // Calls task(index, worker) for every index in [0, count), worker in [0, num_threads), of which kMaxThreads count
+    // at most. The caller is worker 0. Throws the first exception of a task, once none is running; what had not begun
+    // by then is left out. `work`: as Claims has it.
     template <class Task>
     void run(int count, int num_threads, const Task& task, int work = 0) {
         if (count <= 1 || num_threads <= 1) {
@@ -123,7 +124,7 @@ public:
             return;
         }
         const Call call = [](const void* t, int i, int w) { (*static_cast<const Task*>(t))(i, w); };
-        dispatch(count, num_threads, work, call, &task);
+        dispatch(count, std::min(num_threads, kMaxThreads), work, call, &task);
     }
 
 private:

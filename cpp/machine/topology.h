@@ -1,4 +1,4 @@
-// Which of this machine's cores a process computes on.
+// How many threads a process computes with, from the kinds of cores that it may use. Threads are not bound to cores.
 //
 // Cores are of classes, fast ones and others of a fraction of their power. All help where there is much to compute.
 // Where there is little, weights come from memory no faster for the slow ones, and what those have in hand is waited
@@ -25,10 +25,11 @@ struct Cores {
 };
 
 // From so many rows on computing takes about as long as reading the weights, or longer.
-constexpr int kManyRows = 16;
+constexpr int kAllCoresRows = 16;
 
-// Chooses among the cores that a process may use; where the system names none, among as many as the language counts.
-// For few rows those of the fastest class of each cache, if at least half of all power is theirs, else all.
+// Chooses among the cores that a process may use; where the system names none, among as many as
+// std::thread::hardware_concurrency() says. For few rows those of the fastest class of each cache, if at least half of
+// all power is theirs, else all.
 Cores choose_cores(std::vector<Core> cores, int quota);
 // For this process, as it is now.
 Cores choose_cores();

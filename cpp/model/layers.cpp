@@ -8,7 +8,7 @@ namespace pystaged {
 
 namespace {
 
-// In the order that query_key_value() gives a head's numbers; norms of heads lie side by side, as heads do.
+// In the order that load_query_key_value() gives a head's numbers; norms of heads lie side by side, as heads do.
 Vector head_norm(Loader& from, const TensorView* tensor) {
     const Vector plain = from.flat(tensor);
     if (from.family.rope != Pairs::adjacent) {
@@ -271,7 +271,7 @@ Dense load_dense(Loader& from) {
     return pack_dense(from, of, int(ffn));
 }
 
-// What gates experts and what they hold is in one tensor or in two.
+// Gates and ups of all experts are one tensor or two.
 Experts load_experts(Loader& from) {
     const int64_t width = from.numbers.width;
     const ExpertNumbers& numbers = from.numbers.experts;
@@ -292,7 +292,7 @@ Experts load_experts(Loader& from) {
     all.gate_bias = is_gated ? from.take("ffn_gate_exps.bias", {own, count}, kFfnBias) : nullptr;
     all.up_bias = from.take("ffn_up_exps.bias", {own, count}, kFfnBias);
     all.down_bias = from.take("ffn_down_exps.bias", {width, count}, kFfnBias);
-    for (int i = 0; i < (from.is_packing() ? numbers.count : 1); ++i) {  // their tensors are the same
+    for (int i = 0; i < (from.is_packing() ? numbers.count : 1); ++i) {  // all slice the same tensors
         std::map<const TensorView*, TensorView> slices;
         const auto slice = [&](const TensorView* whole, int dimension) -> const TensorView* {
             if (!whole) {

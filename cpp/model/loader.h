@@ -1,6 +1,6 @@
-// A file's tensors as weights. What makes a part of a model (layers.h) names each tensor where it takes it, with its
-// shape. It runs twice: first nothing is packed, and afterwards it is known that the file is whole and how much memory
-// its matrices take; then they are packed for our kernels, or found packed.
+// A file's tensors as weights. The functions that load a part of a model (layers.cpp) name each tensor where they take
+// it, with its shape. load_weights() runs twice: a dry run, after which it is known that the file is whole and how much
+// memory its matrices take; then matrices are packed for our kernels, or found packed.
 #pragma once
 
 #include <map>
@@ -39,7 +39,7 @@ public:
     // Throws UnsupportedModelError where the file has a tensor that was not taken.
     void check_complete() const;
 
-    // A matrix of the file; of a table rows are looked up, so no pass multiplies by it.
+    // A matrix of the file. Of a table rows are looked up; where the file has no head, the embedding is that, too.
     struct Matrix {
         const TensorView* tensor;
         bool is_table;

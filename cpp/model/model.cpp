@@ -32,6 +32,8 @@ Cores checked_threads(int num_threads) {
     if (num_threads > 0) {
         cores.few = cores.many = num_threads;
     }
+    cores.few = std::min(cores.few, ThreadPool::kMaxThreads);
+    cores.many = std::min(cores.many, ThreadPool::kMaxThreads);
     return cores;
 }
 

@@ -46,7 +46,7 @@ public:
     const Kernel& kernel() const { return kernel_; }
     int num_threads() const { return threads_.many; }
     // In a pass of so many rows.
-    int num_threads_for(size_t rows) const { return rows < kManyRows ? threads_.few : threads_.many; }
+    int num_threads_for(size_t rows) const { return rows < kAllCoresRows ? threads_.few : threads_.many; }
     KvType kv_type() const { return kv_type_; }
     // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
     // judged, with `last_row` also of the last row of a reading, which is then judged, too; or of all, those of prompts

@@ -18,8 +18,8 @@ constexpr size_t kMostBytes = 256 << 10, kLeastBytes = 32 << 10;
 // that is what a thread takes then, the rows in whole tiles.
 constexpr int kManyRows = 64, kManyGroups = 8, kTile = 16;
 
-// So many weights are worth another thread, beside what a join costs; so are fewer that are multiplied by more rows
-// than it takes to read them.
+// Bytes of weights that are worth one more thread; beyond kReadRows rows arithmetic takes longer than reading them, so
+// proportionally fewer are.
 constexpr size_t kWorthBytes = 48 << 10;
 constexpr int kReadRows = 4;
 
@@ -55,19 +55,20 @@ void ProductTasks::share_out(const std::vector<Product>& products, int threads) 
     for (const Product& p : products) {
         const bool many = p.x.n >= kManyRows;
         const int blocks = blocks_of(p), unit = p.maxima ? kRun / kBlock : 1;
-        const int panels = many ? divided(p.x.n, kManyRows) : 1;
-        const int rows = many ? padded(divided(p.x.n, panels), kTile) : p.x.n;
+        const int panels = many ? divided(p.x.n, kManyRows) : 1, tiles = divided(p.x.n, kTile);
         const size_t of_panel = p.part > 0 ? p.weights->rows() / p.part : 0, block_bytes = bytes_of(p) / blocks;
         const size_t least = kLeastBytes * kReadRows / std::max(kReadRows, p.x.n);
         for (int first = 0, last; first < blocks; first = last) {
-            // Few rows: of all the weights that are left, the same part. Many: as evenly as can be.
+            // Few rows: guided self-scheduling, each task a part of the weights that are left. Many: as evenly as can
+            // be.
             const int rest = blocks - first;
             const int count = many ? divided(rest, divided(rest, kManyGroups / groups_of_block(p)))
                                    : std::clamp(left / (2 * num_threads), least, kMostBytes) / block_bytes;
             last = std::min(blocks, first + padded(std::max(1, count), unit));
             left -= (last - first) * block_bytes;
-            for (int row = 0, panel = 0; row < p.x.n; row += rows, ++panel) {
-                tasks.push_back({static_cast<int>(&p - products.data()), first, last, row, std::min(p.x.n, row + rows),
+            for (int panel = 0; panel < panels; ++panel) {
+                const int begin = tiles * panel / panels * kTile, end = tiles * (panel + 1) / panels * kTile;
+                tasks.push_back({static_cast<int>(&p - products.data()), first, last, begin, std::min(p.x.n, end),
                                  parts + panel * of_panel});
             }
         }

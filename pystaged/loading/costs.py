@@ -148,7 +148,7 @@ class Costs:
             return self._known[place][1]
         info = path.stat()
         machine = (platform.node(), platform.machine(), os.cpu_count(), device)
-        runs = (model.kernel, model.num_threads, model.kv)
+        runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
         key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
         cost = None if again else self._store.load(key)

@@ -122,7 +122,7 @@ def _load(path: Path, target: Model, form: Form) -> Model:
     draft = Model(
         os.fsencode(path),
         target.kernel,
-        target.num_threads,
+        0 if target.num_few_threads < target.num_threads else target.num_threads,  # the first is automatic
         kv=target.kv,
         lender=target,
         other_pairs=form.other_pairs,

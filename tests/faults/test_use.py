@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pystaged.loading.packed import load_packed
 from support.chat import write_chat
 from support.commands import run_python
 from support.families import CASES
@@ -16,7 +15,7 @@ from support.random_models import write
 
 import pystaged
 from pystaged.decoding.policy import FixedPolicy
-from pystaged.loading.kept import PACKED
+from pystaged.loading.kept import PACKED, load_packed
 
 PROMPT = "the tree and the house"
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader
-from pystaged.loading.packed import load_packed
 from support.checkpoints import write_family
 from support.convert import convert
 from support.families import CASES
@@ -27,7 +26,7 @@ from support.random_models import write
 from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import cache, hub
-from pystaged.loading.kept import PACKED
+from pystaged.loading.kept import PACKED, load_packed
 from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.loading.quantize import quantize
 from pystaged.loading.recycled import KeptCandidates
