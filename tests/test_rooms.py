@@ -38,7 +38,7 @@ CPP = Path(__file__).parent.parent / "cpp"
 # The rooms of C++ from the lowest up, with as many lines as each may have.
 CPP_ROOMS = {
     "kernels": 3120,
-    "machine": 1740,
+    "machine": 1750,
     "files": 550,
     "weights": 1050,
     "llama": 830,
