@@ -25,7 +25,7 @@ _ARGUMENTS = {
 _PROMPTS = {"prompt", "question"}  # names of arguments
 _LETTERS = re.compile("-[A-Za-z]{2,5}")  # an option of llama.cpp, which click would take for several of one letter
 _ANY_OBJECT = '{"type": "object"}'  # Ollama's --format json
-_SWITCH = ("on", "off", "auto", "1", "0")
+_SWITCHES, _SWITCH = ("-fa", "--flash-attn"), ("on", "off", "auto", "1", "0")
 
 
 class Command(TyperCommand):
@@ -91,7 +91,7 @@ class Command(TyperCommand):
                 prompts.append(value if ours == PROMPT else _content(value))
             elif word in NEEDLESS:
                 needless.setdefault(NEEDLESS[word], []).append(word)
-                if rest and not equals and (word in WITH_VALUE or following in _SWITCH):
+                if rest and not equals and (word in WITH_VALUE or (word in _SWITCHES and following in _SWITCH)):
                     rest.pop()
             elif ours == f"is the command {ctx.info_name} here":
                 pass

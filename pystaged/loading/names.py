@@ -48,8 +48,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
     if model == SMOLLM2:
         return _smollm2()
     path = expanded(model)
-    if file := _file(model):
-        return _whole(file)
+    if path.is_file():
+        return _whole(path)
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which leads to no file")
     if str(model) and path.is_dir():
@@ -64,6 +64,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         cached = cache.find(model)
         if cached:
             return cached
+        if file := _suffixed(path):
+            return _whole(file)
         # A file that reads images, too, is refused; the hub may have one of text alone.
         if (theirs := ollama.find(said)) and (ollama.reads_text_alone(theirs) or not HUB_ID.fullmatch(model)):
             return theirs
@@ -88,13 +90,16 @@ def packaged_name(model: str | Path) -> str | Path:
 
 def bare_name(name: str) -> str:
     """A name without what Ollama does not tell apart: case, the tag "latest", and the usual size."""
-    return name.lower().removesuffix(":latest").replace("smollm2:135m", SMOLLM2)
+    bare = name.lower().removesuffix(":latest")
+    return SMOLLM2 if bare == "smollm2:135m" else bare
 
 
-def _file(model: str | Path) -> Path | None:
-    """The file of a path, which may lack its suffix; None where there is none."""
-    path = expanded(model)
-    return next((each for each in (path, Path(f"{path}.gguf")) if each.is_file()), None)
+def _suffixed(path: Path) -> Path | None:
+    """The file of a path that lacks its suffix; None where there is none."""
+    with suppress(OSError):  # the name is too long
+        if (file := Path(f"{path}.gguf")).is_file():
+            return file
+    return None
 
 
 def _whole(path: Path) -> Path:
@@ -166,8 +171,9 @@ def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progres
 
 def name_of(model: str) -> str:
     """What clients of a server call a model: a hub id or a name as it is, of a file its name without the folder."""
-    if file := _file(model):
-        return file.name.removesuffix(".gguf")
+    path = expanded(model)
+    if path.is_file() or (_suffixed(path) and not cache.find(hub_id(model))):
+        return path.name.removesuffix(".gguf")
     return hub_id(model) if "/" in model else model
 
 

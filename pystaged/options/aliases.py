@@ -84,6 +84,7 @@ _OPTIONS = {
     "--draft": "-hfd -hfrd -md --hf-repo-draft --model-draft",
     "--draft-device": "-devd --device-draft",
     "--grammar": "--grammar-file",
+    "--keep-alive": "--keepalive",
     "--json-schema": "-j -jf --format --json-schema-file",
     "--max-tokens": "-n --max-new-tokens --n-predict --num-predict --predict",
     "--model": "-hf -hfr --hf-repo",

@@ -145,7 +145,7 @@ class _Endpoints:
         answers: list[Answer] = []
 
         async def work(asked: Any, sender: Sender) -> None:
-            if getattr(asked, "unloads", False) and not self._models.is_one:
+            if ollama.unloads(asked) and not self._models.is_one:
                 await sender.whole(as_json(encoded(ollama.unloaded(self._models, asked))))
                 return
             async with self._models.lent(asked.model, asked.keep_alive) as state:
@@ -154,7 +154,7 @@ class _Endpoints:
                 answers[0].begun = asked.came
                 await answers[0].send(sender)
 
-        return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "")
+        return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "", streams=True)
 
     async def _reply(
         self,
@@ -162,8 +162,11 @@ class _Endpoints:
         kind: type[R],
         work: Callable[[Any, Sender], Awaitable[None]],
         summary: Callable[[], str] = str,
+        *,
+        streams: bool = False,
     ) -> Reply:
-        """The response of work on a request's body; at its end it is counted and logged."""
+        """The response of work on a request's body; at its end it is counted and logged. streams: whether it may be a
+        stream."""
         path, begun = request.scope["path"], time.monotonic()
 
         def over(status: int) -> None:
@@ -177,7 +180,7 @@ class _Endpoints:
             over(error.status)
             raise
 
-        pings, timeout = bool(getattr(asked, "stream", False)), self._settings.timeout
+        pings, timeout = streams and bool(getattr(asked, "stream", False)), self._settings.timeout
         return Reply(partial(work, asked), pings=pings, timeout=timeout, over=over)
 
     def _limiter(self, asked: Any) -> anyio.CapacityLimiter | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pystaged._core import Tokenizer
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
 from pystaged.chat.turn import Block, Dialect
-from pystaged.decoding.text import Text, TokenRoles
+from pystaged.decoding.text import TokenRoles
 from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.definitions import GrammarError
-from pystaged.sampling.text import encode_continuation
-from pystaged.server.answer import Answer, Texts, ended, is_begun
+from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.figures import of_chat
 from pystaged.server.models import State
@@ -25,7 +23,6 @@ from pystaged.server.tools import Manner, offered, reasoning, schemas_of, templa
 
 T = TypeVar("T")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_CLOSED = "continue_final_message: false to close the last"
 _MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
 
 
@@ -69,22 +66,7 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
             ends=ends,
         ),
     )
-    said = joined(request.messages[-1].content or "").strip() if prefill else ""
-    if said and is_begun(said) and (request.json_schema is not None or _schema(request) is not None):
-        _go_on_from(said, sequences, engine.tokenizer)
     return Texts(sequences, config.sampling.seed, [manner.reader() for _ in sequences])
-
-
-def _go_on_from(said: str, sequences: Sequence[Text], tokenizer: Tokenizer) -> None:
-    """Let the form of answers go on from the JSON that begins them. Raises ApiError where it does not begin so."""
-    tokens = encode_continuation(tokenizer, said).tolist()
-    try:
-        for sequence in sequences:
-            if sequence.constraint:
-                sequence.constraint.advance(tokens)
-    except GrammarError:
-        message = f"the begun answer is JSON that the schema does not allow; send {_CLOSED}"
-        raise ApiError(400, message, param="messages") from None
 
 
 def count(state: State, request: ChatRequest) -> int:
@@ -132,7 +114,9 @@ def _continues(request: ChatRequest) -> bool:
         raise unsupported("add_generation_prompt", "a prompt without the beginning of an answer is not supported")
     continues = can and asked is not False and not begins
     if continues and _must_call(request):
-        message = f"a call can be forced only at an answer's beginning; send {_CLOSED}"
+        message = (
+            "a call can be forced only at an answer's beginning; send continue_final_message: false to close the last"
+        )
         raise ApiError(400, message, param="tool_choice")
     return continues
 

@@ -210,7 +210,8 @@ class Models:
                 raise
 
         try:
-            served.state, served.rest = await run_sync(load), self.settings.keep_alive
+            served.rest = self.settings.keep_alive  # before, as another request may change it meanwhile
+            served.state = await run_sync(load)
             self._rest(served)
         except Exception as error:
             _log.exception("%s cannot be loaded", served.name, exc_info=error)

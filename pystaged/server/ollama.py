@@ -65,11 +65,6 @@ class _Request(ModelRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    @property
-    def unloads(self) -> bool:
-        """Whether it asks for no text, and that the model is unloaded."""
-        return self.keep_alive == 0 and not any(getattr(self, name, None) for name in ("messages", "prompt", "suffix"))
-
 
 class OllamaChatRequest(_Request):
     """A request to /api/chat."""
@@ -293,6 +288,14 @@ def _durations(state: State, came: float) -> dict[str, Any]:
     """Nanoseconds since a request came, and those of them in which its model was loaded."""
     spent = {"total_duration": time.monotonic() - came, "load_duration": max(0.0, state.ready - came)}
     return {name: round(1e9 * seconds) for name, seconds in spent.items()}
+
+
+def unloads(asked: object) -> bool:
+    """Whether a request asks for no text, and that the model is unloaded."""
+    texts = ("messages", "prompt", "suffix")
+    return (
+        isinstance(asked, _Request) and asked.keep_alive == 0 and not any(getattr(asked, name, None) for name in texts)
+    )
 
 
 def _named(served: Served) -> dict[str, Any]:

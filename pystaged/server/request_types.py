@@ -38,7 +38,7 @@ def _pairs(value: Any) -> Any:
 def _seconds(value: Any) -> Any:
     """Convert one of Ollama's durations, such as "1h30m", to seconds, unless it is a number already."""
     words = value.removeprefix("-") if isinstance(value, str) else ""
-    if not words or _PART.sub("", words):
+    if not 0 < len(words) < 64 or _PART.sub("", words):
         return value
     found = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(words))
     return -found if words != value else found

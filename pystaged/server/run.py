@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import signal
 import socket
@@ -112,13 +113,15 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._ready, self._waiting = ready, waiting
-        self._told = 0.0  # when a signal said that it is to end
+        self._pressed = -math.inf  # when Ctrl-C was
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """As uvicorn's: the first signal ends the server, a second one does so at once."""
-        if time.monotonic() - self._told > _ONE_PRESS:
-            super().handle_exit(sig, frame)
-            self._told = time.monotonic()
+        if sig == signal.SIGINT:
+            if time.monotonic() - self._pressed <= _ONE_PRESS:
+                return
+            self._pressed = time.monotonic()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

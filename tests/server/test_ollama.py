@@ -228,32 +228,6 @@ def test_an_answer_that_is_begun_goes_on_on_all_interfaces(server: Server, engin
     assert answer["usage"]["input_tokens"] == len(closed)
 
 
-@pytest.mark.parametrize("begun", ['{"a": [1', '{"a"', '{"a": [1, 2]}', " [", '{"b', "Here it is: "])
-def test_a_begun_object_goes_on_under_its_schema(server: Server, begun: str) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [[1, 2]]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    messages: Any = [*ASKED, {"role": "assistant", "content": begun}]
-    asked: Any = {"messages": messages, "temperature": 0, "max_tokens": 60}
-    for path, form in (
-        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}),
-        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
-        ("/api/chat", {"format": schema, "stream": False, "options": greedy(num_predict=60)}),
-    ):
-        status, found = server.ask(path, asked | form)
-        if begun in (" [", '{"b'):
-            assert status == 400
-            assert "the begun answer is JSON that the schema does not allow" in json.dumps(found)
-            continue
-        assert status == 200, found
-        message = found["choices"][0] if "choices" in found else found
-        text = message["content"][0]["text"] if path == "/v1/messages" else message["message"]["content"]
-        assert json.loads(text if begun.startswith("H") else begun + text) == {"a": [1, 2]}
-
-
 def test_reasoning_that_is_begun_goes_on(server: Server, engine: Engine) -> None:
     begun: Any = [*ASKED, {"role": "assistant", "content": "", "thinking": "I should"}]
     prompt = engine.chat_format.encode(begun, continues=True)

@@ -134,6 +134,11 @@ def test_signals_in_a_moment_are_one(engine: pystaged.Engine, monkeypatch: pytes
     monkeypatch.setattr(run_server, "_ONE_PRESS", -1.0)
     server.handle_exit(signal.SIGINT, None)
     assert server.force_exit
+    monkeypatch.undo()
+    server = Running(application(Models.of(engine, Settings("tiny"))), 1)
+    for sent in (signal.SIGTERM, signal.SIGINT):  # which are never one
+        server.handle_exit(sent, None)
+    assert server.force_exit
 
 
 @pytest.mark.slow
