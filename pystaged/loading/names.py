@@ -61,10 +61,7 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         said, model = model, hub_id(model)
         if "://" in model:
             raise FileNotFoundError(f"{model} is an address; download the file first, and give its path")
-        cached = cache.find(model)
-        if cached:
-            return cached
-        if file := _suffixed(path):
+        if file := cache.find(model) or _suffixed(path):
             return _whole(file)
         # A file that reads images, too, is refused; the hub may have one of text alone.
         if (theirs := ollama.find(said)) and (ollama.reads_text_alone(theirs) or not HUB_ID.fullmatch(model)):
