@@ -37,7 +37,7 @@ ROOT = 11  # files in no room
 CPP = Path(__file__).parent.parent / "cpp"
 # The rooms of C++ from the lowest up, with as many lines as each may have.
 CPP_ROOMS = {
-    "kernels": 3120,
+    "kernels": 3122,
     "machine": 1750,
     "files": 550,
     "weights": 1050,

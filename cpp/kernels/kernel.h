@@ -11,7 +11,6 @@
 #include <cfloat>
 #include <cstddef>
 #include <cstdint>
-#include <new>
 #include <string>
 #include <vector>
 

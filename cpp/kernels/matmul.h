@@ -165,7 +165,11 @@ template <class Block>
 struct Panel {
     using Quants = decltype(Block::quants);
 
-    Block weights[kPanelBlocks][kUnits];
+    struct Unpacked : Block {
+        using Block::Block;
+        static void* operator new(size_t, void* at) { return at; }  // the library's would be for the linker, too
+    };
+    Unpacked weights[kPanelBlocks][kUnits];
     alignas(
         64) int8_t quants[kMostPanelRows * kPanelBlocks * Quants::value_bytes];  // [tiles][blocks][rows][value bytes]
     BlockFactors factors[kMostPanelRows * kPanelBlocks];                         // [tiles][blocks][rows]
@@ -177,7 +181,7 @@ struct Panel {
             const Header header(data, part);
             for (int b = 0; b < blocks; ++b) {
                 // In place: copied, a large block takes longer than unpacking it did.
-                new (&weights[b][part]) Block(header, data + Header::bytes + b * Block::bytes, part);
+                new (&weights[b][part]) Unpacked(header, data + Header::bytes + b * Block::bytes, part);
             }
         }
     }
