@@ -91,12 +91,13 @@ def test_a_file_of_the_hub_is_served_under_its_hub_id(path: str, tmp_path: Path)
         assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == ["someone/tiny:a.gguf"]
 
 
+LONG = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+
+
 @pytest.mark.slow
 def test_texts_in_progress_may_end(path: str) -> None:
     with serving(path) as (process, server, _):
-        response = server.send(
-            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
-        )
+        response = server.send("POST", "/v1/completions", LONG)
         response.read(10)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
@@ -111,9 +112,7 @@ def test_texts_in_progress_may_end(path: str) -> None:
 def test_ctrl_c_that_comes_twice_is_one(path: str) -> None:
     """From the terminal, and from a program in between."""
     with serving(path) as (process, server, _):
-        response = server.send(
-            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
-        )
+        response = server.send("POST", "/v1/completions", LONG)
         response.read(10)
         for _ in range(2):
             process.send_signal(signal.SIGINT)
