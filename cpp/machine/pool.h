@@ -40,8 +40,8 @@ public:
     // before it had done one, so let it ask again.
     static constexpr int kNone = -1, kLeave = -2;
 
-    // The next job, when no index of the last one is unfinished. `work`: of each, where they are alike, in a unit of
-    // those jobs; or 0.
+    // The next job, when no index of the last one is unfinished. `work`: what each index costs, in any unit, the same
+    // for all jobs; 0 where indices differ.
     void open(int count, int num_threads, int work);
     bool has_work(int worker) const;
     // now() are nanoseconds.
@@ -56,7 +56,7 @@ public:
                 return kNone;
             }
             if (ticket & kAlike && leaves(worker, threads_of(ticket), left)) {
-                // Unless none has been taken for twice as long as the fastest has one: they may be off their cores.
+                // Unless none was claimed for twice the time of the fastest: others may have lost their cores.
                 const int64_t time = now();
                 own.since = own.left == left ? own.since : time;
                 own.left = left;
@@ -70,7 +70,7 @@ public:
         own.left = 0;
         return count_ - left_in(ticket);
     }
-    // Whether those of the job that `worker` has claimed an index of are alike; then it says how long each took it.
+    // Whether the indices of the job cost the same; then took() is to be called after each.
     bool alike() const { return work_.load(std::memory_order_relaxed) > 0; }
     void took(int worker, int64_t nanoseconds);
 

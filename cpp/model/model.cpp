@@ -28,9 +28,11 @@ Cores checked_threads(int num_threads) {
         throw std::invalid_argument("the number of threads must be between 0 (automatic) and " +
                                     std::to_string(ThreadPool::kMaxThreads) + ", not " + std::to_string(num_threads));
     }
-    Cores cores = choose_cores();
+    Cores cores;
     if (num_threads > 0) {
         cores.few = cores.many = num_threads;
+    } else {
+        cores = choose_cores();
     }
     cores.few = std::min(cores.few, ThreadPool::kMaxThreads);
     cores.many = std::min(cores.many, ThreadPool::kMaxThreads);
