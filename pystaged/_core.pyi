@@ -130,7 +130,7 @@ class Sampling:
     """How the target's token is chosen. Raises ValueError that names a field out of range.
 
     Args:
-        logprobs: number of likeliest tokens whose log-probabilities `verify` returns, besides the chosen token's; -1
+        logprobs: number of likeliest tokens whose log-probabilities Work.verify brings, besides the chosen token's; -1
             for no log-probabilities.
     """
 
@@ -452,7 +452,7 @@ class RecycledCandidates:
         entries without candidates."""
 
 class Session:
-    """The context of one text: evaluates trees of tokens, chooses the accepted path and commits it.
+    """The context of one text, in which run() evaluates rows.
 
     The context holds the committed tokens, and after them the pending rows of the current tree, numbered from 0. A call
     that fails or is interrupted changes neither. Calls of one session wait for each other; passes of a model's sessions
@@ -473,39 +473,6 @@ class Session:
     """
 
     def __init__(self, model: Model, n_ctx: int = 0, target: Session | None = None) -> None: ...
-    def prefill(self, tokens: _Ints) -> None:
-        """Evaluate and commit tokens, int[n], without logits.
-
-        Raises:
-            ContextFullError: more tokens than free positions.
-            KeyboardInterrupt: Ctrl-C; nothing is committed.
-        """
-    def evaluate(self, tokens: _Ints, parents: _Ints, num_logits: int | None = None) -> None:
-        """Append pending rows: tokens, int[n], and parents, int[n], earlier rows or -1 for the last committed token.
-
-        Only the last num_logits rows (default: all) get logits.
-
-        Raises:
-            ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
-            ValueError: more than most_pending rows would be pending.
-        """
-    def candidates(
-        self,
-        rows: _Ints,
-        k: int,
-        sampling: Sampling | Sequence[Sampling],
-        masks: NDArray[np.uint32] | None = None,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The k likeliest next tokens after rows, best first: int32[rows, k] and scores float32[rows, k].
-
-        A score is the natural log p plus the noise of sampling; without noise if the sampling is greedy. If filters or
-        masks leave fewer than k tokens, the rest are -1 with the score -inf.
-
-        Args:
-            sampling: one for all rows, or one for each.
-            masks: tokens allowed after each row, uint32[rows, words], a bit for each token, lowest bit first; tokens
-                beyond the last word are forbidden. Forbidden tokens are excluded before all else.
-        """
     def likeliest(self, rows: _Ints, before: _Ints, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The k likeliest next tokens after pending rows of a draft that reads hidden states, best first: rows of the
         draft's output head, int32[rows, k], and their natural log-probabilities, float32[rows, k].
@@ -525,27 +492,6 @@ class Session:
             the last is the bonus token. If the sampling asks for log-probabilities, also a tuple: those of these
             tokens, float32[m]; the likeliest tokens at each position, int32[m, k], best first; and theirs,
             float32[m, k]. They are natural, from unchanged logits at temperature 1.
-        """
-    def verify(
-        self,
-        tokens: _Ints,
-        parents: _Ints,
-        sampling: Sampling,
-        num_candidates: int = 0,
-        masks: NDArray[np.uint32] | None = None,
-    ) -> tuple[Any, ...]:
-        """One step: evaluate a tree of n rows whose root is row 0, find its accepted path and commit it.
-
-        masks: uint32[n, words], as in candidates.
-
-        Returns:
-            As follow. If k = num_candidates is above 0, also the tokens of each row's k largest logits, int32[n, k],
-            best first, the lower id first if equal; and these logits, float32[n, k].
-
-        Raises:
-            ContextFullError: as evaluate.
-            ValueError: there are pending rows, k is out of range, or a mask allows no token. After any error the
-                committed tokens are unchanged and nothing is pending.
         """
     def commit(self, path: _Ints) -> None:
         """Commit these pending rows, a path that begins after the committed tokens, and drop the others."""
@@ -651,15 +597,18 @@ class Session:
     def vocab_size(self) -> int: ...
 
 class Work:
-    """A text's request for a pass, made by run(): prefill tokens, or verify or grow a tree. Its static methods check k
-    and the types of tokens (TypeError, ValueError); run() checks all else."""
+    """A text's request for a pass, made by run(). Its static methods check k and the types of tokens (TypeError,
+    ValueError); run() checks all else. Tokens, parents and rows are int[n]; a parent is an earlier pending row, or -1
+    for the last committed token.
+
+    hidden: for each token another model's hidden states, if the session's model reads them.
+    masks: tokens allowed after each judged row, uint32[rows, words], a bit for each token, lowest bit first; tokens
+        beyond the last word are forbidden. Forbidden tokens are excluded before all else.
+    """
 
     @staticmethod
     def read(session: Session, tokens: _Ints, hidden: HiddenRows | None = None) -> Work:
-        """Evaluate and commit tokens, int[n], as Session.prefill; the result is None.
-
-        hidden: for each token another model's hidden states, if the session's model reads them.
-        """
+        """Evaluate and commit tokens, without logits; the result is None."""
     @staticmethod
     def embed(session: Session, tokens: _Ints) -> Work:
         """As read; the result is each token's hidden state after the last norm, float32[n, width]."""
@@ -672,7 +621,12 @@ class Work:
         num_candidates: int = 0,
         masks: NDArray[np.uint32] | None = None,
     ) -> Work:
-        """As Session.verify, with the same result."""
+        """One step: evaluate a tree of n rows whose root is row 0, find its accepted path and commit it. It needs a
+        session without pending rows, and leaves none.
+
+        The result is that of Session.follow. If k = num_candidates is above 0, also the tokens of each row's k largest
+        logits, int32[n, k], best first, the lower id first if equal; and these logits, float32[n, k].
+        """
     @staticmethod
     def propose(
         session: Session,
@@ -684,10 +638,24 @@ class Work:
         masks: NDArray[np.uint32] | None = None,
         hidden: HiddenRows | None = None,
     ) -> Work:
-        """Append pending rows, as Session.evaluate with num_logits = num_judged.
+        """Append pending rows, of which the last num_judged get logits. The result is that of rank for these rows; k
+        may be 0."""
+    @staticmethod
+    def rank(
+        session: Session,
+        rows: _Ints,
+        k: int,
+        sampling: Sampling | Sequence[Sampling],
+        masks: NDArray[np.uint32] | None = None,
+    ) -> Work:
+        """Evaluate nothing. The result is the k likeliest next tokens after pending rows, best first, int32[rows, k],
+        and their scores, float32[rows, k].
 
-        The result is that of Session.candidates for the last num_judged rows, int32[num_judged, k] and
-        float32[num_judged, k]. k may be 0; hidden as in read.
+        A score is the natural log p plus the noise of sampling; without noise if the sampling is greedy. If filters or
+        masks leave fewer than k tokens, the rest are -1 with the score -inf.
+
+        Args:
+            sampling: one for all rows, or one for each.
         """
     @property
     def session(self) -> Session: ...
@@ -718,14 +686,15 @@ def run(works: Sequence[Work]) -> list[Any]:
     """Do works of several texts in one pass, or in several if they have more rows than a pass takes.
 
     Each row has the same bits as in a pass of its own. By llama.cpp texts share a pass, too, but rows may round
-    differently. If one work fails, no session changes.
+    differently. If one work fails, or is interrupted, no session changes.
 
     Returns:
         The works' results, in order.
 
     Raises:
-        ContextFullError: as Session.evaluate.
-        KeyboardInterrupt: Ctrl-C during a prefill.
+        ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
+        KeyboardInterrupt: Ctrl-C during a read.
         TypeError: an item is not a Work.
-        ValueError: two works of one session, or of different models; as Session's methods.
+        ValueError: two works of one session, or of different models; more than most_pending rows would be pending; rows
+            are pending where none may be; a mask allows no token; as Session's methods.
     """

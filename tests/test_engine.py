@@ -18,6 +18,7 @@ import pytest
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, add_sentencepiece, write
 from support.scheduling import HeldPolicy, wait_until
+from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import (
@@ -31,6 +32,7 @@ from pystaged import (
     SamplingConfig,
     _core,
 )
+from pystaged.decoding import requests
 from pystaged.decoding.context import Context
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.text import Text
@@ -70,10 +72,10 @@ def plain_tokens(path: Path, prompt: str, count: int, **options: Any) -> list[in
     tokenizer, sampling = _core.Tokenizer(str(path)), _core.Sampling(**options)
     session = _core.Session(_core.Model(str(path)))
     tokens = tokenizer.encode(prompt).tolist()
-    session.prefill(tokens[:-1])
+    prefill(session, tokens[:-1])
     found = list[int]()
     while len(found) < count:
-        session.evaluate([tokens[-1]], [-1])
+        evaluate(session, [tokens[-1]], [-1])
         (token,) = session.follow(sampling)[1].tolist()
         session.commit([0])
         if tokenizer.is_end(token):
@@ -335,14 +337,12 @@ def test_what_goes_on_with_another_text(tmp_path: Path) -> None:
 def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     with pystaged.load(path, kv_memory=1) as engine:
-        verify = _core.Session.verify
 
-        def noted(*args: Any) -> Any:
+        def noted(works: Any) -> Any:
             used.append(engine.runtime.contexts.num_bytes)
-            return verify(*args)
+            return _core.run(works)
 
-        monkeypatch.setattr(_core.Session, "verify", noted)
-        monkeypatch.setattr(_core.Session, "evaluate", noted)
+        monkeypatch.setattr(requests, "run", noted)
         engine.score([1] * CONTEXT)
         assert used
         assert min(used) >= engine.context_bytes

@@ -50,7 +50,7 @@ CPP_ROOMS = {
     "drafting": 500,
     "bindings": 1050,
 }
-# What points up today: a model makes its own executor, and the calls of a session make works.
+# What points up today: a model makes its own executor.
 CPP_UP = {
     "model/model.cpp": {
         "pass/packed_pass.h",
@@ -59,7 +59,6 @@ CPP_UP = {
         "state/recurrent_state.h",
         "text/executor.h",
     },
-    "text/session.cpp": {"text/work.h"},
 }
 
 

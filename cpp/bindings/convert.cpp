@@ -5,6 +5,12 @@
 namespace pystaged {
 
 std::vector<int32_t> to_ints(const py::object& values, const char* name) {
+    if (py::isinstance<Ints>(values)) {  // as trees are
+        const auto ints = py::reinterpret_borrow<Ints>(values);
+        if (ints.ndim() == 1) {
+            return {ints.data(), ints.data() + ints.size()};
+        }
+    }
     std::optional<py::array> array;
     try {
         array = py::array(values);

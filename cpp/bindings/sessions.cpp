@@ -101,7 +101,8 @@ py::object to_result(const Work& work, const Outcome& outcome) {
     switch (work.kind) {
         case Work::Kind::read: return work.embeds ? py::object(to_matrix(outcome.embeddings)) : py::none();
         case Work::Kind::verify: return to_verified(outcome, work.tokens.size(), work.k);
-        case Work::Kind::propose: break;
+        case Work::Kind::propose:
+        case Work::Kind::rank: break;
     }
     return to_candidates(outcome, work.num_judged, work.k);
 }
@@ -168,37 +169,6 @@ void add_sessions(py::module_& m) {
              }),
              py::arg("model"), py::arg("n_ctx") = 0, py::arg("target") = nullptr)
         .def(
-            "prefill",
-            [](Session& self, const py::object& tokens) {
-                const std::vector<int32_t> ids = to_ints(tokens, "tokens");
-                const py::gil_scoped_release release;
-                self.prefill(ids, check_signals);
-            },
-            py::arg("tokens"))
-        .def(
-            "evaluate",
-            [](Session& self, const py::object& tokens, const py::object& parents, std::optional<int> num_logits) {
-                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
-                if (num_logits && *num_logits < 0) {
-                    throw py::value_error("num_logits must be between 0 and the number of tokens");
-                }
-                const py::gil_scoped_release release;
-                self.evaluate(ids, before, num_logits.value_or(-1));
-            },
-            py::arg("tokens"), py::arg("parents"), py::arg("num_logits") = py::none())
-        .def(
-            "candidates",
-            [](Session& self, const py::object& rows, int k, const Samplings& sampling, const MaskArray& masks) {
-                const std::vector<Sampling> samplings = to_samplings(sampling);
-                const Masks allowed = to_masks(masks);
-                const std::vector<int32_t> indices = to_ints(rows, "rows");
-                check_count(self, "k", 1, k);
-                return find_best(indices.size(), k, [&](int32_t* tokens, float* scores) {
-                    self.candidates(samplings, indices, k, tokens, scores, allowed);
-                });
-            },
-            py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
-        .def(
             "likeliest",
             [](Session& self, const py::object& rows, const py::object& before, int k) {
                 const std::vector<int32_t> indices = to_ints(rows, "rows"), tokens_before = to_ints(before, "before");
@@ -214,19 +184,6 @@ void add_sessions(py::module_& m) {
                 return to_tuple(without_interpreter([&] { return self.follow(sampling, root); }));
             },
             py::arg("sampling"), py::arg("root") = 0)
-        .def(
-            "verify",
-            [](Session& self, const py::object& tokens, const py::object& parents, const Sampling& sampling,
-               int num_candidates, const MaskArray& masks) {
-                const std::vector<int32_t> ids = to_ints(tokens, "tokens"), before = to_ints(parents, "parents");
-                check_count(self, "num_candidates", 0, num_candidates);
-                const Masks allowed = to_masks(masks);
-                const Outcome outcome =
-                    without_interpreter([&] { return self.verify(ids, before, sampling, num_candidates, allowed); });
-                return to_verified(outcome, ids.size(), num_candidates);
-            },
-            py::arg("tokens"), py::arg("parents"), py::arg("sampling"), py::arg("num_candidates") = 0,
-            py::arg("masks") = py::none())
         .def(
             "commit",
             [](Session& self, const py::object& path) {
@@ -327,6 +284,14 @@ void add_sessions(py::module_& m) {
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
             py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+        .def_static(
+            "rank",
+            [](Session& session, const py::object& rows, int k, const Samplings& sampling, const MaskArray& masks) {
+                check_count(session, "k", 1, k);
+                return Work::rank(session, to_ints(rows, "rows"), k, to_samplings(sampling), to_masks(masks));
+            },
+            py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none(),
+            py::keep_alive<0, 1>())
         .def_property_readonly(
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });

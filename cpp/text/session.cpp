@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "error.h"
-#include "text/work.h"
 
 namespace pystaged {
 
@@ -171,26 +170,6 @@ const Text::Row& Text::checked_row(int row) const {
     return pending[row];
 }
 
-void Session::prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted) {
-    const Work work = Work::read(*this, tokens);
-    run({&work}, interrupted);
-}
-
-void Session::evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits) {
-    if (num_logits < -1 || num_logits > static_cast<int>(tokens.size())) {
-        throw std::invalid_argument("num_logits must be between 0 and the number of tokens");
-    }
-    const int judged = num_logits == -1 ? static_cast<int>(tokens.size()) : num_logits;
-    const Work work = Work::propose(*this, tokens, parents, judged, 0, {});
-    run({&work});
-}
-
-Outcome Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents,
-                        const Sampling& sampling, int num_candidates, const Masks& masks) {
-    const Work work = Work::verify(*this, tokens, parents, sampling, num_candidates, masks);
-    return std::move(run({&work})[0]);
-}
-
 void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read) {
     const int start = static_cast<int>(committed.size());
     for (size_t i = 0; i < tokens.size(); ++i) {
@@ -307,23 +286,6 @@ Prefix Text::prefix(const Sampling& sampling, int row) const {
         }
     }
     return result;
-}
-
-void Session::candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k,
-                         int32_t* tokens, float* scores, const Masks& masks) {
-    const Turn turn(*this);
-    text_.check_open();
-    if (sampling.empty() || (sampling.size() != 1 && sampling.size() != rows.size())) {
-        throw std::invalid_argument("candidates needs one sampling, or one for each row");
-    }
-    check(masks, rows.size(), text_.model->numbers().vocab_size);
-    const Executor::Turn computing(*text_.executor);
-    std::vector<Judged> judged_rows;
-    for (size_t i = 0; i < rows.size(); ++i) {
-        judged_rows.push_back(text_.judged(rows[i], &sampling[sampling.size() == 1 ? 0 : i], masks.row(i), k,
-                                           tokens + i * k, scores + i * k));
-    }
-    text_.executor->find_candidates(judged_rows);
 }
 
 void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,

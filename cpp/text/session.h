@@ -121,18 +121,6 @@ public:
     // session of its target, whose committed text all its rows see, at the position behind it; it commits nothing.
     Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target = nullptr);
 
-    // Evaluates and commits tokens, computing no logits. `interrupted` is called now and then and may throw; then, as
-    // after any error, nothing is committed.
-    void prefill(const std::vector<int32_t>& tokens, const std::function<void()>& interrupted);
-
-    // Appends one pending row per token. parents[i] is the pending row before it, or -1 for the last committed token.
-    // Only the last `num_logits` rows can be judged afterwards; -1 means all.
-    void evaluate(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int num_logits);
-
-    // The k likeliest next tokens after each of these rows, best first: [rows][k], short rows filled up with token -1.
-    // One sampling for all rows, or one for each.
-    void candidates(const std::vector<Sampling>& sampling, const std::vector<int32_t>& rows, int k, int32_t* tokens,
-                    float* scores, const Masks& masks = {});
     // Of a draft that reads its target's hidden states: the k likeliest next tokens after each of these rows, best
     // first, as the draft's head numbers them, and their log-probabilities, both [rows][k]. `before` has the token
     // before each, or nothing where the draft has no Markov weights.
@@ -141,12 +129,6 @@ public:
     // Walks from row `root` for as long as the model's own token is among a row's children, and has one after it.
     // Throws std::invalid_argument where rules and masks leave none after the root.
     Followed follow(const Sampling& sampling, int root);
-
-    // One step: evaluates a tree whose first row is its root, follows it from there and commits the path. Needs a
-    // session without pending rows, and leaves none behind, whatever happens.
-    // Of each row of the tree it also brings the largest logits, as many as asked for.
-    Outcome verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, const Sampling& sampling,
-                   int num_candidates = 0, const Masks& masks = {});
 
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);

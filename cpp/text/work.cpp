@@ -88,6 +88,13 @@ void check_hidden(const Work& work) {
     }
 }
 
+void check_judged(const Work& work) {
+    if (work.k > 0 && work.samplings.size() != 1 && work.samplings.size() != size_t(work.num_judged)) {
+        throw std::invalid_argument("candidates need one sampling, or one for each judged row");
+    }
+    check(work.masks, work.num_judged, work.session->model().numbers().vocab_size);
+}
+
 }  // namespace
 
 // The works of one call, with their sessions locked. What was not finished is undone.
@@ -134,6 +141,10 @@ void Run::append() {
         const Work* work = works_[i];
         const Text& text = text_of(i);
         text.check_open();
+        if (work->kind == Work::Kind::rank) {
+            check_judged(*work);
+            continue;
+        }
         text.check_tokens(work->tokens);
         if (work->kind != Work::Kind::propose || is_block(*work)) {
             text.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
@@ -148,10 +159,7 @@ void Run::append() {
         if (work->num_judged < 0 || judged > n) {
             throw std::invalid_argument("num_judged must be between 0 and the number of tokens");
         }
-        if (work->k > 0 && work->samplings.size() != 1 && work->samplings.size() != judged) {
-            throw std::invalid_argument("propose needs one sampling, or one for each judged row");
-        }
-        check(work->masks, judged, text.model->numbers().vocab_size);
+        check_judged(*work);
         check_hidden(*work);
     }
     starts_.reserve(works_.size());
@@ -160,6 +168,9 @@ void Run::append() {
         Text& text = text_of(w);
         const Model& model = *text.model;
         starts_.push_back(text.pending.size());
+        if (work->kind == Work::Kind::rank) {
+            continue;
+        }
         text.experts = {};
         if (is_block(*work)) {
             text.append_block(work->tokens);
@@ -381,11 +392,10 @@ std::vector<Outcome> Run::finish() {
     // Nothing fails from here on.
     finished_ = true;
     for (size_t i = 0; i < works_.size(); ++i) {
-        if (works_[i]->kind != Work::Kind::propose) {
-            const bool was_read = works_[i]->kind == Work::Kind::read && !paths[i].empty();
-            text_of(i).keep(paths[i], was_read, std::move(hidden[i]));
-        }
-        if (works_[i]->kind == Work::Kind::verify) {
+        if (works_[i]->kind == Work::Kind::read) {
+            text_of(i).keep(paths[i], !paths[i].empty(), std::move(hidden[i]));
+        } else if (works_[i]->kind == Work::Kind::verify) {
+            text_of(i).keep(paths[i], false, std::move(hidden[i]));
             outcomes[i].followed.path = std::move(paths[i]);
         }
     }
@@ -420,10 +430,11 @@ void Run::find_candidates(std::vector<Outcome>& outcomes) {
         outcome.tokens.resize(size_t(work.num_judged) * work.k);
         outcome.scores.resize(outcome.tokens.size());
         for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
-            const int row = static_cast<int>(text.pending.size()) - work.num_judged + j;
+            const int last = static_cast<int>(text.pending.size()) - work.num_judged + j;
+            const int row = work.kind == Work::Kind::rank ? work.rows[j] : last;
             int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
             float* scores = &outcome.scores[size_t(j) * work.k];
-            if (work.kind == Work::Kind::propose) {
+            if (work.kind != Work::Kind::verify) {
                 const Sampling& sampling = work.samplings[work.samplings.size() == 1 ? 0 : j];
                 rows.push_back(text.judged(row, &sampling, work.masks.row(j), work.k, tokens, scores));
                 continue;
@@ -463,6 +474,13 @@ Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<in
                    std::vector<Sampling> samplings, Masks masks, HiddenRows hidden) {
     return {Kind::propose,        &session,         std::move(tokens), std::move(parents), num_judged, k,
             std::move(samplings), std::move(masks), std::move(hidden)};
+}
+
+Work Work::rank(Session& session, std::vector<int32_t> rows, int k, std::vector<Sampling> samplings, Masks masks) {
+    Work work = propose(session, {}, {}, static_cast<int>(rows.size()), k, std::move(samplings), std::move(masks));
+    work.kind = Kind::rank;
+    work.rows = std::move(rows);
+    return work;
 }
 
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {

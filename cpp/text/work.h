@@ -1,4 +1,5 @@
 // What a text asks of a pass: to read a piece of its prompt, to verify a tree, to grow one. Several texts share a pass.
+// This is the only way to evaluate rows.
 #pragma once
 
 #include <functional>
@@ -14,20 +15,23 @@ struct Work {
         read,     // evaluates and commits tokens
         verify,   // evaluates a tree whose first row is its root, follows it from there and commits the path
         propose,  // appends pending rows, and finds the likeliest tokens after those that are judged
+        rank,     // finds them after rows that are pending already
     };
 
     Kind kind = Kind::read;
     Session* session = nullptr;
     std::vector<int32_t> tokens, parents;  // parents[i]: the pending row before, or -1 for the last committed token
-    int num_judged = 0;                    // how many of the last rows get logits; of verify, all; see Model::tap()
+    int num_judged = 0;                    // how many of the last rows get logits, see Model::tap(); of verify, all; of
+                                           // rank, how many `rows` are
     int k = 0;                             // candidates after each judged row, perhaps none
-    std::vector<Sampling> samplings;       // one, or of propose one for each judged row
-    Masks masks;                           // none, or one for each row of verify, or judged row of propose
+    std::vector<Sampling> samplings;       // one, or of propose and rank one for each judged row
+    Masks masks;                           // none, or one for each row of verify, or judged row of propose and rank
     // For each token another model's, where the session's reads them. Of a draft that reads them beside tokens, its
     // target's or those of its own rows before; of one that reads them as context, its target's with tokens that are
     // read, and none with a block that is proposed.
     HiddenRows hidden;
-    bool embeds = false;  // of read: whether its result has each row as the head would read it
+    bool embeds = false;        // of read: whether its result has each row as the head would read it
+    std::vector<int32_t> rows;  // of rank: the pending rows to judge
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
     static Work embed(Session& session, std::vector<int32_t> tokens);
@@ -35,6 +39,8 @@ struct Work {
                        const Sampling& sampling, int num_candidates = 0, Masks masks = {});
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
                         int k, std::vector<Sampling> samplings, Masks masks = {}, HiddenRows hidden = {});
+    static Work rank(Session& session, std::vector<int32_t> rows, int k, std::vector<Sampling> samplings,
+                     Masks masks = {});
 };
 
 // Does all works in one pass, or in several where their rows are more than it takes or the backend does not mix texts.

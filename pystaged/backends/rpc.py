@@ -9,12 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pystaged import _core
 from pystaged._core import DeviceError, Sampling
@@ -27,7 +23,7 @@ _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
 KEPT = ...  # stands in calls for the sampling that the host has stored
 _PROPERTIES = ("tokens", "num_bytes", "num_pending", "closed")
-_METHODS = ("evaluate", "commit", "discard", "keep_states", "rewind", "stretch", "logits")
+_METHODS = ("follow", "commit", "discard", "keep_states", "rewind", "stretch", "logits")
 
 
 def endpoints(device: str) -> list[str]:
@@ -159,42 +155,23 @@ class RemoteSession:
         if begun is None:
             begun, n_ctx = self._servers.call("open", n_ctx)
         self._id, self.n_ctx = begun, n_ctx
-        self._sampling: Sampling | Sequence[Sampling] | None = None  # that the host has stored
+        self._sampling: Sampling | None = None  # that the host has stored
 
     def fork(self, length: int) -> RemoteSession:
         return RemoteSession(self._model, self.n_ctx, self._servers.call("fork", self._id, length))
 
-    def prefill(self, tokens: NDArray[np.int32]) -> None:
-        length = len(self.tokens)
+    def run(self, kind: str, *arguments: Any) -> Any:
+        """As pystaged.decoding.requests.perform."""
+        if kind != "read":
+            return self._servers.call("run", self._id, kind, *map(self._told, arguments))
+        tokens, length = arguments[0], len(self.tokens)
         try:
             # One call for each pass, so that the timeout counts from the last pass and Ctrl-C is handled between.
             for first in range(0, len(tokens), _ROWS):
-                self._call("prefill", tokens[first : first + _ROWS])
+                self._servers.call("run", self._id, kind, tokens[first : first + _ROWS])
         except (KeyboardInterrupt, ValueError):
             self.rewind(length)
             raise
-
-    def candidates(
-        self,
-        rows: Sequence[int],
-        k: int,
-        sampling: Sampling | Sequence[Sampling],
-        masks: NDArray[np.uint32] | None = None,
-    ) -> Any:
-        return self._call("candidates", rows, k, self._told(sampling), masks)
-
-    def follow(self, sampling: Sampling, root: int = 0) -> Any:
-        return self._call("follow", self._told(sampling), root)
-
-    def verify(
-        self,
-        tokens: object,
-        parents: object,
-        sampling: Sampling,
-        num_candidates: int = 0,
-        masks: NDArray[np.uint32] | None = None,
-    ) -> Any:
-        return self._call("verify", tokens, parents, self._told(sampling), num_candidates, masks)
 
     def reachable(self, length: int) -> int:
         return int(self._call("reachable", length)) if self.state_bytes else length
@@ -217,12 +194,14 @@ class RemoteSession:
     def cell_bytes(self) -> int:
         return self._model.cell_bytes
 
-    def _told(self, sampling: Sampling | Sequence[Sampling]) -> object:
+    def _told(self, argument: object) -> object:
         """Send a sampling to the host if it is new, and return its stand-in. It is sent once, because its rules may
         be as large as the vocabulary."""
-        if sampling is not self._sampling:
-            self._servers.call("keep", self._id, sampling)
-            self._sampling = sampling
+        if not isinstance(argument, Sampling):
+            return argument
+        if argument is not self._sampling:
+            self._servers.call("keep", self._id, argument)
+            self._sampling = argument
         return KEPT
 
     def _call(self, name: str, *args: object) -> Any:

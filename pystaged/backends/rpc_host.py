@@ -9,6 +9,7 @@ from typing import Any
 
 from pystaged import _core
 from pystaged.backends.rpc import KEPT
+from pystaged.decoding.requests import perform
 from pystaged.platform.process import parent, serve
 
 _BEAT_SECONDS = 1.0
@@ -49,15 +50,19 @@ class Host:
         return len(self._sessions) - 1
 
     def keep(self, session: int, sampling: object) -> None:
-        """Store a sampling for the session's calls, whose arguments have KEPT in its place."""
+        """Store a sampling for the session's passes, whose arguments have KEPT in its place."""
         self._samplings[session] = sampling
+
+    def run(self, session: int, kind: str, *arguments: object) -> Any:
+        """Make a pass for one Work of a session."""
+        values = [self._samplings[session] if value is KEPT else value for value in arguments]
+        return perform(self._sessions[session], kind, *values)
 
     def call(self, session: int, name: str, *args: object) -> Any:
         """Call a method of a session."""
-        values = [self._samplings[session] if value is KEPT else value for value in args]
         if name == "close":
             self._samplings.pop(session, None)
-        return getattr(self._sessions[session], name)(*values)
+        return getattr(self._sessions[session], name)(*args)
 
     def get(self, session: int, name: str) -> Any:
         """Read a property of a session."""

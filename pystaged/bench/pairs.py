@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, RecycledCandidates, Sampling, Session
+from pystaged._core import Model, RecycledCandidates, Sampling, Session, Work, run
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
@@ -163,11 +163,11 @@ def agreement(
         if len(read) > session.n_ctx:
             continue
         session.rewind(0)
-        session.prefill(read[: len(prompt) - 1])
+        run([Work.read(session, read[: len(prompt) - 1])])
         for at in range(0, len(tokens), piece):
             rows = range(min(piece, len(tokens) - at))
-            session.evaluate(read[len(prompt) - 1 + at :][: len(rows)], [row - 1 for row in rows])
-            chosen, _ = session.candidates(rows, 1, Sampling())
+            guessed = read[len(prompt) - 1 + at :][: len(rows)]
+            [(chosen, _)] = run([Work.propose(session, guessed, [row - 1 for row in rows], len(rows), 1, Sampling())])
             session.commit(rows)
             hits += (chosen[:, 0] == tokens[at : at + piece]).tolist()
     return fmean(hits) if hits else None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from pystaged._core import Model, Session, dot_rate, read_bandwidth
+from pystaged._core import Model, Sampling, Session, Work, dot_rate, read_bandwidth, run
 from pystaged.bench import conditions
 from pystaged.bench.worker import Worker, WorkerError
 from pystaged.decoding.cost import PassCost
@@ -140,7 +140,7 @@ def measure(
 
     def times(length: int) -> dict[int, float]:
         if unread := length - len(session.tokens):
-            session.prefill(tokens[length - unread : length])
+            run([Work.read(session, tokens[length - unread : length])])
         return {n: _time_pass(session, tokens[-n:]) for n in rows[length]}
 
     ours = _medians(lengths, repeats, times, partial(progress, f"passes of {path.name}"))
@@ -202,7 +202,7 @@ def _medians(
 def _time_pass(session: Session, tokens: NDArray[np.int32]) -> float:
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
     start = time.perf_counter()
-    session.evaluate(tokens, parents)
+    run([Work.propose(session, tokens, parents, len(tokens), 0, Sampling())])
     elapsed = time.perf_counter() - start
     session.discard()
     return elapsed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,22 @@ class Logprobs:
 
     @staticmethod
     def of(of_tokens: NDArray[np.float32], best: NDArray[np.int32], of_best: NDArray[np.float32]) -> list[Logprobs]:
-        """Convert the arrays that Session.verify returns."""
+        """Convert the arrays that Work.verify brings."""
         tops = zip(best.tolist(), of_best.tolist(), strict=True)
         return [Logprobs(own, list(zip(*top, strict=True))) for own, top in zip(of_tokens.tolist(), tops, strict=True)]
+
+
+def work_of(session: Session, kind: str, *arguments: Any) -> Work:
+    """The Work of a session that Work's static method of this name makes."""
+    make: Callable[..., Work] = getattr(Work, kind)
+    return make(session, *arguments)
+
+
+def perform(session: Any, kind: str, *arguments: Any) -> Any:
+    """The result of a pass for one Work, as work_of; where the session is on another machine, it is made there."""
+    if isinstance(session, Session):
+        return run([work_of(session, kind, *arguments)])[0]
+    return session.run(kind, *arguments)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +54,7 @@ class Request:
     `work` describes the rows for a shared pass, `perform` makes a pass for them alone; `take` stores what either found.
 
     Attributes:
+        kind, arguments: the static method of Work that makes it, and what follows the session there.
         past: tokens that the session holds before the rows.
         result: see the subclass. error: why there is none, or None.
         share: share of the pass's rows, above 0 and at most 1.
@@ -49,6 +63,7 @@ class Request:
         processor_seconds: time that the calling thread ran, or the wall time of a pass on a device.
     """
 
+    kind: ClassVar[str]
     session: Session
     past: int
     result: Any = field(default=None, init=False)
@@ -69,6 +84,16 @@ class Request:
         """Whether its pass runs outside this process's threads."""
         return getattr(self.session, "on_device", True)
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def work(self) -> Work:
+        return work_of(self.session, self.kind, *self.arguments)
+
+    def perform(self) -> Any:
+        return perform(self.session, self.kind, *self.arguments)
+
     def check(self) -> None:
         """Raise the error of the pass."""
         if self.error is not None:
@@ -83,6 +108,7 @@ class Read(Request):
     hidden states, for a draft that reads them.
     """
 
+    kind = "read"
     tokens: NDArray[np.int32]
     num_rows: int = field(init=False)
     hidden: HiddenRows | None = field(default=None, kw_only=True)
@@ -90,15 +116,10 @@ class Read(Request):
     def __post_init__(self) -> None:
         self.num_rows = min(len(self.tokens), MOST_ROWS)
 
-    def work(self) -> Work:
+    @property
+    def arguments(self) -> tuple[Any, ...]:
         hidden = None if self.hidden is None else self.hidden[: self.num_rows]
-        return Work.read(self.session, self.tokens[: self.num_rows], hidden)
-
-    def perform(self) -> object:
-        if self.hidden is not None:
-            return run([self.work()])[0]
-        self.session.prefill(self.tokens[: self.num_rows])
-        return None
+        return self.tokens[: self.num_rows], hidden
 
     def take(self, found: Any) -> None:
         del found
@@ -112,21 +133,16 @@ class Score(Read):
     following: int32[n], the token after each. logprobs: the results, one for each row that was read.
     """
 
+    kind = "verify"
     following: NDArray[np.int32]
     sampling: Sampling
     logprobs: list[Logprobs] = field(default_factory=list)
 
-    def work(self) -> Work:
-        return Work.verify(self.session, self.tokens[: self.num_rows], *self._chain)
-
-    def perform(self) -> object:
-        return self.session.verify(self.tokens[: self.num_rows], *self._chain)
-
     @property
-    def _chain(self) -> tuple[NDArray[np.int32], Sampling, int, NDArray[np.uint32]]:
-        """Arguments of verify for a chain whose masks force its acceptance."""
+    def arguments(self) -> tuple[Any, ...]:
+        """Of a chain whose masks force its acceptance."""
         parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
-        return parents, self.sampling, 0, only(self.following[: self.num_rows])
+        return self.tokens[: self.num_rows], parents, self.sampling, 0, only(self.following[: self.num_rows])
 
     def take(self, found: Any) -> None:
         self.result, self.logprobs = self.num_rows, Logprobs.of(*found[2])
@@ -146,6 +162,7 @@ class Propose(Request):
     masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all. hidden: for each token the
     hidden states that a draft reads, as in Read."""
 
+    kind = "propose"
     tokens: Sequence[int]
     parents: Sequence[int]
     judged: int
@@ -158,16 +175,9 @@ class Propose(Request):
     def num_rows(self) -> int:
         return len(self.tokens)
 
-    def work(self) -> Work:
-        judged, k = self.judged, self.k
-        return Work.propose(self.session, self.tokens, self.parents, judged, k, self.sampling, self.masks, self.hidden)
-
-    def perform(self) -> object:
-        if self.hidden is not None or self.k == 0:
-            return run([self.work()])[0]
-        first = self.session.num_pending + len(self.tokens) - self.judged
-        self.session.evaluate(self.tokens, self.parents, self.judged)
-        return self.session.candidates(list(range(first, first + self.judged)), self.k, self.sampling, self.masks)
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.tokens, self.parents, self.judged, self.k, self.sampling, self.masks, self.hidden
 
     def take(self, found: Any) -> None:
         self.result = tuple(each.tolist() for each in found)
@@ -177,10 +187,11 @@ class Propose(Request):
 class Verify(Request):
     """Request to evaluate a tree and to commit its accepted path. The result is the tree, which the caller may have
     trimmed; its accepted nodes, root first; the target's own token after each; their log-probabilities if the sampling
-    asks for them, else None; and the candidates of all nodes as in Session.verify, empty if num_candidates is 0.
+    asks for them, else None; and the candidates of all nodes as in Work.verify, empty if num_candidates is 0.
     masks: allowed tokens after each node, uint32[nodes, words]; None allows all.
     """
 
+    kind = "verify"
     tree: TokenTree
     sampling: Sampling
     num_candidates: int = 0
@@ -190,14 +201,8 @@ class Verify(Request):
     def num_rows(self) -> int:
         return len(self.tree)
 
-    def work(self) -> Work:
-        return Work.verify(self.session, *self._rows)
-
-    def perform(self) -> object:
-        return self.session.verify(*self._rows)
-
     @property
-    def _rows(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         masks = None if self.masks is None else self.masks[: len(self.tree)]
         return self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, masks
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
+from pystaged._core import Session, Work, run
 from pystaged.decoding.drafter import Drafter, fulfil_all
 from pystaged.options.config import SamplingConfig
 
@@ -39,7 +39,7 @@ def speculate(
         For each step, the tokens of its accepted path and the bonus token.
     """
     target.rewind(0)
-    target.prefill(prompt[:-1])
+    run([Work.read(target, prompt[:-1])])
     drafter.start(prompt)
     steps: list[list[int]] = []
     room = min(max_tokens, target.n_ctx - len(prompt) + 1)
@@ -53,8 +53,8 @@ def speculate(
         # it, go on from there; otherwise it is the bonus token. The own token has the largest log p + noise. The noise
         # depends on seed, position and token alone (the Gumbel-max trick), so it is the token that plain decoding would
         # have sampled. Only the path stays in the KV cache.
-        _, tokens = target.verify(tree.tokens, tree.parents, sampling.native)[:2]
-        tokens = tokens.tolist()
+        [(_, accepted, *_)] = run([Work.verify(target, tree.tokens, tree.parents, sampling.native)])
+        tokens = accepted.tolist()
 
         # Accept: the path and the bonus token; tell the drafter. The bonus token, the last one, is the next root.
         drafter.advance(tokens)

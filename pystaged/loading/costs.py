@@ -18,6 +18,7 @@ from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.backends.devices import open_session
 from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, PassCost, measure
 from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
 
@@ -52,22 +53,21 @@ def measure_passes(model: Model, text: NDArray[np.int32], seconds: float = SAMPL
     clock = time.perf_counter if model.devices else time.thread_time
     unions: dict[int, float] = {}
 
-    def run(num_rows: int, cells: int) -> float:
+    def timed(num_rows: int, cells: int) -> float:
         session = sessions.get(cells) or sessions.setdefault(cells, open_session(model, cells + most_rows))
         if cells and not len(session.tokens):
             # A real prefill of this many tokens would take longer than all else.
-            session.prefill([0])
+            perform(session, "read", [0])
             session.stretch(cells)
-        begin = clock()
-        session.evaluate(tokens[:num_rows], np.arange(-1, num_rows - 1, dtype=np.int32))
-        session.candidates([num_rows - 1], 1, greedy)
+        parents, begin = np.arange(-1, num_rows - 1, dtype=np.int32), clock()
+        perform(session, "propose", tokens[:num_rows], parents, num_rows, 1, greedy)
         took = clock() - begin
         unions[num_rows] = session.experts[1]
         session.discard()
         return took
 
     try:
-        cost = measure(run, most_rows=most_rows, cells=cells, seconds=seconds)
+        cost = measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
         return ExpertCost(cost.seconds, cost.slopes, unions, samples=cost.samples) if model.experts_per_row else cost
     finally:
         for session in sessions.values():
@@ -85,7 +85,7 @@ def _measure_features(draft: Model, target: Model, seconds: float = SAMPLING) ->
         source = open_session(target, max(1, length))
         session = Session(draft, length + MEASURED_ROWS[-1], source)
         sessions[length] = session, source
-        source.prefill([0])
+        run([Work.read(source, [0])])
         if length and draft.borrows_cells:
             source.stretch(length)
         elif length:

@@ -159,8 +159,7 @@ def _own_texts(target: Model, tokenizer: Tokenizer) -> list[tuple[NDArray[np.int
     most = min(max(map(len, prompts)) + _TOKENS, target.max_context)
     sessions = [Session(target, most) for _ in texts]
     try:
-        for session, text in zip(sessions, texts, strict=True):
-            session.prefill(text[:-1])
+        run([Work.read(session, text[:-1]) for session, text in zip(sessions, texts, strict=True)])
         begin = time.monotonic()
         for _ in range(most - max(map(len, prompts))):
             steps = [
@@ -205,7 +204,7 @@ def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) 
     source, session = Session(target, len(tokens)), Session(draft, len(tokens) + max(2, draft.block_size))
     count = _right_blocks if draft.block_size else _right_rows
     try:
-        source.prefill(tokens[:-1])
+        run([Work.read(source, tokens[:-1])])
         return count(session, draft, tokens, source.hidden, prompt)
     finally:
         source.close()

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError
+from pystaged._core import ContextFullError, Sampling
 from pystaged.backends.devices import open_session
+from pystaged.decoding.requests import perform
 from pystaged.engine import Engine
 
 _ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
@@ -108,7 +109,7 @@ def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start:
     with closing(open_session(a.model, a.n_ctx)) as first, closing(open_session(b.model, b.n_ctx)) as second:
         for session in (first, second):
             if start > 1:
-                session.prefill(text[: start - 1])
+                perform(session, "read", text[: start - 1])
         for begin in range(start, len(text), _ROWS):
             end = min(begin + _ROWS, len(text))
             rows = np.arange(end - begin)
@@ -126,7 +127,7 @@ def _compared(number: int, a: Engine, b: Engine, text: NDArray[np.int32], start:
 def _logprobs(session: Any, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
     """Log-probabilities after each of the next tokens, float64[n, vocabulary]; the tokens are committed."""
     rows = np.arange(len(tokens))
-    session.evaluate(tokens, rows - 1)
+    perform(session, "propose", tokens, rows - 1, len(rows), 0, Sampling())
     logits = np.stack([session.logits(int(row)) for row in rows]).astype(np.float64)
     session.commit(rows)
     logits -= logits.max(1, keepdims=True)

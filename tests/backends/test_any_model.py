@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from support.any_model import Asking
 from support.logits import llama_context, llama_pass
+from support.steps import evaluate, prefill
 from pystaged._core import Model, Session
 path = Path(sys.argv[2])
 asking = Asking(sys.argv[1], path)
@@ -26,7 +27,7 @@ asking.load()
 model = Model(path, num_threads=1, device="ggml-cpu")
 session, rng = Session(model, 200), np.random.default_rng(1)
 text = rng.integers(0, 256, 30).tolist()
-session.prefill(text)
+prefill(session, text)
 if model.is_chained:
     parents = list(range(-1, model.most_pending - 1))
 else:
@@ -46,19 +47,19 @@ def logprobs(logits):
 def gap(found, tokens):
     return float(np.abs(logprobs(found) - logprobs(one_by_one(tokens))).max())
 
-session.evaluate(tree, parents)
+evaluate(session, tree, parents)
 gaps = [gap(session.logits(row), text + [tree[i] for i in way(row)]) for row in range(len(tree))]
 kept = way(len(tree) - 1)
 session.commit(kept)
 text += [tree[i] for i in kept]
 fork = session.fork(len(text))
 for each in (session, fork):
-    each.evaluate([5], [-1])
+    evaluate(each, [5], [-1])
     gaps.append(gap(each.logits(0), [*text, 5]))
 session.discard()
 session.rewind(20)
-session.prefill(text[len(session.tokens) : 25])
-session.evaluate([7], [-1])
+prefill(session, text[len(session.tokens) : 25])
+evaluate(session, [7], [-1])
 gaps.append(gap(session.logits(0), [*text[:25], 7]))
 print(json.dumps([gaps, float(session.logits(0).std())]))
 """

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from support.device import DEVICE, gap_alone
 from support.family_reference import FamilyReference
+from support.steps import evaluate, prefill, rank, verify
 from typer.testing import CliRunner
 
 import pystaged
@@ -38,7 +39,7 @@ def open_session(path: Path, n_ctx: int = 0) -> Session:
 
 def all_logits(session: Session, tokens: list[int]) -> Floats:
     """Logits after each token, in one evaluation."""
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    evaluate(session, tokens, range(-1, len(tokens) - 1))
     found = np.stack([session.logits(row) for row in range(len(tokens))])
     session.discard()
     return found
@@ -65,13 +66,13 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
     path, rng = random_gguf("F32", context=96), np.random.default_rng(1)
     reference, session = FamilyReference(path, half=False), open_session(path)
     text = rng.integers(0, 257, 5).tolist()
-    session.prefill(text)
+    prefill(session, text)
     for _ in range(12):
         size = int(rng.integers(2, 12))
         tokens = rng.integers(0, 257, size).tolist()
         parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, size))]
-        session.evaluate(tokens[:1], parents[:1])
-        session.evaluate(tokens[1:], parents[1:])
+        evaluate(session, tokens[:1], parents[:1])
+        evaluate(session, tokens[1:], parents[1:])
         ways: list[list[int]] = []
         for row in range(size):
             ways.append([*(ways[parents[row]] if parents[row] >= 0 else []), row])
@@ -89,10 +90,10 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 3, 0.9, 0.05, 7), Sampling(1.0)])
 def test_texts_choose_the_first_candidate(bundled_target: Path, sampling: Sampling) -> None:
     session = open_session(bundled_target)
-    session.prefill(range(40, 60))
-    session.evaluate([30, 31, 32, 33], [-1, -1, 0, 1])
+    prefill(session, range(40, 60))
+    evaluate(session, [30, 31, 32, 33], [-1, -1, 0, 1])
     chosen = [int(session.follow(sampling, row)[1][0]) for row in range(4)]
-    found, _ = session.candidates(range(4), 1, sampling)
+    found, _ = rank(session, range(4), 1, sampling)
     assert chosen == found[:, 0].tolist()
 
 
@@ -100,10 +101,10 @@ def test_texts_choose_the_first_candidate(bundled_target: Path, sampling: Sampli
 def test_the_largest_logits_of_verified_rows(bundled_target: Path, k: int) -> None:
     apart, session = open_session(bundled_target), open_session(bundled_target)
     for each in (apart, session):
-        each.prefill(range(40, 60))
-    apart.evaluate([30, 31, 32, 33], [-1, 0, 0, 1])
+        prefill(each, range(40, 60))
+    evaluate(apart, [30, 31, 32, 33], [-1, 0, 0, 1])
     logits = np.stack([apart.logits(row) for row in range(4)])
-    _, _, tokens, values = session.verify([30, 31, 32, 33], [-1, 0, 0, 1], Sampling(), k)
+    _, _, tokens, values = verify(session, [30, 31, 32, 33], [-1, 0, 0, 1], Sampling(), k)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(tokens, order)
     np.testing.assert_array_equal(values, np.take_along_axis(logits, order, axis=1))

@@ -13,6 +13,7 @@ from support import random_models
 from support.commands import here
 from support.logits import llama_context, llama_pass
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill, verify
 
 import pystaged
 from pystaged import DeviceError, FixedPolicy
@@ -58,8 +59,8 @@ def test_types_that_our_kernels_lack(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedModelError, match=kind.lower()):
         Model(path)
     session, text, tree = Session(Model(path, num_threads=1, device="ggml-cpu"), 100), [*range(20)], [7, 8, 9]
-    session.prefill(text)
-    session.evaluate(tree, [-1, 0, 0])
+    prefill(session, text)
+    evaluate(session, tree, [-1, 0, 0])
     for row, way in enumerate(([7], [7, 8], [7, 9])):
         with llama_context(path, num_threads=1) as context:
             expected = [llama_pass(context, [token], i)[0] for i, token in enumerate([*text, *way])][-1]
@@ -111,10 +112,10 @@ def test_it_is_said_before_a_text_is_written(unknown: Path) -> None:
 def test_more_leaves_than_ids(unknown: Path) -> None:
     """The first 256 leaves are verified; what leads to no leaf is left out."""
     session = Session(Model(unknown, num_threads=1, device="ggml-cpu"), 100)
-    session.prefill(range(10))
+    prefill(session, range(10))
     tree = np.arange(1 + 280) % 300
     parents = [-1] + [0] * 280
-    path, tokens, found, scores = session.verify(tree, parents, Sampling(), 1)
+    path, tokens, found, scores = verify(session, tree, parents, Sampling(), 1)
     assert len(path) == len(tokens) >= 1
     assert (found[:257, 0] >= 0).all()
     assert (found[257:, 0] == -1).all()
@@ -127,10 +128,10 @@ def test_ids_of_texts_at_rest_are_taken_from_them(unknown: Path) -> None:
     crowd = [Session(model, 40) for _ in range(8)]
     tree, parents = [1, *range(2, 42)], [-1] + [0] * 40
     for session in crowd:
-        session.prefill([5, 6])
-        session.verify(tree, parents, Sampling())
+        prefill(session, [5, 6])
+        verify(session, tree, parents, Sampling())
     for session in crowd:
-        _, _, found, _ = session.verify(tree, parents, Sampling(), 1)
+        _, _, found, _ = verify(session, tree, parents, Sampling(), 1)
         assert (found >= 0).all()
 
 
@@ -140,26 +141,26 @@ def test_cells_run_out(unknown: Path) -> None:
     model.reserve(1000)
     crowd = [Session(model, 400) for _ in range(3)]
     for token, session in enumerate(crowd[:2]):
-        session.prefill([token] * 390)
+        prefill(session, [token] * 390)
     fork = crowd[0].fork(390)
     with pytest.raises(DeviceError, match=r"context of 1024 tokens for all texts is full"):
-        crowd[2].prefill([4] * 390)
+        prefill(crowd[2], [4] * 390)
     assert len(crowd[2].tokens) == 0
     for session in (crowd[0], fork):
-        session.evaluate([7], [-1])
+        evaluate(session, [7], [-1])
     np.testing.assert_allclose(crowd[0].logits(0), fork.logits(0), atol=1e-3)
     crowd[1].close()
-    crowd[2].prefill([4] * 390)
+    prefill(crowd[2], [4] * 390)
 
 
 def test_what_fails_leaves_texts_as_they_were(unknown: Path) -> None:
     model = Model(unknown, num_threads=1, device="ggml-cpu")
     session, plain = Session(model, 400), Session(model, 400)
     for each in (session, plain):
-        each.prefill(range(20))
+        prefill(each, range(20))
     with pytest.raises(ValueError, match="outside the vocabulary"):
         run([Work.read(session, [1, 2]), Work.read(plain, [1, 10**6])])
     for each in (session, plain):
         assert len(each.tokens) == 20
-        each.evaluate([9], [-1])
+        evaluate(each, [9], [-1])
     np.testing.assert_allclose(session.logits(0), plain.logits(0), atol=1e-3)

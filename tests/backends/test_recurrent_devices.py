@@ -18,6 +18,7 @@ from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.plain import Plain
 from support.random_models import write
+from support.steps import evaluate, prefill, verify
 
 import pystaged
 from pystaged import FixedPolicy
@@ -67,7 +68,7 @@ def logprobs(logits: Floats) -> Floats:
 def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
     """A chain behind the text has the logits of single rows."""
     committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1][: session.most_pending]
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    evaluate(session, tokens, range(-1, len(tokens) - 1))
     for row in range(len(tokens)):
         expected = plain([*committed, *tokens[: row + 1]])
         assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= TOLERANCE
@@ -81,15 +82,15 @@ def test_texts_of_one_pass_go_back_each_to_its_own_state(path_of: Callable[..., 
     for order in permutations(range(3)):
         sessions = [Session(model, 64) for _ in sizes]
         for text, session in enumerate(sessions):
-            session.prefill([text + 1, 5])
+            prefill(session, [text + 1, 5])
         parents = [range(-1, size - 1) for size in sizes]
         run([Work.propose(sessions[i], chains[i], parents[i], sizes[i], 0, Sampling()) for i in order])
         for session, chain in zip(sessions, chains, strict=True):
             session.commit([0])
             alone = Session(model, 64)
-            alone.prefill([*session.tokens[:2], chain[0]])
+            prefill(alone, [*session.tokens[:2], chain[0]])
             for each in (session, alone):
-                each.evaluate([9], [-1])
+                evaluate(each, [9], [-1])
             assert np.abs(logprobs(session.logits(0)) - logprobs(alone.logits(0))).max() <= TOLERANCE
             session.close()
             alone.close()
@@ -104,12 +105,12 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
     own, session = model_logits(Model(path), tokens)[20:], Session(on_device(path))
     assert session.most_pending == size
     found, expected = [], []
-    session.prefill(tokens[:20])
+    prefill(session, tokens[:20])
     with llama_context(path, GPU_LAYERS, num_threads=1) as context:
         llama_pass(context, tokens[:20], 0)
         for first in range(20, 60, size):
             piece = tokens[first : first + size]
-            session.evaluate(piece, range(-1, len(piece) - 1))
+            evaluate(session, piece, range(-1, len(piece) - 1))
             found.append(np.stack([session.logits(row) for row in range(len(piece))]))
             session.commit(range(len(piece)))
             expected.append(llama_pass(context, piece, first))
@@ -133,17 +134,17 @@ def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
         session.keep_states(len(committed) + generator.integers(-5, 40, 3), int(generator.integers(4)))
         size = int(generator.integers(1, 1 + session.most_pending))
         if kind == "read":  # perhaps in two passes
-            session.prefill(generator.integers(0, 4, generator.choice([size, 3 * size, 80])))
+            prefill(session, generator.integers(0, 4, generator.choice([size, 3 * size, 80])))
         elif kind == "verify":
             sampling = Sampling(temperature=2.0, seed=size, top_k=4)
-            session.verify(generator.integers(0, 4, size), range(-1, size - 1), sampling)
+            verify(session, generator.integers(0, 4, size), range(-1, size - 1), sampling)
         elif kind == "draft":  # in passes that begin behind any row, of which a path is kept
             parents: list[int] = []
             size = min(size, session.most_pending // 3)
             for _ in range(3 if size else 0):
                 begin = int(generator.integers(-1, len(parents))) if parents else -1
                 rows = [begin, *range(len(parents), len(parents) + size - 1)]
-                session.evaluate(generator.integers(0, 4, size), rows, 0)
+                evaluate(session, generator.integers(0, 4, size), rows, 0)
                 parents += rows
             path_kept, row = list[int](), int(generator.integers(-1, len(parents)))
             while row >= 0:
@@ -160,7 +161,7 @@ def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
             assert_goes_on_plainly(other, plain)
         else:
             with pytest.raises(ValueError, match="outside the vocabulary"):
-                session.verify([1, 10000], [-1, 0], Sampling())
+                verify(session, [1, 10000], [-1, 0], Sampling())
             assert session.tokens.tolist() == committed
         assert_goes_on_plainly(session, plain)
 
@@ -171,9 +172,9 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
     plain, tokens = Plain(path), np.random.default_rng(2).integers(0, 4, 120)
     session = Session(on_device(path))
     session.keep_states([30, 70, 90, 500], 2)
-    session.prefill(tokens[:100])
+    prefill(session, tokens[:100])
     assert [session.reachable(length) for length in (100, 93, 92, 89, 69)] == [100, 93, 90, 70, 0]
-    session.evaluate(tokens[100:108], range(-1, 7), 0)
+    evaluate(session, tokens[100:108], range(-1, 7), 0)
     session.commit(range(8))
     assert [session.reachable(length) for length in range(100, 109)] == [90, *range(101, 109)]
     assert session.rewind(103) == 103
@@ -183,7 +184,7 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
     assert session.rewind(80) == 70
     assert_goes_on_plainly(session, plain)
     assert session.rewind(20) == 0
-    session.prefill(tokens[:10])
+    prefill(session, tokens[:10])
     assert_goes_on_plainly(session, plain)
 
 
@@ -192,9 +193,9 @@ def test_chains_alone(path_of: Callable[..., Path]) -> None:
     session = Session(model)
     assert (model.is_chained, model.most_pending) == (True, 8)
     with pytest.raises(ValueError, match="evaluates chains of a model with recurrent layers: row 2 has parent 0"):
-        session.evaluate([1, 2, 3], [-1, 0, 0])
+        evaluate(session, [1, 2, 3], [-1, 0, 0])
     with pytest.raises(ValueError, match="has 8 pending rows at most"):
-        session.evaluate(range(9), range(-1, 8))
+        evaluate(session, range(9), range(-1, 8))
     assert session.num_pending == 0
 
 
@@ -207,7 +208,7 @@ def test_memory_of_states(path_of: Callable[..., Path]) -> None:
     assert model.state_bytes == 8 * model.kept_state_bytes
     session = Session(model)
     session.keep_states([5], 1)
-    session.prefill(range(9))
+    prefill(session, range(9))
     assert session.num_bytes == 9 * model.cell_bytes + model.state_bytes + model.kept_state_bytes
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from support.families import CASES
 from support.random_models import write
+from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
@@ -156,22 +157,22 @@ def test_a_session_in_a_child_is_a_session(random_gguf: Callable[..., Path]) -> 
     mine, theirs = rpc.RemoteSession(remote, 0), Session(local)
     tokens = np.random.default_rng(0).integers(0, 257, 80).astype(np.int32)
     for session in (mine, theirs):
-        session.prefill(tokens)
-        session.evaluate([1, 2, 3], [-1, 0, 0])
+        prefill(session, tokens)
+        evaluate(session, [1, 2, 3], [-1, 0, 0])
     assert np.array_equal(mine.logits(2), theirs.logits(2))
     for a, b in zip(mine.follow(Sampling(1.0)), theirs.follow(Sampling(1.0)), strict=True):
         assert np.array_equal(a, b)
     with pytest.raises(ValueError, match="parent"):
-        mine.evaluate([1], [5])
+        evaluate(mine, [1], [5])
     mine.commit([0])
     with pytest.raises(pystaged.ContextFullError):
-        mine.prefill(np.zeros(90, np.int32))
+        prefill(mine, np.zeros(90, np.int32))
     assert mine.tokens.tolist() == [*tokens.tolist(), 1]
     forks = mine.fork(50), theirs.fork(50)
     for fork in forks:
         assert (fork.tokens.tolist(), fork.n_ctx) == (tokens[:50].tolist(), theirs.n_ctx)
         assert fork.cell_bytes == local.cell_bytes
-        fork.evaluate([4], [-1])
+        evaluate(fork, [4], [-1])
     assert np.array_equal(forks[0].logits(0), forks[1].logits(0))
     with pytest.raises(ValueError, match="cannot fork"):
         mine.fork(82)
@@ -181,7 +182,7 @@ def test_a_session_in_a_child_is_a_session(random_gguf: Callable[..., Path]) -> 
     assert mine.closed
     remote.servers.close()
     with pytest.raises(DeviceError, match="the connection to the RPC servers is closed"):
-        mine.prefill(tokens)
+        prefill(mine, tokens)
 
 
 @pytest.mark.usefixtures("servers")
@@ -192,7 +193,7 @@ def test_a_child_that_is_killed(random_gguf: Callable[..., Path]) -> None:
     child.kill()
     for _ in range(2):
         with pytest.raises(DeviceError, match="RPC server cpu ended the connection; start it again"):
-            session.prefill(np.zeros(3, np.int32))
+            prefill(session, np.zeros(3, np.int32))
     assert child.returncode == -signal.SIGKILL
 
 

@@ -13,7 +13,7 @@ from support.families import CASES
 from support.random_models import write
 from typer.testing import CliRunner
 
-from pystaged._core import Session
+from pystaged._core import Work, run
 from pystaged.bench import passes
 from pystaged.bench.passes import ROWS, PassTime, PassTimes, Runner, measure
 from pystaged.cli import app
@@ -31,31 +31,34 @@ def path(random_gguf: Callable[..., Path]) -> Path:
     return random_gguf("Q8_0", context=1300)
 
 
-class Recording(Session):
+class Recording:
     """What is read, and behind how much passes are made."""
 
-    read: list[int]
-    made: set[tuple[int, int]]
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.made: set[tuple[int, int]] = set()
 
-    def prefill(self, tokens: Any) -> None:
-        self.read.append(len(tokens))
-        super().prefill(tokens)
-
-    def evaluate(self, tokens: Any, parents: Any, num_logits: int | None = None) -> None:
-        self.made.add((len(self.tokens), len(tokens)))
-        super().evaluate(tokens, parents, num_logits)
+    def __call__(self, works: list[Work]) -> list[Any]:
+        [work] = works
+        past = len(work.session.tokens)
+        found = run(works)
+        if work.session.num_pending:
+            self.made.add((past, work.num_rows))
+        else:
+            self.read.append(work.num_rows)
+        return found
 
 
 @pytest.mark.slow
 def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Recording.read, Recording.made = [], set()
-    monkeypatch.setattr(passes, "Session", Recording)
+    recording = Recording()
+    monkeypatch.setattr(passes, "run", recording)
     told: list[tuple[str, int, int]] = []
     found = measure(path, contexts=[1290, 20, 600, 20], repeats=1, progress=lambda *doing: told.append(doing))
     expected = [(length, n) for length in (20, 600, 1290) for n in ROWS if length + n <= 1300]
     assert [(each.context, each.n) for each in found.passes] == expected
-    assert Recording.made == set(expected)
-    assert Recording.read == [20, 580, 690], "what one context has read the next one goes on from"
+    assert recording.made == set(expected)
+    assert recording.read == [20, 580, 690], "what one context has read the next one goes on from"
     assert found.llama_cpp == "measured"
     # Repacked weights crash llama.cpp on some machines.
     rounds = [(f"passes of {path.name}", done, 6) for done in range(7)]

@@ -9,6 +9,7 @@ import pytest
 from support.decoding import Text, generate, step
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill, verify
 
 from pystaged._core import Model, RecycledCandidates, Session, Work, run
 from pystaged.decoding.context import Context
@@ -45,20 +46,20 @@ def test_experts_of_rows(tmp_path: Path, family: str) -> None:
     reference.logits(TOKENS[:9])
     expected = [[set(layer[row].tolist()) for layer in reference.chosen] for row in range(9)]
     session = Session(model)
-    session.prefill(TOKENS[:5])
+    prefill(session, TOKENS[:5])
     found = sets(session, 12, layers)
     assert [row[:-1] for row in found] == [row[:-1] for row in expected[:5]]
     assert not any(row[-1] for row in found)  # whose results nobody reads
     tree = [TOKENS[5], TOKENS[6], 7, TOKENS[7], TOKENS[8], 9]
-    session.evaluate(tree, [-1, 0, 0, 1, 3, 2])
+    evaluate(session, tree, [-1, 0, 0, 1, 3, 2])
     found = sets(session, 12, layers)
     assert [found[i] for i in (0, 1, 3, 4)] == expected[5:9]
     assert session.experts[1] == sum(len(set.union(*(row[i] for row in found))) for i in range(layers))
     session.discard()
-    session.evaluate(tree[:1], [-1], num_logits=0)
+    evaluate(session, tree[:1], [-1], num_logits=0)
     session.discard()
     for token, parents in ((7, [-1, 0]), (TOKENS[6], [-1, 0])):
-        session.verify([tree[0], token], parents, SamplingConfig().native)
+        verify(session, [tree[0], token], parents, SamplingConfig().native)
         assert len(sets(session, 12, layers)) == 2
         session.rewind(5)
 
@@ -74,7 +75,7 @@ def test_experts_of_a_pass_of_several_texts(path: Path) -> None:
     distinct = int(np.unpackbits(np.bitwise_or.reduce(rows)).sum())
     assert {session.experts[1] for session in sessions} == {distinct}
     dense = Session(Model(write(path.with_name("dense.gguf"), RandomModel("llama"))))
-    dense.prefill(TOKENS)
+    prefill(dense, TOKENS)
     assert dense.experts[0].size == dense.experts[1] == 0
 
 

@@ -19,6 +19,7 @@ from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.paths import table
 from support.random_models import RandomModel, dequantized, quantize, split, write
+from support.steps import evaluate, prefill, verify
 
 from pystaged._core import Model, ModelError, Sampling, Session, Tokenizer, UnsupportedModelError, kernels
 
@@ -104,8 +105,8 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
         for threads in (1, 3):
             model = Model(str(path), kernel, threads)
             session = Session(model)
-            session.prefill(tokens)
-            session.evaluate(branches, parents)
+            prefill(session, tokens)
+            evaluate(session, branches, parents)
             found = np.stack([session.logits(row) for row in range(24)])
             if expected is None:
                 expected = found
@@ -115,9 +116,9 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
                         chain.insert(0, branches[node])
                         node = parents[node]
                     alone = Session(model)
-                    alone.prefill(tokens[:60])
+                    prefill(alone, tokens[:60])
                     for token in [*tokens[60:], *chain]:
-                        alone.evaluate([token], [-1])
+                        evaluate(alone, [token], [-1])
                         last = alone.logits(0)
                         alone.commit([0])
                     assert (last == found[leaf]).all()
@@ -268,7 +269,7 @@ def test_keys_beyond_f16_are_refused(tmp_path: Path, device: str) -> None:
 
     session = Session(Model(str(write(tmp_path / "model.gguf", LLAMA, enlarge)), device=device))
     with pytest.raises(ModelError, match="not finite"):
-        session.verify(np.arange(8, dtype=np.int32), np.arange(-1, 7, dtype=np.int32), Sampling())
+        verify(session, np.arange(8, dtype=np.int32), np.arange(-1, 7, dtype=np.int32), Sampling())
 
 
 def test_drafts_are_not_among_the_supported_architectures(tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ def test_short_factors(written: Callable[[str], Path]) -> None:
     found = []
     for n_ctx in (64, 65):
         session = Session(model, n_ctx)
-        session.evaluate(tokens, range(-1, 59))
+        evaluate(session, tokens, range(-1, 59))
         found.append(np.stack([session.logits(row) for row in range(60)]))
     for logits, context in zip(found, (64, 65), strict=True):
         assert np.abs(logits - FamilyReference(path).logits(tokens, context)).max() <= 1e-3

@@ -20,6 +20,7 @@ from support.logits import llama_ahead, llama_assistant
 from support.memory import resident
 from support.paths import table
 from support.random_models import Floats, RandomModel, write
+from support.steps import evaluate, prefill, verify
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
 from pystaged.loading.quantize import quantize_checkpoint
@@ -70,7 +71,7 @@ def load(target_path: Path, path: Path, threads: int = 2) -> tuple[Model, Model]
 def read(target: Model, count: int) -> HiddenRows:
     """The hidden states of the first tokens."""
     session = Session(target)
-    session.prefill(TOKENS[:count])
+    prefill(session, TOKENS[:count])
     return session.hidden
 
 
@@ -171,7 +172,7 @@ def test_an_assistant_is_llama_cpps(tmp_path: Path, case: str, length: int) -> N
     text = TOKENS[:length].tolist()
     source = Session(target)
     session = Session(draft, target=source)
-    source.prefill(text)
+    prefill(source, text)
     assert len(source.hidden) == 1
     run([Work.propose(session, [5, 6], [-1, -1], 2, 1, GREEDY, hidden=source.hidden + source.hidden)])
     # A level behind, whose rows read what their parents hand on.
@@ -315,7 +316,7 @@ def test_an_assistants_row_has_the_same_bits_alone_and_with_other_texts(tmp_path
     target.tap(draft.target_layers, last_row=True)
     sources, lengths = [Session(target) for _ in range(3)], (3, 80, 300)
     for source, n in zip(sources, lengths, strict=True):
-        source.prefill(TOKENS[:n])
+        prefill(source, TOKENS[:n])
     several, alone = ([Session(draft, target=source) for source in sources] for _ in range(2))
     hidden = [sum([source.hidden] * 5, source.hidden) for source in sources]
     run([Work.propose(each, TOKENS[:6], FORK, 6, 1, GREEDY, hidden=h) for each, h in zip(several, hidden, strict=True)])
@@ -341,7 +342,7 @@ def test_an_assistant_needs_its_targets_text(tmp_path: Path) -> None:
     row = Work.propose(session, [1], [-1], 1, 1, GREEDY, hidden=hidden)
     with pytest.raises(ValueError, match="no tokens"):
         run([row])
-    source.prefill(TOKENS[:30])
+    prefill(source, TOKENS[:30])
     run([row])
     before = session.logits(0)
     with pytest.raises(ValueError, match="parent"):
@@ -355,20 +356,20 @@ def test_an_assistant_needs_its_targets_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reads and verifies no text"):
         run([Work.read(empty, [1], hidden)])
     with pytest.raises(ValueError, match="reads and verifies no text"):
-        empty.verify([1], [-1], GREEDY)
+        verify(empty, [1], [-1], GREEDY)
     with pytest.raises(ContextFullError, match="rows here"):
         run([Work.propose(session, [1] * 600, [-1] * 600, 0, 0, GREEDY, hidden=sum([hidden] * 599, hidden))])
     # Another text of the target's session, and the same one again.
     assert source.rewind(10) == 10
     run([row])
     assert not np.array_equal(session.logits(1), before)
-    source.prefill(TOKENS[10:30])
+    prefill(source, TOKENS[10:30])
     copy = session.fork(0)
     run([row, Work.propose(copy, [1], [-1], 1, 1, GREEDY, hidden=hidden)])
     np.testing.assert_array_equal(session.logits(2), before)
     np.testing.assert_array_equal(copy.logits(0), before)
     assert (session.num_pending, len(session.tokens), session.num_bytes) == (3, 0, 0)
-    source.prefill(TOKENS[30:50])
+    prefill(source, TOKENS[30:50])
     with pytest.raises(ContextFullError, match="40 tokens"):
         run([row])
     source.close()
@@ -385,7 +386,7 @@ def test_an_assistant_that_is_closed_lets_go_of_its_targets_text(tmp_path: Path)
     path = write_assistant(tmp_path / "draft.gguf", Assistant(model))
     target, draft = load(write(tmp_path / "target.gguf", model), path)
     source = Session(target)
-    source.prefill(TOKENS)
+    prefill(source, TOKENS)
     drafts = [Session(draft, target=source.fork(len(TOKENS))) for _ in range(20)]
     before = resident()
     for session in drafts:
@@ -451,7 +452,7 @@ def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="hidden states"):
         run([Work.read(session, [1, 2])])
     with pytest.raises(ValueError, match="verifies no trees"):
-        session.verify([1], [-1], GREEDY)
+        verify(session, [1], [-1], GREEDY)
     run([Work.propose(session, [1, 2], [-1, 0], 2, 1, GREEDY)])
     with pytest.raises(ValueError, match="pending rows"):
         run([Work.propose(session, [1, 2], [-1, 0], 2, 1, GREEDY)])
@@ -468,8 +469,8 @@ def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) 
     with pytest.raises(ContextFullError):
         run([Work.propose(full, [1, 2], [-1, 0], 2, 1, GREEDY)])
     assert (len(full.tokens), full.num_pending) == (6, 0)
-    plain.prefill([1])
-    plain.evaluate([1], [-1])
+    prefill(plain, [1])
+    evaluate(plain, [1], [-1])
     with pytest.raises(ValueError, match="no Markov"):
         plain.likeliest([0], [1], 3)
 

@@ -37,6 +37,7 @@ from support.gguf_parts import (
 from support.paths import table
 from support.random_models import RandomModel
 from support.random_models import write as write_random_model
+from support.steps import evaluate, prefill, rank, verify
 
 import pystaged
 from pystaged import ModelError, _core
@@ -189,13 +190,13 @@ def test_logits_that_are_not_finite(small: Gguf, tmp_path: Path, number: float, 
         small.data, tmp_path / "bad.gguf", shift, set_weights("token_embd.weight", 0, struct.pack("<f", 1e6))
     )
     session = _core.Session(_core.Model(path, device=device))
-    session.prefill([1, 2, 3])
+    prefill(session, [1, 2, 3])
     with pytest.raises(ModelError, match="logits of a pass are not finite"):
-        session.verify([5, 6], [-1, 0], _core.Sampling())
+        verify(session, [5, 6], [-1, 0], _core.Sampling())
     assert (session.tokens.tolist(), session.num_pending) == ([1, 2, 3], 0)
-    session.evaluate([5], [-1])
+    evaluate(session, [5], [-1])
     with pytest.raises(ModelError, match="logits of a pass are not finite"):
-        session.candidates([0], 2, _core.Sampling())
+        rank(session, [0], 2, _core.Sampling())
 
 
 TRUNCATED_WHILE_READ = """
@@ -240,7 +241,7 @@ def test_the_most_layers_run(random_gguf: Callable[..., Path]) -> None:
     path = random_gguf(width=8, heads=1, layers=512, vocab_size=257, context=8)
     session = _core.Session(_core.Model(str(path)))
     with ThreadPoolExecutor(1) as pool:  # on a thread's smaller stack
-        pool.submit(session.verify, [1, 2], [-1, 0], _core.Sampling()).result()
+        pool.submit(verify, session, [1, 2], [-1, 0], _core.Sampling()).result()
 
 
 def test_tensors_at_any_address(small: Gguf, tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_tensors_at_any_address(small: Gguf, tmp_path: Path) -> None:
     logits = []
     for file in (path, same):
         session = _core.Session(_core.Model(str(file), num_threads=1))
-        session.evaluate([1, 2, 3], [-1, 0, 1])
+        evaluate(session, [1, 2, 3], [-1, 0, 1])
         logits.append(session.logits(2).tobytes())
     assert logits[0] == logits[1]
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill, verify
 
 from pystaged._core import Model, Sampling, Session, Work, run
 from pystaged.decoding.requests import MOST_ROWS, only
@@ -51,8 +52,8 @@ def states_of(session: Session) -> Floats:
 def test_states_are_those_that_a_shorter_model_ends_with(target_path: Path, tmp_path: Path) -> None:
     rows = ([5, 6, 7], [-1, 0, 1])
     session = tapped(target_path, [1, 2, 3])
-    session.prefill([1, 2, 3, 4])
-    session.verify(*rows, GREEDY, masks=only(np.array([6, 7, 8])))
+    prefill(session, [1, 2, 3, 4])
+    verify(session, *rows, GREEDY, masks=only(np.array([6, 7, 8])))
     states = states_of(session)
     assert states.shape == (3, 3 * SHAPE.width)
 
@@ -61,18 +62,18 @@ def test_states_are_those_that_a_shorter_model_ends_with(target_path: Path, tmp_
 
     shorter = write(tmp_path / "shorter.gguf", RandomModel("llama", layers=2, head_dim=32, context=1024), same_weights)
     other = tapped(shorter, [2])
-    other.prefill([1, 2, 3, 4])
-    other.verify(*rows, GREEDY, masks=only(np.array([6, 7, 8])))
+    prefill(other, [1, 2, 3, 4])
+    verify(other, *rows, GREEDY, masks=only(np.array([6, 7, 8])))
     np.testing.assert_array_equal(states_of(other), states[:, SHAPE.width : 2 * SHAPE.width])
 
 
 def test_the_last_layers_state_makes_the_logits(target_path: Path) -> None:
     session = tapped(target_path, [3])
-    session.verify([5], [-1], GREEDY)
+    verify(session, [5], [-1], GREEDY)
     state = states_of(session)[0].astype(np.float64)
     normed = state / np.sqrt((state * state).mean() + 1e-6) * tensor(target_path, "output_norm.weight")
     again = Session(session_model := Model(target_path))
-    again.evaluate([5], [-1])
+    evaluate(again, [5], [-1])
     expected = tensor(target_path, "token_embd.weight").astype(np.float64) @ normed
     np.testing.assert_allclose(again.logits(0), expected, atol=1e-4)
     assert session_model.taps == []
@@ -81,12 +82,12 @@ def test_the_last_layers_state_makes_the_logits(target_path: Path) -> None:
 def test_states_are_those_of_the_path_alone(target_path: Path) -> None:
     session, chain = tapped(target_path, [2, 3]), tapped(target_path, [2, 3])
     for each in (session, chain):
-        each.prefill([1, 2, 3])
+        prefill(each, [1, 2, 3])
     # A tree whose second branch is followed.
-    path, tokens = session.verify([4, 9, 5, 6], [-1, 0, 0, 2], GREEDY, masks=only(np.array([5, 0, 6, 7])))[:2]
+    path, tokens = verify(session, [4, 9, 5, 6], [-1, 0, 0, 2], GREEDY, masks=only(np.array([5, 0, 6, 7])))[:2]
     assert path.tolist() == [0, 2, 3]
     assert tokens.tolist() == [5, 6, 7]
-    chain.verify([4, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
+    verify(chain, [4, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
     np.testing.assert_array_equal(states_of(session), states_of(chain))
 
 
@@ -96,22 +97,22 @@ def test_states_are_the_same_in_shared_passes_and_in_several(target_path: Path) 
     sessions = [Session(model) for _ in range(3)]
     works = []
     for i, session in enumerate(sessions):
-        session.prefill(list(range(1, 4 + i)))
+        prefill(session, list(range(1, 4 + i)))
         works.append(Work.verify(session, [4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7]))))
     run(works)
     for i, session in enumerate(sessions):
         alone = Session(model)
-        alone.prefill(list(range(1, 4 + i)))
-        alone.verify([4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
+        prefill(alone, list(range(1, 4 + i)))
+        verify(alone, [4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
         np.testing.assert_array_equal(states_of(session), states_of(alone))
     # A chain that takes two passes, beside the same one in two calls.
     tokens = [(7 * i) % 290 for i in range(MOST_ROWS + 40)]
     long, short = Session(model), Session(model)
     masks = only(np.array([*tokens[1:], 1]))
-    long.verify(tokens, range(-1, len(tokens) - 1), GREEDY, masks=masks)
-    short.verify(tokens[:50], range(-1, 49), GREEDY, masks=masks[:50])
+    verify(long, tokens, range(-1, len(tokens) - 1), GREEDY, masks=masks)
+    verify(short, tokens[:50], range(-1, 49), GREEDY, masks=masks[:50])
     np.testing.assert_array_equal(states_of(long)[:50], states_of(short))
-    short.verify(tokens[50:], range(-1, len(tokens) - 51), GREEDY, masks=masks[50:])
+    verify(short, tokens[50:], range(-1, len(tokens) - 51), GREEDY, masks=masks[50:])
     np.testing.assert_array_equal(states_of(long)[50:], states_of(short))
 
 
@@ -120,7 +121,7 @@ def test_states_of_a_text_that_changed_otherwise_are_none(target_path: Path) -> 
     assert states_of(session).shape == (0, SHAPE.width)
 
     def verified() -> None:
-        session.verify([5], [-1], GREEDY)
+        verify(session, [5], [-1], GREEDY)
         assert len(states_of(session)) == 1
 
     verified()
@@ -128,15 +129,15 @@ def test_states_of_a_text_that_changed_otherwise_are_none(target_path: Path) -> 
     assert len(states_of(session)) == 0
     verified()
     assert len(states_of(session.fork(1))) == 0
-    session.prefill([3])
+    prefill(session, [3])
     assert len(states_of(session)) == 0
     verified()
-    session.evaluate([4], [-1])
+    evaluate(session, [4], [-1])
     session.commit([0])
     assert len(states_of(session)) == 0
     verified()
     with pytest.raises(ValueError, match="parent"):
-        session.verify([5, 6], [-1, 7], GREEDY)
+        verify(session, [5, 6], [-1, 7], GREEDY)
     assert len(states_of(session)) == 1  # a call that failed left all as it was
     session.stretch(20)
     assert len(states_of(session)) == 0
@@ -165,13 +166,13 @@ def test_what_cannot_be_tapped(target_path: Path) -> None:
 def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
     model = every_row(target_path)
     whole, rows = Session(model), Session(model)
-    whole.prefill(TOKENS)
+    prefill(whole, TOKENS)
     found = whole.hidden.numpy()
     assert found.shape == (700, len(TAPS) * SHAPE.width)
     verified = []
     for first in range(0, 700, 35):
         n = min(35, 700 - first)
-        rows.evaluate(TOKENS[first : first + n], range(-1, n - 1), n // 2)
+        evaluate(rows, TOKENS[first : first + n], range(-1, n - 1), n // 2)
         rows.commit(range(n))
         verified.append(rows.hidden)
     joined = sum(verified[1:], verified[0])
@@ -179,9 +180,9 @@ def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
     np.testing.assert_array_equal(whole.hidden[2:700:3].numpy(), found[2::3])
     # The logits are those of a model that keeps nothing.
     plain = Session(Model(target_path))
-    plain.prefill(TOKENS)
+    prefill(plain, TOKENS)
     for session in (whole, plain):
-        session.evaluate([1, 2], [-1, 0], 1)
+        evaluate(session, [1, 2], [-1, 0], 1)
     np.testing.assert_array_equal(whole.logits(1), plain.logits(1))
     pending = whole.hidden_of([0, 1]).numpy()
     whole.commit([0, 1])
@@ -200,14 +201,14 @@ def test_a_reading_has_those_of_its_last_row(target_path: Path) -> None:
         run([Work.read(session, TOKENS[:n]) for session, n in zip(sessions, lengths, strict=True)])
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.hidden.numpy(), other.hidden.numpy()[-1:])
-        one.prefill([])
+        prefill(one, [])
         assert len(one.hidden) == 0
-    *_, tokens = found[2].verify([1], [-1], GREEDY)
+    *_, tokens = verify(found[2], [1], [-1], GREEDY)
     assert (len(found[2].hidden), len(tokens)) == (1, 1)
 
 
 def test_rows_that_were_not_judged_have_none(target_path: Path) -> None:
     plain = tapped(target_path, [1])
-    plain.evaluate([1, 2], [-1, 0], 1)
+    evaluate(plain, [1, 2], [-1, 0], 1)
     with pytest.raises(ValueError, match="row 0"):
         plain.hidden_of([0, 1])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import _core
@@ -24,8 +25,8 @@ def path(random_gguf: Callable[..., Path]) -> Path:
 def tree_logits(model: _core.Model, tokens: list[int], parents: list[int]) -> npt.NDArray[np.float32]:
     """Of the rows of a tree that straddles the border of a chunk."""
     session = _core.Session(model)
-    session.prefill(PROMPT)
-    session.evaluate(np.array(tokens, np.int32), np.array(parents, np.int32))
+    prefill(session, PROMPT)
+    evaluate(session, np.array(tokens, np.int32), np.array(parents, np.int32))
     return np.stack([session.logits(row) for row in range(len(tokens))])
 
 

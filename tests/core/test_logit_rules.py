@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, samplings
+from support.steps import evaluate, prefill, rank, verify
 
 from pystaged import SamplingConfig, _core
 from pystaged.sampling.binding import _known, bind, sequences_of
@@ -33,13 +34,13 @@ class Text:
     def __init__(self, model: _core.Model, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self.session = _core.Session(model)
-        self.session.prefill(self.tokens[:-1])
-        self.session.evaluate(self.tokens[-1:], [-1])
+        prefill(self.session, self.tokens[:-1])
+        evaluate(self.session, self.tokens[-1:], [-1])
         self.logits: Floats = self.session.logits(0)
 
     def scores(self, sampling: _core.Sampling, row: int = 0) -> Doubles:
         """log p of each token, with the noise if there is any; -inf for those that cannot be chosen."""
-        tokens, scores = self.session.candidates([row], len(self.logits), sampling)
+        tokens, scores = rank(self.session, [row], len(self.logits), sampling)
         found = np.full(len(self.logits), -np.inf)
         there = tokens[0] >= 0
         found[tokens[0][there]] = scores[0][there]
@@ -220,7 +221,7 @@ def test_the_chain_is_llama_cpps(filters: dict[str, Any], model: _core.Model) ->
 
 def test_the_coin_is_fair_and_of_seed_and_position(model: _core.Model) -> None:
     session = _core.Session(model)
-    session.evaluate([7], [-1])
+    evaluate(session, [7], [-1])
     logits = session.logits(0)
     thrown = []
     for seed in range(600):
@@ -277,31 +278,31 @@ def test_rows_of_a_tree_have_their_own_text(
     tokens, parents = [41, 42, 43, 40, 41, 10, 42, 41], [-1, 0, 0, 1, 1, 2, 4, 6]
     s = bind(SamplingConfig(0.8, seed=5, **rules), tokenizer, len(prompt) - 2, logprobs=3).native
     session = _core.Session(model)
-    session.prefill([*prompt, 7, 7])
+    prefill(session, [*prompt, 7, 7])
     fork = session.fork(len(prompt))
     session.rewind(len(prompt))
-    session.evaluate(tokens, parents)
-    fork.evaluate(tokens, parents)
+    evaluate(session, tokens, parents)
+    evaluate(fork, tokens, parents)
     rows = list(range(len(tokens)))
-    found = session.candidates(rows, 40, s)
-    for one, other in zip(found, fork.candidates(rows, 40, s), strict=True):
+    found = rank(session, rows, 40, s)
+    for one, other in zip(found, rank(fork, rows, 40, s), strict=True):
         np.testing.assert_array_equal(one, other)
     for row in rows:
         ancestors = [row]
         while parents[ancestors[0]] >= 0:
             ancestors.insert(0, parents[ancestors[0]])
         alone = _core.Session(model)
-        alone.prefill([*prompt, *(tokens[i] for i in ancestors[:-1])])
-        alone.evaluate([tokens[row]], [-1])
-        for one, other in zip(found, alone.candidates([0], 40, s), strict=True):
+        prefill(alone, [*prompt, *(tokens[i] for i in ancestors[:-1])])
+        evaluate(alone, [tokens[row]], [-1])
+        for one, other in zip(found, rank(alone, [0], 40, s), strict=True):
             np.testing.assert_array_equal(one[row], other[0])
     followed = session.follow(s)
     for kernel in _core.kernels():
         for num_threads in (1, 3):
             other_session = _core.Session(_core.Model(str(path), kernel, num_threads))
-            other_session.prefill(prompt)
-            other_session.evaluate(tokens, parents)
-            for one, other in zip(found, other_session.candidates(rows, 40, s), strict=True):
+            prefill(other_session, prompt)
+            evaluate(other_session, tokens, parents)
+            for one, other in zip(found, rank(other_session, rows, 40, s), strict=True):
                 np.testing.assert_array_equal(one, other)
             again = other_session.follow(s)
             for one, other in zip([*followed[:2], *followed[2]], [*again[:2], *again[2]], strict=True):
@@ -311,9 +312,9 @@ def test_rows_of_a_tree_have_their_own_text(
 def test_a_row_may_be_asked_under_several_rules_at_once(model: _core.Model, tokenizer: _core.Tokenizer) -> None:
     text = Text(model, random_tokens(2))
     samplings = [bind(SamplingConfig(**rules), tokenizer, 1).native for rules in RULES.values()]
-    together = text.session.candidates([0] * len(samplings), 50, samplings)
+    together = rank(text.session, [0] * len(samplings), 50, samplings)
     for i, sampling in enumerate(samplings):
-        for one, other in zip(together, text.session.candidates([0], 50, sampling), strict=True):
+        for one, other in zip(together, rank(text.session, [0], 50, sampling), strict=True):
             np.testing.assert_array_equal(one[i], other[0])
 
 
@@ -392,12 +393,12 @@ def test_excluding_all_but_the_end_of_text(tokenizer: _core.Tokenizer) -> None:
 def test_rules_that_leave_nothing_fail_where_they_are_followed(model: _core.Model) -> None:
     rules = _core.LogitRules(logit_bias=[(token, -math.inf) for token in range(VOCAB_SIZE)])
     text = Text(model, [5, 6])
-    assert (text.session.candidates([0], 3, _core.Sampling(rules=rules))[0] == -1).all()
+    assert (rank(text.session, [0], 3, _core.Sampling(rules=rules))[0] == -1).all()
     with pytest.raises(ValueError, match="exclude all tokens"):
         text.follow(_core.Sampling(rules=rules))
     text.session.discard()
     with pytest.raises(ValueError, match="exclude all tokens"):
-        text.session.verify([1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
+        verify(text.session, [1, 2], [-1, 0], _core.Sampling(1.0, rules=rules))
     assert text.session.num_pending == 0
     assert text.session.tokens.tolist() == [5]
 

@@ -15,6 +15,7 @@ from support.families import models
 from support.memory import held
 from support.plain import Plain
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill
 
 from pystaged import _core
 from pystaged._core import LogitRules, ModelError, Sampling, Session, Work
@@ -47,7 +48,7 @@ def path_to(row: int, parents: list[int]) -> list[int]:
 def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
     """A tree behind the text has the logits of chains."""
     committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1, 1, 0, 3, 2]
-    session.evaluate(tokens, TREE)
+    evaluate(session, tokens, TREE)
     for row in range(len(TREE)):
         expected = plain([*committed, *(tokens[i] for i in path_to(row, TREE))])
         np.testing.assert_array_equal(session.logits(row), expected)
@@ -85,7 +86,7 @@ def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: i
                     tokens, its = branches(generator, 6)
                     begin, n = int(generator.integers(-1, len(parents))) if parents else -1, len(parents)
                     more = [begin if parent < 0 else parent + n for parent in its]
-                    session.evaluate(tokens, more, 0)
+                    evaluate(session, tokens, more, 0)
                     parents += more
                 session.commit(path_to(int(generator.integers(-1, len(parents))), parents))
             elif kind == "back":
@@ -108,7 +109,7 @@ def test_random_schedules(path_of: Callable[[str], Path], name: str, schedule: i
             _core.run(works)
             for session in texts_read if tapped else []:
                 alone = Session(model)
-                alone.prefill(session.tokens)
+                prefill(alone, session.tokens)
                 np.testing.assert_array_equal(session.hidden.numpy(), alone.hidden.numpy())
         assert_goes_on_plainly(texts[int(generator.integers(3))], plain)
     for session in texts:
@@ -121,12 +122,12 @@ def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
     session = Session(model)
     tokens = np.random.default_rng(2).integers(0, 4, 400)
     session.keep_states([163, 125, 90, 130, 500], 2**31 - 1)
-    session.prefill(tokens[:100])
-    session.prefill(tokens[100:130])
+    prefill(session, tokens[:100])
+    prefill(session, tokens[100:130])
     assert [session.reachable(length) for length in (130, 129, 124, 90, 89)] == [130, 125, 90, 90, 0]
-    session.prefill(tokens[130:160])
+    prefill(session, tokens[130:160])
     for token in tokens[160:200]:
-        session.evaluate([token], [-1], 0)
+        evaluate(session, [token], [-1], 0)
         session.commit([0])
     assert [session.reachable(length) for length in (200, 199, 198, 162, 129)] == [200, 199, 163, 130, 125]
     fork = session.fork(180)
@@ -137,7 +138,7 @@ def test_where_a_text_can_go_back_to(path_of: Callable[[str], Path]) -> None:
     assert session.rewind(99) == 90
     assert_goes_on_plainly(session, plain)
     assert session.rewind(89) == 0
-    session.prefill(tokens[:10])
+    prefill(session, tokens[:10])
     assert_goes_on_plainly(session, plain)
     assert len(fork.tokens) == 163
     assert_goes_on_plainly(fork, plain)
@@ -151,12 +152,12 @@ def test_states_of_a_reading(path_of: Callable[[str], Path]) -> None:
     assert model.state_bytes == 2 * model.kept_state_bytes + 2 * 32 * 32 * 4
     session = Session(model)
     tokens = np.random.default_rng(3).integers(0, 4, 400)
-    session.prefill(tokens)
+    prefill(session, tokens)
     assert session.num_bytes == 400 * model.cell_bytes + model.kept_state_bytes
     session.rewind(0)
     session.keep_states(range(10, 400, 10), 4)
-    session.prefill(tokens)
-    session.evaluate([1], [-1], 0)
+    prefill(session, tokens)
+    evaluate(session, [1], [-1], 0)
     session.commit([0])
     kept = sorted({session.reachable(length) for length in range(400)} - {0})
     assert kept == [310, 360, 380, 390]
@@ -165,8 +166,8 @@ def test_states_of_a_reading(path_of: Callable[[str], Path]) -> None:
     for most, left in ((4, [50, 360, 380, 390]), (2, [50, 390]), (1, [390])):
         session.rewind(0)
         session.keep_states(range(10, 400, 10), most, anchor=50)
-        session.prefill(tokens)
-        session.evaluate([1], [-1], 0)
+        prefill(session, tokens)
+        evaluate(session, [1], [-1], 0)
         session.commit([0])
         assert sorted({session.reachable(length) for length in range(400)} - {0}) == left
     with pytest.raises(ValueError, match="most must be at least 0"):
@@ -179,13 +180,13 @@ def test_pending_rows_have_a_bound(path_of: Callable[[str], Path]) -> None:
     tokens = np.random.default_rng(4).integers(0, 4, 1300)
     chain = np.arange(-1, 1299)
     with pytest.raises(ValueError, match="has 512 pending rows at most"):
-        session.evaluate(tokens, chain, 0)
+        evaluate(session, tokens, chain, 0)
     assert (session.num_pending, len(session.tokens)) == (0, 0)
-    session.prefill(tokens)
+    prefill(session, tokens)
     in_trees = Session(model)
     for first in range(0, 1300, MOST_PENDING):
         piece = tokens[first : first + MOST_PENDING]
-        in_trees.evaluate(piece, chain[: len(piece)], 0)
+        evaluate(in_trees, piece, chain[: len(piece)], 0)
         in_trees.commit(range(len(piece)))
     for text in (session, in_trees):
         assert text.tokens.tolist() == tokens.tolist()
@@ -203,11 +204,11 @@ def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
     texts = [Session(model) for _ in range(5)]
     before = 0
     for session in texts:
-        session.prefill(tokens)
-        session.evaluate([1] * 200, [-1] * 200, 0)
+        prefill(session, tokens)
+        evaluate(session, [1] * 200, [-1] * 200, 0)
         session.rewind(0)
-        session.prefill(tokens[:1])
-        session.evaluate([1], [-1], 0)
+        prefill(session, tokens[:1])
+        evaluate(session, [1], [-1], 0)
         session.commit([0])
         before = before or held()  # the first text brings what passes need
     # A text's inputs took 25 MB; what else a process holds varies by a few.
@@ -237,10 +238,10 @@ def test_a_long_reading_hands_out_the_hidden_states_of_all_its_rows(path_of: Cal
     model.tap([1, 3], all_rows=True)
     tokens = np.random.default_rng(7).integers(0, 4, MOST_PENDING + 100)
     session, in_pieces = Session(model), Session(model)
-    session.prefill(tokens)
+    prefill(session, tokens)
     states = []
     for first in range(0, len(tokens), 200):
-        in_pieces.prefill(tokens[first : first + 200])
+        prefill(in_pieces, tokens[first : first + 200])
         states.append(in_pieces.hidden.numpy())
     np.testing.assert_array_equal(session.hidden.numpy(), np.concatenate(states))
 
@@ -248,10 +249,10 @@ def test_a_long_reading_hands_out_the_hidden_states_of_all_its_rows(path_of: Cal
 def test_stretching_is_for_timing_alone(path_of: Callable[[str], Path]) -> None:
     model, plain = _core.Model(path_of("lfm2")), Plain(path_of("lfm2"))
     session = Session(model)
-    session.prefill([1, 2, 3])
+    prefill(session, [1, 2, 3])
     session.stretch(100)
-    session.evaluate([1], [-1])
+    evaluate(session, [1], [-1])
     assert np.isfinite(session.logits(0)).all()
     assert session.rewind(0) == 0
-    session.prefill([1, 2])
+    prefill(session, [1, 2])
     assert_goes_on_plainly(session, plain)

@@ -22,6 +22,7 @@ from support.families import models
 from support.kernels import KERNELS
 from support.memory import resident, used
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill, rank, verify
 
 from pystaged import ContextFullError, _core
 from pystaged._core import Work
@@ -53,7 +54,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def longest(model: _core.Model) -> _core.Session:
     """A session to fork texts from."""
     session = _core.Session(model)
-    session.prefill(PREFIX)
+    prefill(session, PREFIX)
     return session
 
 
@@ -66,9 +67,9 @@ def assert_goes_on_as(session: _core.Session, tokens: Sequence[int]) -> None:
     assert session.tokens.tolist() == list(tokens)
     assert session.num_pending == 0
     other = _core.Session(_MODELS[session])
-    other.prefill(tokens)
+    prefill(other, tokens)
     for each in (session, other):
-        each.evaluate([42, 9], [-1, 0])
+        evaluate(each, [42, 9], [-1, 0])
     np.testing.assert_array_equal(logits(session, [0, 1]), logits(other, [0, 1]))
     session.discard()
 
@@ -78,7 +79,7 @@ _MODELS: dict[_core.Session, _core.Model] = {}
 
 def text(model: _core.Model, tokens: Sequence[int] | npt.NDArray[np.int32] = (), n_ctx: int = 0) -> _core.Session:
     session = _core.Session(model, n_ctx)
-    session.prefill(tokens)
+    prefill(session, tokens)
     _MODELS[session] = model
     return session
 
@@ -103,21 +104,21 @@ class Step:
         return Work.propose(session, self.tokens, self.parents, self.judged, self.k, self.sampling)
 
     def alone(self, session: _core.Session) -> tuple[Any, ...] | None:
-        """The same by a session's own calls."""
+        """The same in passes of its own."""
         if self.kind == "read":
-            session.prefill(self.tokens)
+            prefill(session, self.tokens)
             return None
         if self.kind == "verify":
-            session.evaluate(self.tokens, self.parents)
+            evaluate(session, self.tokens, self.parents)
             values = logits(session, range(len(self.tokens)))
             largest = np.argsort(-values, axis=1, kind="stable")[:, : self.k - 1].astype(np.int32)
             path, tokens = session.follow(self.sampling)
             session.commit(path)
             candidates = (largest, np.take_along_axis(values, largest, axis=1)) if self.k > 1 else ()
             return path, tokens, *candidates
-        session.evaluate(self.tokens, self.parents, self.judged)
+        evaluate(session, self.tokens, self.parents, self.judged)
         end = session.num_pending
-        return session.candidates(range(end - self.judged, end), self.k, self.sampling)
+        return rank(session, range(end - self.judged, end), self.k, self.sampling)
 
     def tidy(self, session: _core.Session) -> None:
         if self.kind == "propose" and self.kept == 0:
@@ -214,15 +215,15 @@ def test_more_rows_than_a_pass_takes(model_of: Model, family: str) -> None:
     works += [Work.verify(crowd[2], *trees[1], GREEDY), Work.read(crowd[3], PREFIX[100:102])]
     works += [Work.verify(crowd[4], *trees[2], SAMPLINGS[2])]
     found = _core.run(works)
-    alone[0].prefill(PREFIX[100:700])
-    alone[3].prefill(PREFIX[100:102])
-    alone[1].evaluate(*trees[0], 40)
+    prefill(alone[0], PREFIX[100:700])
+    prefill(alone[3], PREFIX[100:102])
+    evaluate(alone[1], *trees[0], 40)
     expected = [
         None,
-        alone[1].candidates(range(50, 90), 3, SAMPLINGS[1]),
-        alone[2].verify(*trees[1], GREEDY),
+        rank(alone[1], range(50, 90), 3, SAMPLINGS[1]),
+        verify(alone[2], *trees[1], GREEDY),
         None,
-        alone[4].verify(*trees[2], SAMPLINGS[2]),
+        verify(alone[4], *trees[2], SAMPLINGS[2]),
     ]
     for result, wanted in zip(found, expected, strict=True):
         for a, b in zip(result or (), wanted or (), strict=True):
@@ -251,7 +252,7 @@ FAILURES: dict[str, tuple[Callable[[_core.Session], Work], type[Exception], str]
     "judged": (lambda s: Work.propose(s, [1], [-1], 2, 1, GREEDY), ValueError, "num_judged"),
     "samplings": (lambda s: Work.propose(s, [1], [-1], 1, 1, [GREEDY] * 2), ValueError, "one for each judged row"),
     "closed": (lambda s: (s.close(), Work.read(s, [1]))[1], ValueError, "closed"),
-    "pending": (lambda s: (s.evaluate([1], [-1]), Work.verify(s, [1], [-1], GREEDY))[1], ValueError, "pending rows"),
+    "pending": (lambda s: (evaluate(s, [1], [-1]), Work.verify(s, [1], [-1], GREEDY))[1], ValueError, "pending rows"),
     "not-finite": (lambda s: Work.verify(s, [7], [-1], GREEDY), _core.ModelError, "not finite"),
 }
 
@@ -264,7 +265,7 @@ def test_what_fails_leaves_every_text_as_it_was(tmp_path: Path, name: str) -> No
     path = write(tmp_path / "model.gguf", RandomModel("gpt2", kv_heads=4, tie=False), spoil)
     model = _core.Model(path, num_threads=2)
     proposed, read, verified, bad = (text(model, PREFIX[8 : 12 + i], 0 if i < 3 else 16) for i in range(4))
-    proposed.evaluate([5, 6], [-1, 0])
+    evaluate(proposed, [5, 6], [-1, 0])
     before = logits(proposed, [0, 1])
     make, kind, message = FAILURES[name]
     works = [
@@ -279,7 +280,7 @@ def test_what_fails_leaves_every_text_as_it_was(tmp_path: Path, name: str) -> No
             _core.run(order)
         assert (proposed.num_pending, bad.num_pending) == (2, rows)
         np.testing.assert_array_equal(logits(proposed, [0, 1]), before)
-    proposed.evaluate([8], [1])
+    evaluate(proposed, [8], [1])
     proposed.commit([0, 1, 2])
     assert_goes_on_as(proposed, [*PREFIX[8:12].tolist(), 5, 6, 8])
     assert_goes_on_as(read, PREFIX[8:13].tolist())
@@ -307,21 +308,21 @@ def test_a_rejected_guess_that_is_not_finite_ends_no_text(tmp_path: Path, what: 
     plain, staged = text(model, [1, 2, 3]), text(model, [1, 2, 3])
     expected = [5]
     for _ in range(40):
-        expected += plain.verify(expected[-1:], [-1], SAMPLINGS[1])[1].tolist()
+        expected += verify(plain, expected[-1:], [-1], SAMPLINGS[1])[1].tolist()
     assert 7 not in expected
     for i in range(0, 40, 2):
         tree, parents = [expected[i], 7, expected[i + 1], 7], [-1, 0, 0, 2]
-        path, tokens, largest, _ = staged.verify(tree, parents, SAMPLINGS[1], 3)
+        path, tokens, largest, _ = verify(staged, tree, parents, SAMPLINGS[1], 3)
         assert (path.tolist(), tokens.tolist()) == ([0, 2], expected[i + 1 : i + 3])
         assert [(row >= 0).all() for row in largest] == [True, False, True, False]
     # What plain decoding cannot go on with ends the staged text, too, and no sooner.
     only_seven = np.array([[1 << 7], [0xFFFFFFFF]], np.uint32)
-    path, tokens = staged.verify([expected[-1], 7], [-1, 0], GREEDY, 0, only_seven)
-    plain.verify(expected[-1:], [-1], GREEDY, 0, only_seven[:1])
+    path, tokens = verify(staged, [expected[-1], 7], [-1, 0], GREEDY, 0, only_seven)
+    verify(plain, expected[-1:], [-1], GREEDY, 0, only_seven[:1])
     assert (path.tolist(), tokens.tolist()) == ([0], [7])
     for session in (plain, staged):
         with pytest.raises(_core.ModelError, match="not finite"):
-            session.verify([7], [-1], GREEDY)
+            verify(session, [7], [-1], GREEDY)
     assert staged.tokens.tolist() == plain.tokens.tolist()
 
 
@@ -345,7 +346,7 @@ def test_works_that_do_not_go_together(model_of: Model) -> None:
 def test_forks(model_of: Model, kv: str) -> None:
     model = model_of(kv=kv)
     source = longest(model)
-    source.evaluate([1, 2, 3], [-1, 0, 0])
+    evaluate(source, [1, 2, 3], [-1, 0, 0])
     lengths = [*range(35), *range(495, 530), *LENGTHS]
     forks = [source.fork(length) for length in lengths]
     assert source.num_pending == 3
@@ -353,16 +354,16 @@ def test_forks(model_of: Model, kv: str) -> None:
     # Neither the source nor other forks are touched by what a fork does.
     for fork, length in zip(forks, lengths, strict=True):
         assert (fork.n_ctx, fork.num_pending, len(fork.tokens)) == (source.n_ctx, 0, length)
-        fork.verify([length % 257, 9], [-1, 0], GREEDY)
+        verify(fork, [length % 257, 9], [-1, 0], GREEDY)
     again = _core.Session(model)
     for fork, length in zip(forks, lengths, strict=True):
         again.rewind(0)
-        again.prefill(PREFIX[:length])
-        again.verify([length % 257, 9], [-1, 0], GREEDY)
+        prefill(again, PREFIX[:length])
+        verify(again, [length % 257, 9], [-1, 0], GREEDY)
         grandchild = fork.fork(len(fork.tokens))
         fork.close()
         for each in (grandchild, again):
-            each.evaluate([42], [-1])
+            evaluate(each, [42], [-1])
         np.testing.assert_array_equal(grandchild.tokens, again.tokens)
         np.testing.assert_array_equal(grandchild.logits(0), again.logits(0))
     np.testing.assert_array_equal(source.tokens, PREFIX)
@@ -394,7 +395,7 @@ def test_a_fork_keeps_the_rope_factors_of_its_context(tmp_path: Path) -> None:
     alone += [text(model, PREFIX[:20], n_ctx) for n_ctx in (64, 512)]
     _core.run([Work.propose(session, [5, 6], [-1, 0], 2, 1, GREEDY) for session in crowd])
     for session, other in zip(crowd, alone, strict=True):
-        other.evaluate([5, 6], [-1, 0])
+        evaluate(other, [5, 6], [-1, 0])
         np.testing.assert_array_equal(logits(session, [0, 1]), logits(other, [0, 1]))
     assert not np.array_equal(crowd[0].logits(1), crowd[1].logits(1))
 
@@ -404,14 +405,14 @@ def test_texts_of_llama_cpp_share_a_pass(model_of: Model) -> None:
     model = model_of(threads=1, device="ggml-cpu")
     tree = ([5, 6, 7, 6], [-1, 0, 0, 1])
     source = text(model, PREFIX[:40])
-    source.evaluate([1, 2, 3, 4], [-1, 0, 0, 2])
+    evaluate(source, [1, 2, 3, 4], [-1, 0, 0, 2])
     source.commit([0, 2, 3])
     crowd, alone = ([source.fork(length) for length in (43, 42, 10, 0)] for _ in range(2))
     works = [Work.propose(session, *tree, 3, 2, GREEDY) for session in crowd[:2]]
     _core.run([*works, Work.read(crowd[2], PREFIX[:100]), Work.propose(crowd[3], *tree, 4, 2, GREEDY)])
     for session in (*alone[:2], alone[3]):
-        session.evaluate(*tree)
-    alone[2].prefill(PREFIX[:100])
+        evaluate(session, *tree)
+    prefill(alone[2], PREFIX[:100])
     for mine, other, rows in zip(crowd, alone, ([1, 2, 3], [1, 2, 3], [], [0, 1, 2, 3]), strict=True):
         for row in rows:
             np.testing.assert_allclose(mine.logits(row), other.logits(row), atol=0.1)
@@ -419,7 +420,7 @@ def test_texts_of_llama_cpp_share_a_pass(model_of: Model) -> None:
         other.discard()
         assert mine.tokens.tolist() == other.tokens.tolist()
         for session in (mine, other):
-            session.evaluate([9], [-1])
+            evaluate(session, [9], [-1])
         np.testing.assert_allclose(mine.logits(0), other.logits(0), atol=0.1)
         mine.discard()
     with pytest.raises(ValueError, match="token 300"):
@@ -436,7 +437,7 @@ def test_a_large_pass_gives_its_memory_back_when_smaller_ones_follow(tmp_path: P
     for rows, passes in ((1, 1), (200, 1), (1, 1), (1, 199)):
         for _ in range(passes):
             session.rewind(0)
-            session.verify([5] * rows, list(range(-1, rows - 1)), _core.Sampling())
+            verify(session, [5] * rows, list(range(-1, rows - 1)), _core.Sampling())
         kept.append(used())
     logits = 200 * 60_000 * 4
     assert kept[1] - kept[0] > 0.9 * logits
@@ -463,7 +464,7 @@ def test_a_text_that_is_cut_gives_its_memory_back(tmp_path: Path) -> None:
         assert peak - before > 0.9 * 7900 * session.cell_bytes
         assert grown - peak > 0.9 * 4000 * session.cell_bytes
         assert after - before < 0.1 * (peak - before)
-        session.prefill(PREFIX[40:90])
+        prefill(session, PREFIX[40:90])
         assert_goes_on_as(session, PREFIX[:90].tolist())
 
 
@@ -479,9 +480,9 @@ def test_runs_and_calls_of_several_threads(model_of: Model, threads: int) -> Non
             chosen = [shared[i] for i in generator.permutation(5)[: generator.integers(1, 5)]]
             try:
                 if step % 3 == 0:
-                    chosen[0].verify([seed, step], [-1, 0], GREEDY)
+                    verify(chosen[0], [seed, step], [-1, 0], GREEDY)
                 elif step % 3 == 1:
-                    chosen[0].evaluate([1, 2], [-1, 0])
+                    evaluate(chosen[0], [1, 2], [-1, 0])
                     chosen[0].discard()
                 else:
                     _core.run([Work.verify(s, [seed, step], [-1, 0], SAMPLINGS[1]) for s in chosen])
@@ -530,7 +531,7 @@ texts, other, refused = [_core.Session(model) for _ in range(24)], _core.Session
 
 def handle(*_):
     try:
-        other.evaluate([1], [-1])
+        _core.run([_core.Work.propose(other, [1], [-1], 1, 0, _core.Sampling())])
         other.discard()
     except RuntimeError as error:
         refused.append(str(error))

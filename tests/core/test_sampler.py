@@ -14,6 +14,7 @@ from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling import kept, samplings
+from support.steps import evaluate, prefill, rank, verify
 
 from pystaged import SamplingConfig, _core
 
@@ -93,7 +94,7 @@ class Row:
         return scores
 
     def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        tokens, scores = self.session.candidates([0], k, native(sampling))
+        tokens, scores = rank(self.session, [0], k, native(sampling))
         return tokens[0], scores[0]
 
     def follow(self, sampling: SamplingConfig) -> int:
@@ -117,8 +118,8 @@ class Row:
 
 def row_of(path: Path, tokens: list[int]) -> Row:
     session = _core.Session(_core.Model(str(path), "", 2))
-    session.prefill(tokens[:-1])
-    session.evaluate(tokens[-1:], [-1])
+    prefill(session, tokens[:-1])
+    evaluate(session, tokens[-1:], [-1])
     return Row(session, session.logits(0), len(tokens))
 
 
@@ -355,13 +356,13 @@ class MaskedRow(Row):
         return super().scores(sampling)
 
     def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        tokens, scores = self.session.candidates([0], k, native(sampling), self.masks)
+        tokens, scores = rank(self.session, [0], k, native(sampling), self.masks)
         return tokens[0], scores[0]
 
     def follow(self, sampling: SamplingConfig) -> int:
         length = len(self.session.tokens)
         fork = self.session.fork(length)
-        return int(fork.verify([LAST], [-1], native(sampling), masks=self.masks)[1][0])
+        return int(verify(fork, [LAST], [-1], native(sampling), masks=self.masks)[1][0])
 
 
 LAST = 198  # the bundled row's last token
@@ -405,12 +406,12 @@ def test_masks_that_are_none(random_gguf: Callable[..., Path]) -> None:
     beyond[0, size // 32 :] = np.uint32(0xFFFFFFFF) << np.uint32(size % 32)
     for masks in (np.zeros((1, words), np.uint32), beyond):
         with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
-            session.verify([1], [-1], greedy, masks=masks)
+            verify(session, [1], [-1], greedy, masks=masks)
         with pytest.raises(ValueError, match="the mask of row 0 allows no token"):
             _core.run([_core.Work.propose(session, [1], [-1], 1, 2, greedy, masks)])
     for rows in (0, 1, 3):
         with pytest.raises(ValueError, match="one for each of the 2 rows"):
-            session.verify([1, 2], [-1, 0], greedy, masks=np.ones((rows, words), np.uint32))
+            verify(session, [1, 2], [-1, 0], greedy, masks=np.ones((rows, words), np.uint32))
     with pytest.raises(ValueError, match="two-dimensional"):
-        session.verify([1], [-1], greedy, masks=np.ones(words, np.uint32))
+        verify(session, [1], [-1], greedy, masks=np.ones(words, np.uint32))
     assert (session.num_pending, len(session.tokens)) == (0, 0)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,6 +25,7 @@ from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
 from support.paths import table
 from support.plain import Plain
+from support.steps import evaluate, prefill, rank, verify
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -89,12 +90,12 @@ def sessions(path: Path, n_ctx: int = 0) -> Iterator[_core.Session]:
         yield _core.Session(load(str(path), kernel, 1 + i), n_ctx)
 
 
-def evaluate(session: _core.Session, tree: Tree, cuts: list[int], num_logits: int | None = None) -> None:
+def evaluate_in_parts(session: _core.Session, tree: Tree, cuts: list[int], num_logits: int | None = None) -> None:
     """Evaluates a tree in parts that end at these rows; num_logits goes for the last part."""
     ends = [0, *sorted({cut for cut in cuts if 0 < cut < len(tree.tokens)}), len(tree.tokens)]
     for first, last in pairwise(ends):
         wanted = num_logits if last == ends[-1] else None
-        session.evaluate(tree.tokens[first:last], tree.parents[first:last], wanted)
+        evaluate(session, tree.tokens[first:last], tree.parents[first:last], wanted)
 
 
 def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], tree: Tree, first: int = 0) -> None:
@@ -114,14 +115,14 @@ def test_tree_is_decoding_every_path(
     path, prefix = random_gguf(**SHAPES[shape]), PREFIX[:num_committed]
     num_logits = data.draw(st.integers(0, len(tree.tokens)), label="num_logits")
     for session in sessions(path):
-        session.prefill(prefix)
-        session.evaluate(tree.tokens, tree.parents)
+        prefill(session, prefix)
+        evaluate(session, tree.tokens, tree.parents)
         assert_logits(session, path, prefix, tree)
         session.discard()
-        evaluate(session, tree.levels(), cuts)
+        evaluate_in_parts(session, tree.levels(), cuts)
         assert_logits(session, path, prefix, tree.levels())
         session.discard()
-        session.evaluate(tree.tokens, tree.parents, num_logits)
+        evaluate(session, tree.tokens, tree.parents, num_logits)
         assert_logits(session, path, prefix, tree, len(tree.tokens) - num_logits)
 
 
@@ -133,16 +134,16 @@ def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: 
     path = random_gguf(**SHAPES[shape])
     for session in sessions(path):
         committed = PREFIX[:9]
-        session.prefill(committed)
+        prefill(session, committed)
         for tree, row, num_dropped in steps:
-            session.evaluate(tree.tokens, tree.parents)
+            evaluate(session, tree.tokens, tree.parents)
             assert_logits(session, path, committed, tree)
             kept = min(row, len(tree.tokens) - 1)
             session.commit(tree.rows_to(kept))
             committed += tree.path(kept)
             assert (tuple(session.tokens), session.num_pending) == (committed, 0)
             if num_dropped:
-                session.evaluate(tree.tokens, tree.parents, 0)
+                evaluate(session, tree.tokens, tree.parents, 0)
                 committed = committed[:-num_dropped]
                 session.rewind(len(committed))
                 assert (tuple(session.tokens), session.num_pending) == (committed, 0)
@@ -152,19 +153,19 @@ def test_commit_and_rewind(random_gguf: Callable[..., Path], shape: str, steps: 
 @pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_bundled_draft_up_to_the_end_of_its_context(bundled_draft: Path, kernel: str) -> None:
     session = _core.Session(load(str(bundled_draft), kernel))
-    session.prefill(PREFIX[:1016])
+    prefill(session, PREFIX[:1016])
     tree = Tree([*PREFIX[1016:1024], 3, 3, 4], [-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 6])
-    session.evaluate(tree.tokens, tree.parents)
+    evaluate(session, tree.tokens, tree.parents)
     assert_logits(session, bundled_draft, PREFIX[:1016], tree)
     with pytest.raises(ContextFullError):
-        session.evaluate([5], [7])
+        evaluate(session, [5], [7])
     session.commit(tree.rows_to(7))
     assert tuple(session.tokens) == PREFIX
-    for full in (lambda: session.evaluate([5], [-1]), lambda: session.prefill([5])):
+    for full in (lambda: evaluate(session, [5], [-1]), lambda: prefill(session, [5])):
         with pytest.raises(ContextFullError, match="1024"):
             full()
     session.rewind(1023)
-    session.evaluate(PREFIX[1023:], [-1])
+    evaluate(session, PREFIX[1023:], [-1])
     np.testing.assert_array_equal(session.logits(0), sequential(bundled_draft)(list(PREFIX)))
 
 
@@ -177,11 +178,11 @@ def test_large_tree_in_a_small_context(random_gguf: Callable[..., Path], shape: 
     parents = [-1] * 20 + [i // 20 for i in range(400)] + generator.integers(20, 420, 100).tolist()
     tree = Tree(generator.integers(0, 257, 520).tolist(), parents)
     for session in sessions(path, n_ctx=8):
-        session.prefill(PREFIX[:5])
-        session.evaluate(tree.tokens[:500], tree.parents[:500])
+        prefill(session, PREFIX[:5])
+        evaluate(session, tree.tokens[:500], tree.parents[:500])
         assert_logits(session, path, PREFIX[:5], Tree(tree.tokens[:500], tree.parents[:500]))
         with pytest.raises(ContextFullError):
-            session.evaluate([1] * 30, [-1] * 30)
+            evaluate(session, [1] * 30, [-1] * 30)
         session.commit(tree.rows_to(499))
         assert tuple(session.tokens) == PREFIX[:5] + tree.path(499)
 
@@ -208,14 +209,14 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         tree.tokens.append(token if right else (token + 1) % 257)
         tree.parents.append(parent)
     for session in sessions(path):
-        session.prefill(PREFIX[:6])
-        session.evaluate(tree.tokens, tree.parents)
+        prefill(session, PREFIX[:6])
+        evaluate(session, tree.tokens, tree.parents)
         for row in range(len(tree.tokens)):
             followed, tokens = session.follow(_core.Sampling(), row)
             assert (followed.tolist(), tokens.tolist()) == naive_walk(session, tree, row)
         followed, tokens = session.follow(_core.Sampling())
         session.commit(followed)
-        session.evaluate(tokens[-1:], [-1])
+        evaluate(session, tokens[-1:], [-1])
         expected = sequential(path)([*PREFIX[:6], *tree.path(followed[-1]), tokens[-1]])
         np.testing.assert_array_equal(session.logits(0), expected)
 
@@ -253,15 +254,15 @@ def test_verify_is_evaluate_follow_commit(
     model = load(str(random_gguf("Q8_0")))
     apart, together, afar = _core.Session(model), _core.Session(model), remote(model)
     for session in (apart, together, afar):
-        session.prefill(PREFIX[:5])
+        prefill(session, PREFIX[:5])
     for tree, temperature, k in steps:
         sampling = _core.Sampling(temperature, seed=3)
-        apart.evaluate(tree.tokens, tree.parents)
+        evaluate(apart, tree.tokens, tree.parents)
         logits = np.stack([apart.logits(row) for row in range(len(tree.tokens))])
         expected = apart.follow(sampling)
         apart.commit(expected[0])
         before = afar._servers.calls
-        for verified in (session.verify(tree.tokens, tree.parents, sampling, k) for session in (together, afar)):
+        for verified in (verify(session, tree.tokens, tree.parents, sampling, k) for session in (together, afar)):
             assert len(verified) == (4 if k else 2)
             for found, wanted in zip(verified, [*expected, *largest(logits, k)], strict=False):
                 assert found.dtype == wanted.dtype
@@ -270,38 +271,38 @@ def test_verify_is_evaluate_follow_commit(
         np.testing.assert_array_equal(together.tokens, apart.tokens)
         assert together.num_pending == 0
     for session in (apart, together):
-        session.evaluate([42], [-1])
+        evaluate(session, [42], [-1])
     np.testing.assert_array_equal(together.logits(0), apart.logits(0))
 
 
 GREEDY = _core.Sampling()
 BAD_CALLS: dict[str, tuple[Callable[[_core.Session], object], type[Exception], str]] = {
-    "negative-token": (lambda s: s.evaluate([1, -1], [1, 1]), ValueError, "token -1"),
-    "token-too-large": (lambda s: s.evaluate([1, 300], [1, 1]), ValueError, "token 300 .* 300"),
-    "token-beyond-int32": (lambda s: s.evaluate([1 << 32], [1]), ValueError, "tokens holds 4294967296"),
-    "parent-too-small": (lambda s: s.evaluate([1, 1], [1, -2]), ValueError, "row 3 has parent -2"),
-    "parent-itself": (lambda s: s.evaluate([1], [2]), ValueError, "row 2 has parent 2"),
-    "parent-later": (lambda s: s.evaluate([1, 1], [3, 1]), ValueError, "row 2 has parent 3"),
-    "parent-beyond-int64": (lambda s: s.evaluate([1], np.array([2**64 - 1], np.uint64)), ValueError, "parents"),
-    "float-tokens": (lambda s: s.evaluate(np.ones(1), [1]), TypeError, "tokens"),
-    "2-d-tokens": (lambda s: s.evaluate([[1]], [1]), TypeError, "tokens"),
-    "no-tokens": (lambda s: s.evaluate([], []), ValueError, "at least one token"),
-    "too-many-logits": (lambda s: s.evaluate([1], [1], 2), ValueError, "num_logits"),
-    "chain-past-the-context": (lambda s: s.evaluate([1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
-    "more-rows-than-cells": (lambda s: s.evaluate([1] * 600, [-1] * 600), ContextFullError, "more rows than"),
-    "prefill-with-pending-rows": (lambda s: s.prefill([1]), ValueError, "pending rows"),
-    "verify-k": (lambda s: s.verify([1], [-1], GREEDY, 301), ValueError, "num_candidates"),
-    "verify-with-pending-rows": (lambda s: s.verify([1], [-1], GREEDY), ValueError, "pending rows"),
+    "negative-token": (lambda s: evaluate(s, [1, -1], [1, 1]), ValueError, "token -1"),
+    "token-too-large": (lambda s: evaluate(s, [1, 300], [1, 1]), ValueError, "token 300 .* 300"),
+    "token-beyond-int32": (lambda s: evaluate(s, [1 << 32], [1]), ValueError, "tokens holds 4294967296"),
+    "parent-too-small": (lambda s: evaluate(s, [1, 1], [1, -2]), ValueError, "row 3 has parent -2"),
+    "parent-itself": (lambda s: evaluate(s, [1], [2]), ValueError, "row 2 has parent 2"),
+    "parent-later": (lambda s: evaluate(s, [1, 1], [3, 1]), ValueError, "row 2 has parent 3"),
+    "parent-beyond-int64": (lambda s: evaluate(s, [1], np.array([2**64 - 1], np.uint64)), ValueError, "parents"),
+    "float-tokens": (lambda s: evaluate(s, np.ones(1), [1]), TypeError, "tokens"),
+    "2-d-tokens": (lambda s: evaluate(s, [[1]], [1]), TypeError, "tokens"),
+    "no-tokens": (lambda s: evaluate(s, [], []), ValueError, "at least one token"),
+    "too-many-logits": (lambda s: evaluate(s, [1], [1], 2), ValueError, "num_judged"),
+    "chain-past-the-context": (lambda s: evaluate(s, [1] * 20, range(1, 21)), ContextFullError, "16 tokens"),
+    "more-rows-than-cells": (lambda s: evaluate(s, [1] * 600, [-1] * 600), ContextFullError, "more rows than"),
+    "prefill-with-pending-rows": (lambda s: prefill(s, [1]), ValueError, "pending rows"),
+    "verify-k": (lambda s: verify(s, [1], [-1], GREEDY, 301), ValueError, "num_candidates"),
+    "verify-with-pending-rows": (lambda s: verify(s, [1], [-1], GREEDY), ValueError, "pending rows"),
     "logits-without": (lambda s: s.logits(0), ValueError, "row 0 .*without logits"),
     "logits-row": (lambda s: s.logits(2), ValueError, "row 2"),
     "logits-negative-row": (lambda s: s.logits(-1), ValueError, "row -1"),
-    "candidates-without": (lambda s: s.candidates([1, 0], 3, GREEDY), ValueError, "row 0 .*without logits"),
-    "candidates-row": (lambda s: s.candidates([1, 2], 3, GREEDY), ValueError, "row 2"),
-    "candidates-negative-row": (lambda s: s.candidates([-1], 3, GREEDY), ValueError, "row -1"),
-    "candidates-float-rows": (lambda s: s.candidates([1.0], 3, GREEDY), TypeError, "rows"),
-    "candidates-2-d-rows": (lambda s: s.candidates([[1]], 3, GREEDY), TypeError, "rows"),
-    "candidates-no-k": (lambda s: s.candidates([1], 0, GREEDY), ValueError, "k must be"),
-    "candidates-k-too-large": (lambda s: s.candidates([1], 301, GREEDY), ValueError, "k must be"),
+    "candidates-without": (lambda s: rank(s, [1, 0], 3, GREEDY), ValueError, "row 0 .*without logits"),
+    "candidates-row": (lambda s: rank(s, [1, 2], 3, GREEDY), ValueError, "row 2"),
+    "candidates-negative-row": (lambda s: rank(s, [-1], 3, GREEDY), ValueError, "row -1"),
+    "candidates-float-rows": (lambda s: rank(s, [1.0], 3, GREEDY), TypeError, "rows"),
+    "candidates-2-d-rows": (lambda s: rank(s, [[1]], 3, GREEDY), TypeError, "rows"),
+    "candidates-no-k": (lambda s: rank(s, [1], 0, GREEDY), ValueError, "k must be"),
+    "candidates-k-too-large": (lambda s: rank(s, [1], 301, GREEDY), ValueError, "k must be"),
     "follow-without": (lambda s: s.follow(GREEDY), ValueError, "row 0 .*without logits"),
     "follow-row": (lambda s: s.follow(GREEDY, 2), ValueError, "row 2"),
     "follow-negative-row": (lambda s: s.follow(GREEDY, -1), ValueError, "row -1"),
@@ -319,15 +320,15 @@ def test_failed_call_changes_nothing(random_gguf: Callable[..., Path], name: str
     call, kind, message = BAD_CALLS[name]
     path = random_gguf("Q8_0")
     session = _core.Session(load(str(path)), 16)
-    session.prefill(PREFIX[:5])
-    session.evaluate([7, 8], [-1, 0], 1)
+    prefill(session, PREFIX[:5])
+    evaluate(session, [7, 8], [-1, 0], 1)
     with pytest.raises(kind, match=message):
         call(session)
     assert (tuple(session.tokens), session.num_pending) == (PREFIX[:5], 2)
-    session.evaluate([9, 9], [1, -1])
+    evaluate(session, [9, 9], [1, -1])
     assert_logits(session, path, PREFIX[:5], Tree([7, 8, 9, 9], [-1, 0, 1, -1]), 1)
     session.commit([0, 1, 2])
-    session.evaluate([10], [-1])
+    evaluate(session, [10], [-1])
     np.testing.assert_array_equal(session.logits(0), sequential(path)([*PREFIX[:5], 7, 8, 9, 10]))
 
 
@@ -338,22 +339,22 @@ def test_a_context_stretched_to_time_passes(random_gguf: Callable[..., Path], de
     for length in (9, 0, 81, -1):
         with pytest.raises(ValueError, match=f"cannot stretch 0 tokens to {length} of 80"):
             session.stretch(length)
-    session.prefill(PREFIX[:2])
+    prefill(session, PREFIX[:2])
     with pytest.raises(ValueError, match="cannot stretch 2 tokens to 1 of 80"):
         session.stretch(1)
     session.stretch(2)
     session.stretch(70)
     assert tuple(session.tokens) == (*PREFIX[:2], *[PREFIX[1]] * 68)
-    session.evaluate([5, 6, 7], [-1, 0, 0])
+    evaluate(session, [5, 6, 7], [-1, 0, 0])
     assert all(np.isfinite(session.logits(row)).all() for row in range(3))
     session.discard()
     with pytest.raises(ContextFullError):
-        session.prefill([1] * 11)
+        prefill(session, [1] * 11)
     # Nothing of it is left in the context that comes after.
     session.rewind(0)
     for each in (session, fresh):
-        each.prefill(PREFIX[:30])
-        each.evaluate([5], [-1])
+        prefill(each, PREFIX[:30])
+        evaluate(each, [5], [-1])
     # A device's rounding depends on where cells lie.
     np.testing.assert_allclose(session.logits(0), fresh.logits(0), rtol=0, atol=0 if device == "cpu" else 0.02)
 
@@ -365,35 +366,38 @@ def test_context_of_the_model(random_gguf: Callable[..., Path]) -> None:
 
 def test_closed_session(random_gguf: Callable[..., Path]) -> None:
     session = _core.Session(load(str(random_gguf("Q8_0"))))
-    session.prefill(PREFIX[:5])
-    session.evaluate([7], [-1])
+    prefill(session, PREFIX[:5])
+    evaluate(session, [7], [-1])
     assert not session.closed
     for _ in range(2):
         session.close()
     assert session.closed
-    calls: dict[str, tuple[Any, ...]] = {"prefill": ([1],), "evaluate": ([1], [-1]), "candidates": ([0], 1, GREEDY)}
-    calls |= {"follow": (GREEDY,), "verify": ([1], [-1], GREEDY), "commit": ([],), "discard": (), "rewind": (0,)}
-    for name, arguments in (*calls.items(), ("stretch", (9,)), ("logits", (0,)), ("prefill", ([],))):
+    steps = [partial(prefill, session, [1]), partial(prefill, session, []), partial(evaluate, session, [1], [-1])]
+    steps += [partial(rank, session, [0], 1, GREEDY), partial(verify, session, [1], [-1], GREEDY)]
+    calls: dict[str, tuple[Any, ...]] = {"follow": (GREEDY,), "commit": ([],), "discard": (), "rewind": (0,)}
+    calls |= {"stretch": (9,), "logits": (0,)}
+    for call in (*steps, *(partial(getattr(session, name), *arguments) for name, arguments in calls.items())):
         with pytest.raises(ValueError, match="closed"):
-            getattr(session, name)(*arguments)
+            call()
 
 
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np
 from pystaged import _core
+from pystaged._core import Work, run
 
 model = _core.Model(sys.argv[1])
 session, fresh = _core.Session(model), _core.Session(model)
 start = time.perf_counter()
-fresh.prefill([5] * 1000)
+run([Work.read(fresh, [5] * 1000)])
 seconds = time.perf_counter() - start
-session.prefill([1, 2, 3])
+run([Work.read(session, [1, 2, 3])])
 for i in range(40):  # sooner and sooner, for when the machine was busy it took longer
     timer = threading.Timer(0.4 * 0.8**i * seconds, os.kill, [os.getpid(), signal.SIGINT])
     try:
         timer.start()
-        session.prefill([5] * 1000)
+        run([Work.read(session, [5] * 1000)])
         time.sleep(600)
     except KeyboardInterrupt:
         pass
@@ -405,9 +409,9 @@ else:
 assert session.tokens.tolist() == [1, 2, 3]
 assert session.num_pending == 0
 fresh.rewind(0)
-fresh.prefill([1, 2, 3])
+run([Work.read(fresh, [1, 2, 3])])
 for s in (session, fresh):
-    s.evaluate([4], [-1])
+    run([Work.propose(s, [4], [-1], 1, 0, _core.Sampling())])
 assert np.array_equal(session.logits(0), fresh.logits(0))
 print("interrupted")
 """
@@ -437,7 +441,7 @@ signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
 while len(refused) < 4:
     session.rewind(0)
-    session.prefill([5] * 1000)
+    _core.run([_core.Work.read(session, [5] * 1000)])
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert all("signal handler" in message for message in refused)
 assert session.tokens.tolist() == [5] * 1000
@@ -487,9 +491,8 @@ def flush_to_zero():
 def bits():
     model = _core.Model(sys.argv[1], num_threads=2)
     session = _core.Session(model)
-    session.prefill([1, 2, 3, 4])
-    session.evaluate([5, 6, 7], [-1, 0, 0])
-    found = session.candidates([0, 1, 2], 20, _core.Sampling(1.0, seed=5))
+    _core.run([_core.Work.read(session, [1, 2, 3, 4])])
+    [found] = _core.run([_core.Work.propose(session, [5, 6, 7], [-1, 0, 0], 3, 20, _core.Sampling(1.0, seed=5))])
     assert 0 < abs(session.logits(0)).max() < 1e-37
     return session.logits(0).tobytes() + b"".join(array.tobytes() for array in found)
 
@@ -574,5 +577,5 @@ def test_ctrl_c_while_tokens_are_converted_is_not_a_wrong_argument(random_gguf: 
 
     session = _core.Session(_core.Model(str(random_gguf("F32"))))
     with pytest.raises(KeyboardInterrupt):
-        session.prefill(Interrupted())
-    session.prefill([1, 2])
+        prefill(session, Interrupted())
+    prefill(session, [1, 2])

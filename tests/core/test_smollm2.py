@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from support.family_reference import FamilyReference
 from support.logits import llama_context, llama_pass
+from support.steps import evaluate
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
@@ -78,7 +79,7 @@ def clear_choices(log_probs: Doubles) -> npt.NDArray[np.bool_]:
 
 def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
     session.rewind(0)
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    evaluate(session, tokens, range(-1, len(tokens) - 1))
     found = np.stack([session.logits(row) for row in range(len(tokens))])
     session.discard()
     return found

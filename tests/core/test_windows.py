@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from support.memory import resident
 from support.random_models import RandomModel, write
+from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import _core
@@ -49,12 +50,12 @@ def assert_goes_on_as_if_nothing_was_given_back(session: Session, model: _core.M
     """What follows has the bits that it has behind a text that is not committed, of which nothing is given back."""
     tokens = session.tokens
     ends = [5, 6, 7, 8]
-    session.evaluate(ends, [-1, 0, 0, -1])  # a tree that branches at its root, too
+    evaluate(session, ends, [-1, 0, 0, -1])  # a tree that branches at its root, too
     found = [session.logits(row) for row in range(4)]
     session.discard()
     n = len(tokens)
     keeping = Session(model)
-    keeping.evaluate([*tokens, *ends], [*chain(n), n - 1, n, n, n - 1], 4)
+    evaluate(keeping, [*tokens, *ends], [*chain(n), n - 1, n, n, n - 1], 4)
     assert keeping.num_pending == n + 4
     for row, logits in enumerate(found):
         np.testing.assert_array_equal(logits, keeping.logits(n + row))
@@ -66,7 +67,7 @@ def write_text(session: Session, length: int) -> None:
         path = min(missing, 40)
         at = len(session.tokens)
         others = [3] * 5
-        session.evaluate([*others, *TOKENS[at : at + path]], [-1] * 5 + [-1, *range(5, 4 + path)], 0)
+        evaluate(session, [*others, *TOKENS[at : at + path]], [-1] * 5 + [-1, *range(5, 4 + path)], 0)
         session.commit(range(5, 5 + path))
 
 
@@ -74,7 +75,7 @@ def write_text(session: Session, length: int) -> None:
 def test_where_a_text_can_go_back_to(path_of: Callable[..., Path], window: int) -> None:
     model = _core.Model(path_of(window))
     session = Session(model)
-    session.prefill(TOKENS[:900])
+    prefill(session, TOKENS[:900])
     write_text(session, 1900)
     for length in (*range(1900 - SLACK, 1901), *range(900 - SLACK, 901), 0):
         assert session.reachable(length) == length
@@ -89,11 +90,11 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path], window: int) 
     for length in (901, -1):
         with pytest.raises(ValueError, match=f"cannot rewind 880 tokens to {length}"):
             session.reachable(length)
-    session.prefill(TOKENS[880:1500])  # the end of the prompt before is forgotten
+    prefill(session, TOKENS[880:1500])  # the end of the prompt before is forgotten
     if window < 700:
         assert session.reachable(880) == 0
     assert session.rewind(0) == 0
-    session.prefill(TOKENS[:30])
+    prefill(session, TOKENS[:30])
     assert session.reachable(20) == 20
 
 
@@ -147,14 +148,14 @@ def only(following: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.uint32]:
 def test_an_interrupted_reading_leaves_what_was_there(path_of: Callable[..., Path]) -> None:
     model = _core.Model(path_of())
     session = Session(model)
-    session.prefill(TOKENS[:600])
+    prefill(session, TOKENS[:600])
     with pytest.raises(pystaged.ContextFullError):
-        session.prefill(np.zeros(CONTEXT, np.int32))
+        prefill(session, np.zeros(CONTEXT, np.int32))
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        session.evaluate([300], [-1])
-    session.evaluate(TOKENS[600:1100], chain(500), 0)
+        evaluate(session, [300], [-1])
+    evaluate(session, TOKENS[600:1100], chain(500), 0)
     session.discard()
-    session.prefill(TOKENS[:0])
+    prefill(session, TOKENS[:0])
     assert session.reachable(600 - SLACK) == 600 - SLACK
     assert_goes_on_as_if_nothing_was_given_back(session, model)
 
@@ -167,7 +168,7 @@ def test_what_a_text_takes(path_of: Callable[..., Path]) -> None:
         session = Session(model)
         for length in range(100, CONTEXT - 100, 100):
             if length < 1000:
-                session.prefill(TOKENS[length - 100 : length])
+                prefill(session, TOKENS[length - 100 : length])
             else:
                 write_text(session, length)
             held = session.num_bytes - length * (model.cell_bytes - windowed)
@@ -180,7 +181,7 @@ def test_what_a_text_takes(path_of: Callable[..., Path]) -> None:
     metadata = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [False]}
     model = _core.Model(write(path_of().parent / "none.gguf", RandomModel("gemma3", layers=1, metadata=metadata)))
     session = Session(model)
-    session.prefill(TOKENS[:500])
+    prefill(session, TOKENS[:500])
     assert (model.windowed_cell_bytes, session.reachable(3), session.num_bytes) == (0, 3, 500 * model.cell_bytes)
 
 
@@ -192,7 +193,7 @@ def test_memory_is_given_back(tmp_path: Path, kv: str) -> None:
     model = _core.Model(write(tmp_path / "model.gguf", shape), kv=kv)
 
     session = Session(model)
-    session.prefill(TOKENS[:256])
+    prefill(session, TOKENS[:256])
     before = resident()
     session.stretch(8000)
     assert resident() - before < 1.1 * session.num_bytes < 0.35 * 8000 * model.cell_bytes

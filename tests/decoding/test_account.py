@@ -152,12 +152,15 @@ class SimulatedSession:
         self.past = length
         return length
 
-    def prefill(self, tokens: NDArray[np.int32]) -> None:
+    def run(self, kind: str, tokens: NDArray[np.int32], *_: object) -> object:
+        return self._verify(tokens) if kind == "verify" else self._read(tokens)
+
+    def _read(self, tokens: NDArray[np.int32]) -> None:
         self.past += len(tokens)
         self.experts = np.zeros((len(tokens), 1), np.uint8), 0
         self._machine.work(self._cost(32) / 32 * len(tokens))
 
-    def verify(self, tokens: NDArray[np.int32], *_: object) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _verify(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         rows = len(tokens)
         if isinstance(self._cost, ExpertCost):
             usual = self._cost.union(rows)
@@ -391,7 +394,7 @@ def test_credit_is_kept_by_sampling_inherited_and_lost_by_what_is_interrupted(fa
 
     text.start()
     text.drafter._price = 50.0 if fails == "plain step" else 0.1
-    where, name = (text.drafter, "catch_up") if fails == "prefill" else (text.session, "verify")
+    where, name = (text.drafter, "catch_up") if fails == "prefill" else (text.session, "run")
     act = text.start if fails == "prefill" else lambda: text.step(GOOD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, name, interrupted)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import drafted, generate, text_of
+from support.steps import evaluate, prefill, verify
 
 from pystaged import Stage
 from pystaged._core import Model, Session
@@ -106,10 +107,10 @@ def written(
 def greedy_text(target: Model) -> list[int]:
     """The likeliest allowed token, one by one."""
     session, tokens = Session(target), []
-    session.prefill(PROMPT[:-1])
+    prefill(session, PROMPT[:-1])
     row = int(PROMPT[-1])
     while True:
-        session.evaluate([row], [-1])
+        evaluate(session, [row], [-1])
         allowed = follows(tuple(tokens))
         row = max(allowed, key=lambda token: session.logits(0)[token])
         session.commit([0])
@@ -242,7 +243,7 @@ def test_a_draft_with_fewer_or_more_tokens(target: Model, random_gguf: Callable[
 def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -> None:
     """A pass there brings back the 64 largest, of which a mask may allow none."""
     session = Session(Model(str(random_gguf()), "", 1, device="ggml-cpu"))
-    session.evaluate([5], [-1])
+    evaluate(session, [5], [-1])
     logits = session.logits(0)
     session.discard()
     worst = np.argsort(logits)[:3]
@@ -250,8 +251,8 @@ def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -
     for token in worst.tolist():
         mask[0, token // 32] |= np.uint32(1 << token % 32)
     for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=2)):
-        _, tokens = session.verify([5], [-1], sampling.native, masks=mask)
+        _, tokens = verify(session, [5], [-1], sampling.native, masks=mask)
         session.rewind(0)
         assert tokens[0] in worst
-    _, tokens = session.verify([5], [-1], SamplingConfig().native, masks=mask)
+    _, tokens = verify(session, [5], [-1], SamplingConfig().native, masks=mask)
     assert tokens[0] == worst[logits[worst].argmax()]

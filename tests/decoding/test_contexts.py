@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from support.decoding import drafted
 from support.random_models import RandomModel, write
 from support.scheduling import held, wait_until
+from support.steps import prefill, verify
 
 import pystaged
 import pystaged.drafting.lookups
@@ -553,10 +554,10 @@ def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> l
     """Token by token on a session of its own."""
     tokens = engine.encode(prompt).tolist()
     session = _core.Session(engine.model)
-    session.prefill(tokens[:-1])
+    prefill(session, tokens[:-1])
     found = list[int]()
     while len(found) < count:
-        _, (token,) = session.verify(tokens[-1:], [-1], sampling.native)
+        _, (token,) = verify(session, tokens[-1:], [-1], sampling.native)
         if engine.tokenizer.is_end(int(token)):
             break
         found.append(int(token))

@@ -18,6 +18,7 @@ from support.families import CASES
 from support.random_models import write
 from support.scheduling import wait_until
 from support.server import NAME, Server, live
+from support.steps import prefill
 
 import pystaged
 from pystaged._core import Session, Work, run
@@ -69,7 +70,7 @@ def test_rows_are_those_of_other_passes(engine: Engine) -> None:
     session = Session(engine.model, 512)
     pieces = [run([Work.embed(session, piece)])[0] for piece in np.array_split(tokens[2], 3)]
     np.testing.assert_array_equal(np.concatenate(pieces), rows(tokens[2], shared=False)[0])
-    session.prefill(tokens[0])
+    prefill(session, tokens[0])
     assert session.tokens.tolist() == [*tokens[2].tolist(), *tokens[0].tolist()]
 
 

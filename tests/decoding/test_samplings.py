@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from support.decoding import generate
 from support.sampling import samplings
+from support.steps import evaluate
 
 import pystaged
 from pystaged import Engine, FixedPolicy, GenerationResult, SamplingConfig
@@ -198,7 +199,7 @@ def test_logprobs_of_pieces_and_result(engine: Engine) -> None:
     session = Session(engine.model)
     begun = engine.encode(PROMPTS[0]).tolist()
     text = [*begun, *result.tokens]
-    session.evaluate(text, range(-1, len(text) - 1))
+    evaluate(session, text, range(-1, len(text) - 1))
     for i, each in enumerate(result.logprobs):
         logits = session.logits(len(begun) - 1 + i).astype(np.float64)
         logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())

@@ -22,7 +22,7 @@ from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import fulfil_all
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import Clocks, Verify, fulfil
+from pystaged.decoding.requests import Clocks, Verify, fulfil, perform
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import ContextProposer, NgramCost, lookups
 from pystaged.drafting.model import ModelProposer
@@ -375,13 +375,9 @@ class SlowSession:
     def clock(self) -> float:
         return self.now
 
-    def evaluate(self, *arguments: object) -> None:
-        self.now += 1.0
-        self.session.evaluate(*arguments)  # type: ignore[arg-type]
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self.now += 0.1 * len(tokens)
-        self.session.prefill(tokens)
+    def run(self, kind: str, tokens: Sequence[int], *more: object) -> object:
+        self.now += 0.1 * len(tokens) if kind == "read" else 1.0
+        return perform(self.session, kind, tokens, *more)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.session, name)

@@ -18,6 +18,7 @@ from gguf import GGUFWriter
 from support.families import CASES
 from support.feature_drafts import BlockTwin, Contents
 from support.random_models import RandomModel, add_vocabulary, write
+from support.steps import prefill, verify
 from typer.testing import CliRunner
 
 import pystaged
@@ -121,11 +122,11 @@ def test_answers_are_what_the_target_computes(target: Path, answers: Answers) ->
         text = answers.text(which)
         tokens = text.tokens.numpy().astype(np.int32)
         session.rewind(0)
-        session.prefill(tokens[: text.prompt - 1])
+        prefill(session, tokens[: text.prompt - 1])
         states = [session.hidden.numpy()]
         said: list[int] = []
         for i, token in enumerate(tokens[text.prompt - 1 :]):
-            found = session.verify([token], [-1], Sampling(logprobs=50))
+            found = verify(session, [token], [-1], Sampling(logprobs=50))
             states.append(session.hidden.numpy())
             said.append(int(found[1][0]))
             assert text.likeliest[i].tolist() == found[2][1][0].tolist()

@@ -18,6 +18,7 @@ from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dfl
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
 from support.scheduling import wait_until
+from support.steps import verify
 
 from pystaged import Engine, ModelError
 from pystaged._core import Model, Session
@@ -145,12 +146,12 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
     drafter = decoder.drafter
     sampling = SAMPLINGS["sampled"]
     for _ in range(70):
-        *_, tokens = decoder.target.verify([text[-1]], [-1], sampling.native)
+        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
         drafter.advance(tokens.tolist())
         text += tokens.tolist()
     same(drafted(drafter, sampling, 20), first_tree(pair, text, sampling, decoder))
     for _ in range(520):
-        *_, tokens = decoder.target.verify([text[-1]], [-1], sampling.native)
+        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
         drafter.advance(tokens.tolist())
         text += tokens.tolist()
     assert drafter.lag() == float("inf")

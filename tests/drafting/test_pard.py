@@ -12,6 +12,7 @@ import pytest
 from gguf import GGUFWriter
 from support.decoding import drafted, started, stepped
 from support.random_models import Floats, RandomModel, add_key, add_vocabulary, write
+from support.steps import evaluate, prefill, rank
 
 from pystaged import Engine
 from pystaged._core import Model, ModelError, Session, Tokenizer
@@ -19,6 +20,7 @@ from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, TreePolicy
+from pystaged.decoding.requests import perform
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
@@ -49,9 +51,9 @@ class CountedSession:
     def __getattr__(self, name: str) -> object:
         return getattr(self._session, name)
 
-    def evaluate(self, *arguments: object) -> None:
-        self.passes += 1
-        self._session.evaluate(*arguments)  # type: ignore[arg-type]
+    def run(self, kind: str, *arguments: object) -> object:
+        self.passes += kind == "propose"
+        return perform(self._session, kind, *arguments)
 
 
 def only_positions(tensors: Mapping[str, Floats]) -> None:
@@ -72,9 +74,9 @@ def test_one_pass_proposes_for_all_depths(models: tuple[Model, Model], sampling:
     tree = drafted(drafter, sampling, 20)
     assert session.passes == 1
     hand = Session(draft)
-    hand.prefill(CONTEXT[:-1])
-    hand.evaluate([int(CONTEXT[-1]), *[MASK] * (PLACES - 1)], list(range(-1, PLACES - 1)), PLACES)
-    expected, _ = hand.candidates(list(range(PLACES)), children, sampling.native)
+    prefill(hand, CONTEXT[:-1])
+    evaluate(hand, [int(CONTEXT[-1]), *[MASK] * (PLACES - 1)], list(range(-1, PLACES - 1)), PLACES)
+    expected, _ = rank(hand, list(range(PLACES)), children, sampling.native)
     depths = [0] * len(tree)
     for node in range(1, len(tree)):
         depths[node] = depths[tree.parents[node]] + 1

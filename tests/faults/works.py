@@ -22,6 +22,7 @@ from support.checkpoints import write_family
 from support.convert import convert
 from support.families import CASES
 from support.random_models import write
+from support.steps import prefill
 
 from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.drafting.table import NgramTable
@@ -102,7 +103,7 @@ def keep_prompt(folder: Path) -> None:
     for path in (folder / "prompts").glob("*.prompt"):
         path.unlink()
     kept, session = _prompts(folder, lambda _: None)
-    session.prefill(PROMPT)
+    prefill(session, PROMPT)
     kept.keep([session])
     kept.close()
 

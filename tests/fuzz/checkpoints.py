@@ -12,6 +12,7 @@ from typing import Any
 
 from support.checkpoints import write_checkpoint, write_family, write_sentencepiece
 from support.convert import convert
+from support.steps import evaluate
 
 from fuzz.mutate import damage, damage_json, damage_value, spelled
 from fuzz.target import Case, Target, short
@@ -91,7 +92,7 @@ class Checkpoint(Target):
         if tokenizer.num_tokens != model.vocab_size:
             raise AssertionError(f"{tokenizer.num_tokens} tokens, {model.vocab_size} rows")
         session = _core.Session(model, 8)
-        session.evaluate([1], [-1])
+        evaluate(session, [1], [-1])
         session.follow(_core.Sampling())
 
 

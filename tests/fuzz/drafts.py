@@ -15,6 +15,7 @@ from support.families import CASES
 from support.feature_drafts import Block, Eagle3, dspark, write_dflash, write_eagle3
 from support.gguf_parts import Gguf as Parts
 from support.random_models import RandomModel, write
+from support.steps import prefill, rank
 
 from fuzz.gguf import CHANGES
 from fuzz.target import Case, Target
@@ -62,7 +63,7 @@ class Drafts(Target):
         draft = Model(self._path, "", 1, lender=target)
         target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
         source = Session(target, 130)
-        source.prefill(range(120))  # beyond the window
+        prefill(source, range(120))  # beyond the window
         rows = self._guesses(draft, Session(draft, target=source), source.hidden)
         named, size = draft.head_tokens.tolist(), draft.vocab_size
         if not (rows.min() >= -1 and rows.max() < (len(named) or size) and all(0 <= token < size for token in named)):
@@ -80,7 +81,7 @@ class Assistants(Drafts):
         last = draft.vocab_size - 1
         run([Work.propose(session, [0, last], [-1, -1], 2, 3, GREEDY, hidden=hidden + hidden)])
         run([Work.propose(session, [1, 2], [0, 1], 2, 3, GREEDY, hidden=session.hidden_of([0, 1]))])
-        return session.candidates([0, 3], 5, GREEDY)[0]
+        return rank(session, [0, 3], 5, GREEDY)[0]
 
 
 class Eagles(Drafts):
@@ -102,7 +103,7 @@ class Eagles(Drafts):
         own = session.hidden_of([0, 1])
         session.commit([0])
         run([Work.propose(session, [0, last], [-1, -1], 2, 3, GREEDY, hidden=own)])
-        return session.candidates([0, 1], 5, GREEDY)[0]
+        return rank(session, [0, 1], 5, GREEDY)[0]
 
 
 class Ahead(Eagles):

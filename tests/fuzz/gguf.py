@@ -31,6 +31,7 @@ from support.gguf_parts import (
 from support.gguf_parts import Gguf as Parts
 from support.paths import table
 from support.random_models import RandomModel, add_sentencepiece, write
+from support.steps import evaluate, prefill, rank
 
 from fuzz.mutate import NUMBERS, damage
 from fuzz.target import Case, Target
@@ -265,13 +266,13 @@ def use_model(path: str, device: str) -> None:
     last = model.vocab_size - 1
     if session.n_ctx < 6:
         return
-    session.prefill([0, last])
+    prefill(session, [0, last])
     rows, parents = min(4, model.most_pending), [-1, 0, 1, 2] if model.is_chained else [-1, 0, 0, 1]
-    session.evaluate([last, 0, min(1, last), last][:rows], parents[:rows])
+    evaluate(session, [last, 0, min(1, last), last][:rows], parents[:rows])
     for sampling in (_core.Sampling(), _core.Sampling(0.5, 5, 0.9, 0.1, 7), _core.Sampling(2, min_p=0.1)):
-        tokens, _ = session.candidates([0, rows - 1], min(8, model.vocab_size), sampling)
+        tokens, _ = rank(session, [0, rows - 1], min(8, model.vocab_size), sampling)
         path_, chosen = session.follow(sampling)
         if not (tokens.min() >= -1 and max(tokens.max(), chosen.max()) <= last and chosen.min() >= 0):
             raise AssertionError(f"tokens {tokens}, {chosen} with a vocabulary of {last + 1}")
     session.commit(path_)
-    session.prefill([0] * min(session.n_ctx - len(session.tokens), 40))
+    prefill(session, [0] * min(session.n_ctx - len(session.tokens), 40))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.random_models import RandomModel, write
+from support.steps import evaluate
 
 from pystaged._core import Model, Session
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost
@@ -49,7 +50,7 @@ def test_a_mixture_is_measured_by_experts(tmp_path: Path) -> None:
     assert isinstance(found, ExpertCost)
     assert found.unions[1] == model.experts_per_row == 4
     session = Session(model)
-    session.evaluate(np.arange(8), np.arange(-1, 7))
+    evaluate(session, np.arange(8), np.arange(-1, 7))
     assert found.unions[8] == session.experts[1]
     assert 0 <= found.price * 4 <= found(1)
 

@@ -12,6 +12,7 @@ from support.family_reference import FamilyReference
 from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, write_dflash, write_eagle3
 from support.random_models import write
 from support.right_drafts import KINDS, TARGET, write_right
+from support.steps import prefill, verify
 
 from pystaged import Engine
 from pystaged._core import Model, Session, Tokenizer
@@ -39,14 +40,14 @@ def test_right_guesses_are_those_of_the_twin(tmp_path: Path, kind: str) -> None:
     draft = Model(path, lender=target)
     target.tap(draft.target_layers, all_rows=True)
     session = Session(target)
-    session.prefill([3, 4, 5])
+    prefill(session, [3, 4, 5])
     tokens = [3, 4, 5, 6]
     while len(tokens) < 40:
         # Some tokens are not the likeliest one, so that some guesses are wrong.
-        found = session.verify([tokens[-1]], [-1], features._GREEDY)[1].tolist()
+        found = verify(session, [tokens[-1]], [-1], features._GREEDY)[1].tolist()
         tokens += found if len(tokens) % 5 else [(found[0] + 1) % 300]
     session.rewind(0)
-    session.prefill(tokens[:-1])
+    prefill(session, tokens[:-1])
     hidden = session.hidden.numpy().astype(np.float64)
     embedding = FamilyReference(target_path).weights["token_embd.weight"]
     first = second = tried = 0

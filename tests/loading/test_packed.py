@@ -15,6 +15,7 @@ from support.commands import here, run_python
 from support.families import CASES
 from support.kernels import EVERY_KERNEL
 from support.random_models import RandomModel, quantize, split, write
+from support.steps import evaluate
 
 from pystaged import ModelError, _core
 from pystaged.loading import cache
@@ -36,7 +37,7 @@ from pystaged import _core
 from pystaged.loading.kept import load_packed
 model = load_packed(Path(sys.argv[1]), "", 2, print)
 session = _core.Session(model)
-session.evaluate([1, 2, 3], [-1, 0, 1])
+_core.run([_core.Work.propose(session, [1, 2, 3], [-1, 0, 1], 3, 0, _core.Sampling())])
 sys.stdout.buffer.write(session.logits(2).tobytes())
 """
 
@@ -54,7 +55,7 @@ def llama(tmp_path: Path) -> Path:
 def logits(model: _core.Model) -> Floats:
     session = _core.Session(model)
     tokens = np.random.default_rng(1).integers(0, 256, 12).tolist()
-    session.evaluate(tokens, range(-1, len(tokens) - 1))
+    evaluate(session, tokens, range(-1, len(tokens) - 1))
     return np.stack([session.logits(row) for row in range(len(tokens))])
 
 
@@ -211,7 +212,7 @@ def test_processes_at_once(llama: Path) -> None:
 
 def logits_of_three(path: Path) -> bytes:
     session = _core.Session(_core.Model(str(path)))
-    session.evaluate([1, 2, 3], [-1, 0, 1])
+    evaluate(session, [1, 2, 3], [-1, 0, 1])
     return session.logits(2).tobytes()
 
 

@@ -18,6 +18,7 @@ import pytest
 from support.families import models
 from support.random_models import write
 from support.scheduling import wait_until
+from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import FixedPolicy, GenerationResult, ModelError, _core
@@ -209,7 +210,7 @@ def test_a_full_disk_costs_one_line(
 def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     model, file = _core.Model(path_of("llama")), tmp_path / "file"
     session = Session(model)
-    session.prefill(PROMPT)
+    prefill(session, PROMPT)
     with pytest.raises(ModelError, match="No such file"):
         write_texts(file, b"head", [session])
     file.touch()
@@ -222,7 +223,7 @@ def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path
         read_texts(file, b"hear", [Session(model)])
     with pytest.raises(ModelError, match="longer than the context"):
         read_texts(file, b"head", [Session(model, 100)])
-    session.evaluate([1], [-1])
+    evaluate(session, [1], [-1])
     with pytest.raises(ValueError, match="pending"):
         write_texts(file, b"head", [session])
 
@@ -231,7 +232,7 @@ def test_a_list_may_change_while_its_texts_are_written(path_of: Callable[[str], 
     model, file = _core.Model(path_of("llama")), tmp_path / "file"
     file.touch()
     texts = [Session(model)]
-    texts[0].prefill(PROMPT)
+    prefill(texts[0], PROMPT)
     held = weakref.ref(texts[0])
 
     class ClearsTheList:

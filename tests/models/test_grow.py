@@ -18,6 +18,7 @@ from random_weights import (
 from support.decoding import generate
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
+from support.steps import evaluate
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
@@ -83,7 +84,7 @@ def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
 def own_logits(path: Path) -> npt.NDArray[np.float32]:
     """By our kernels."""
     session = Session(Model(str(path)))
-    session.evaluate(TOKENS, range(-1, len(TOKENS) - 1))
+    evaluate(session, TOKENS, range(-1, len(TOKENS) - 1))
     return np.stack([session.logits(row) for row in range(len(TOKENS))])
 
 

@@ -26,9 +26,8 @@
 #include "pass/packed_pass.h"
 #include "sampling/sampler.h"
 #include "state/packed_state.h"
-#include "text/session.h"
+#include "steps.h"
 #include "text/text_file.h"
-#include "text/work.h"
 
 using namespace pystaged;
 
@@ -163,7 +162,6 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
 // A prompt in passes of any size, and a pass that is interrupted between two layers.
 void test_prompt(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
-    const auto uninterrupted = [] {};
     const int length = std::min(model->numbers().max_context - 1, 2 * PackedPass::kMaxRows + 70);
     const std::vector<int32_t> prompt = random_tokens(*model, length);
     Session session(model, 0);
@@ -172,10 +170,10 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
         session.rewind(0);
         for (int at = 0, i = 0; at < length; ++i) {
             const int piece = std::min(pieces[i % pieces.size()], length - at);
-            session.prefill({prompt.begin() + at, prompt.begin() + at + piece}, uninterrupted);
+            prefill(session, {prompt.begin() + at, prompt.begin() + at + piece});
             at += piece;
         }
-        session.evaluate({7}, {-1}, 1);
+        evaluate(session, {7}, {-1}, 1);
         const std::vector<float> logits = logits_of(session, 0);
         if (expected.empty()) {
             expected = logits;
@@ -224,14 +222,13 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
 
 void test_session(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
-    const auto uninterrupted = [] {};
     Session session(model, 0), plain(model, 0);
     const int context = session.context();
     CHECK(context == model->numbers().max_context);
     for (int round = 0; round < 8; ++round) {
         const int room = context - static_cast<int>(session.tokens().size());
         const std::vector<int32_t> prompt = random_tokens(*model, random_int(0, std::min(20, room / 2)));
-        session.prefill(prompt, uninterrupted);
+        prefill(session, prompt);
         const int n = random_int(1, std::min(70, room / 3));
         const std::vector<int32_t> tokens = random_tokens(*model, n);
         std::vector<int32_t> parents(n);
@@ -240,10 +237,10 @@ void test_session(const std::string& path, const Kernel& kernel) {
         }
         const int first = random_int(0, n);
         if (first > 0) {
-            session.evaluate({tokens.begin(), tokens.begin() + first}, {parents.begin(), parents.begin() + first}, -1);
+            evaluate(session, {tokens.begin(), tokens.begin() + first}, {parents.begin(), parents.begin() + first});
         }
         if (first < n) {
-            session.evaluate({tokens.begin() + first, tokens.end()}, {parents.begin() + first, parents.end()}, -1);
+            evaluate(session, {tokens.begin() + first, tokens.end()}, {parents.begin() + first, parents.end()});
         }
         CHECK(session.num_pending() == n);
         // A path to any row gives the bits that the same tokens give one by one.
@@ -253,26 +250,26 @@ void test_session(const std::string& path, const Kernel& kernel) {
             way.insert(way.begin(), row);
         }
         plain.rewind(0);
-        plain.prefill(session.tokens(), uninterrupted);
+        prefill(plain, session.tokens());
         for (const int row : way) {
-            plain.evaluate({tokens[row]}, {-1}, 1);
+            evaluate(plain, {tokens[row]}, {-1}, 1);
             CHECK(logits_of(plain, 0) == logits_of(session, row));
             plain.commit({0});
         }
         const Followed followed = session.follow({0.5f, 0, 1, 0, 3}, 0);
         CHECK(followed.path.front() == 0 && followed.path.size() == followed.tokens.size());
-        std::vector<int32_t> found(2 * 5);
-        std::vector<float> scores(2 * 5);
         const Sampling filtered{1, 3, 1, 0, 1}, other{1, 2, 1, 0, 1};
-        session.candidates({filtered}, {0, n - 1}, 5, found.data(), scores.data());
-        CHECK(found[2] >= 0 && found[3] == -1 && scores[3] == -INFINITY && found[7] >= 0 && found[8] == -1);
-        session.candidates({filtered, other}, {0, n - 1}, 5, found.data(), scores.data());
-        CHECK(found[2] >= 0 && found[3] == -1 && found[6] >= 0 && found[7] == -1);
-        CHECK_THROWS(std::invalid_argument,
-                     (session.candidates({filtered, other}, {0}, 5, found.data(), scores.data()), 0));
-        CHECK_THROWS(std::invalid_argument, (session.candidates({}, {0}, 5, found.data(), scores.data()), 0));
-        CHECK_THROWS(std::invalid_argument, (session.candidates({}, {}, 5, found.data(), scores.data()), 0));
-        session.candidates({filtered}, {}, 5, found.data(), scores.data());
+        const auto ranked = [&](const std::vector<Sampling>& samplings, const std::vector<int32_t>& rows) {
+            return step(Work::rank(session, rows, 5, samplings));
+        };
+        Outcome found = ranked({filtered}, {0, n - 1});
+        CHECK(found.tokens[2] >= 0 && found.tokens[3] == -1 && found.scores[3] == -INFINITY && found.tokens[7] >= 0 &&
+              found.tokens[8] == -1);
+        found = ranked({filtered, other}, {0, n - 1});
+        CHECK(found.tokens[2] >= 0 && found.tokens[3] == -1 && found.tokens[6] >= 0 && found.tokens[7] == -1);
+        CHECK_THROWS(std::invalid_argument, ranked({filtered, other}, {0}));
+        CHECK_THROWS(std::invalid_argument, ranked({}, {0}));
+        CHECK(ranked({filtered}, {}).tokens.empty());
         session.commit(way);
         CHECK(session.tokens() == plain.tokens());
         if (round % 3 == 2) {
@@ -283,33 +280,33 @@ void test_session(const std::string& path, const Kernel& kernel) {
     // Errors leave everything as it was.
     session.rewind(3);
     const std::vector<int32_t> before = session.tokens();
-    session.evaluate({1, 2}, {-1, 0}, 1);
-    CHECK_THROWS(std::invalid_argument, (session.evaluate({1}, {2}, -1), 0));
+    evaluate(session, {1, 2}, {-1, 0}, 1);
+    CHECK_THROWS(std::invalid_argument, (evaluate(session, {1}, {2}), 0));
     CHECK(session.num_pending() == 2 && session.tokens() == before);
     session.discard();
-    CHECK_THROWS(ContextFullError, (session.prefill(random_tokens(*model, context), uninterrupted), 0));
+    CHECK_THROWS(ContextFullError, (prefill(session, random_tokens(*model, context)), 0));
     const int too_many = context + 600;
     CHECK_THROWS(ContextFullError,
-                 (session.evaluate(random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
+                 (evaluate(session, random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
     if (context > PackedPass::kMaxRows + 3) {
         CHECK_THROWS(std::runtime_error,
-                     (session.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), interrupted), 0));
+                     (prefill(session, random_tokens(*model, PackedPass::kMaxRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
-    session.prefill(random_tokens(*model, context - 3), uninterrupted);
-    session.prefill({}, uninterrupted);
-    CHECK_THROWS(ContextFullError, (session.evaluate({0}, {-1}, 1), 0));
+    prefill(session, random_tokens(*model, context - 3));
+    prefill(session, {});
+    CHECK_THROWS(ContextFullError, (evaluate(session, {0}, {-1}, 1), 0));
     session.rewind(context - 1);
     // At the very end there is still room for branches.
-    session.evaluate(random_tokens(*model, 500), std::vector<int32_t>(500, -1), 1);
+    evaluate(session, random_tokens(*model, 500), std::vector<int32_t>(500, -1), 1);
     session.commit({499});
     CHECK(static_cast<int>(session.tokens().size()) == context);
     session.close();
-    CHECK_THROWS(std::invalid_argument, (session.evaluate({0}, {-1}, 1), 0));
+    CHECK_THROWS(std::invalid_argument, (evaluate(session, {0}, {-1}, 1), 0));
     Session smallest(model, 1);
-    smallest.evaluate({0}, {-1}, 1);
-    CHECK_THROWS(ContextFullError, (smallest.evaluate({0}, {0}, 1), 0));
+    evaluate(smallest, {0}, {-1}, 1);
+    CHECK_THROWS(ContextFullError, (evaluate(smallest, {0}, {0}, 1), 0));
     smallest.commit({0});
     CHECK(smallest.tokens().size() == 1);
 }
@@ -319,10 +316,10 @@ void test_concurrent_sessions(const std::string& path) {
     const auto model = std::make_shared<Model>(path, "", 2);
     const auto decode = [&](int seed) {
         Session session(model, 64);
-        session.prefill({seed, 2, 3}, [] {});
+        prefill(session, {seed, 2, 3});
         std::vector<int32_t> tokens{5};
         for (int step = 0; step < 12; ++step) {
-            const Followed followed = session.verify({tokens.back(), 1, 2}, {-1, 0, 0}, {1, 0, 1, 0, 7}).followed;
+            const Followed followed = verify(session, {tokens.back(), 1, 2}, {-1, 0, 0}, {1, 0, 1, 0, 7});
             tokens.insert(tokens.end(), followed.tokens.begin(), followed.tokens.end());
         }
         return tokens;
@@ -337,7 +334,7 @@ void test_concurrent_sessions(const std::string& path) {
     for (int i = 0; i < 2; ++i) {
         threads.emplace_back([&] {
             for (int step = 0; step < 20; ++step) {
-                shared.evaluate({1}, {-1}, 0);
+                evaluate(shared, {1}, {-1}, 0);
                 shared.num_pending();
                 shared.discard();
             }
@@ -350,7 +347,7 @@ void test_concurrent_sessions(const std::string& path) {
         CHECK(found[i] == decode(i));
     }
     CHECK_THROWS(std::runtime_error,
-                 (shared.prefill(random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
+                 (prefill(shared, random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
 }
 
 #ifndef _WIN32
@@ -383,7 +380,7 @@ void test_works(const std::string& path, const Kernel& kernel) {
     const Sampling sampling{1, 0, 1, 0, 7};
     const int n_ctx = std::min(model->numbers().max_context, 640);
     Session source(model, n_ctx);
-    source.prefill(random_tokens(*model, n_ctx - 120), [] {});
+    prefill(source, random_tokens(*model, n_ctx - 120));
     std::vector<std::unique_ptr<Session>> crowd, alone;
     for (const int length : {n_ctx - 120, 0, 33, 16, n_ctx - 150}) {
         crowd.push_back(source.fork(length));
@@ -391,8 +388,8 @@ void test_works(const std::string& path, const Kernel& kernel) {
     }
     const auto same = [&](size_t i, Session& a, Session& b) {
         CHECK(a.tokens() == b.tokens());
-        a.evaluate({1, 2}, {-1, 0}, -1);
-        b.evaluate({1, 2}, {-1, 0}, -1);
+        evaluate(a, {1, 2}, {-1, 0});
+        evaluate(b, {1, 2}, {-1, 0});
         CHECK(logits_of(a, static_cast<int>(i % 2)) == logits_of(b, static_cast<int>(i % 2)));
         a.discard();
         b.discard();
@@ -405,14 +402,12 @@ void test_works(const std::string& path, const Kernel& kernel) {
                                       Work::verify(*crowd[3], tree, parents, {}),
                                       Work::propose(*crowd[4], tree, parents, 2, 3, {sampling, {}})};
         const std::vector<Outcome> outcomes = run({&works[0], &works[1], &works[2], &works[3], &works[4]});
-        std::vector<int32_t> tokens(4 * 3);
-        std::vector<float> scores(4 * 3);
-        alone[0]->evaluate(tree, parents, 4);
-        alone[0]->candidates({sampling}, {2, 3, 4, 5}, 3, tokens.data(), scores.data());
-        CHECK(outcomes[0].tokens == tokens && outcomes[0].scores == scores);
-        alone[1]->prefill(piece, [] {});
-        CHECK(outcomes[2].followed.tokens == alone[2]->verify(tree, parents, sampling).followed.tokens);
-        CHECK(outcomes[3].followed.path == alone[3]->verify(tree, parents, {}).followed.path);
+        evaluate(*alone[0], tree, parents, 4);
+        const Outcome ranked = step(Work::rank(*alone[0], {2, 3, 4, 5}, 3, {sampling}));
+        CHECK(outcomes[0].tokens == ranked.tokens && outcomes[0].scores == ranked.scores);
+        prefill(*alone[1], piece);
+        CHECK(outcomes[2].followed.tokens == verify(*alone[2], tree, parents, sampling).tokens);
+        CHECK(outcomes[3].followed.path == verify(*alone[3], tree, parents, {}).path);
         CHECK(crowd[4]->num_pending() == 6);
         crowd[4]->discard();
         for (size_t i = 0; i < crowd.size(); ++i) {
@@ -443,7 +438,7 @@ void test_works(const std::string& path, const Kernel& kernel) {
                                      : std::vector<const Work*>{&second, &first});
                         b.discard();
                     } else {
-                        c.verify({6}, {-1}, {});
+                        verify(c, {6}, {-1}, {});
                         c.fork(static_cast<int>(before.size()) / 2)->rewind(1);
                     }
                 } catch (const std::invalid_argument&) {
@@ -460,7 +455,7 @@ void test_works(const std::string& path, const Kernel& kernel) {
         crowd[i]->discard();
         crowd[i]->rewind(std::min(static_cast<int>(crowd[i]->tokens().size()), n_ctx - 8));
         alone[i]->rewind(0);
-        alone[i]->prefill(crowd[i]->tokens(), [] {});
+        prefill(*alone[i], crowd[i]->tokens());
         same(i, *crowd[i], *alone[i]);
     }
     // What sessions share goes with the last of them.
@@ -535,7 +530,7 @@ void load(const std::string& path) {
         try {
             if (model) {
                 Session session(std::make_shared<Model>(path, "", 2), 0);
-                session.evaluate({0, 0, 0}, {-1, 0, 0}, -1);
+                evaluate(session, {0, 0, 0}, {-1, 0, 0});
                 session.follow({1, 0, 0.9f, 0, 0}, 0);
             } else {
                 Tokenizer(path).encode("the tree");
@@ -585,7 +580,7 @@ void test_packed_weights(const std::string& path) {
             .string();
     const auto logits = [](const std::shared_ptr<Model>& model) {
         Session session(model, 16);
-        session.evaluate({1, 2, 3}, {-1, 0, 1}, -1);
+        evaluate(session, {1, 2, 3}, {-1, 0, 1});
         return logits_of(session, 2);
     };
     std::filesystem::remove(packed);
@@ -616,15 +611,15 @@ void test_text_files(const std::string& path) {
     Session session(model, 200);
     std::vector<int32_t> tokens(100);
     std::iota(tokens.begin(), tokens.end(), 1);
-    session.prefill(tokens, {});
+    prefill(session, tokens);
     const std::string file =
         (std::filesystem::temp_directory_path() / ("text" + std::to_string(process_id()))).string();
     std::ofstream(file).close();
     write_texts(file, "head", {&session});
     Session again(model, 150);
     read_texts(file, "head", {&again});
-    session.evaluate({1}, {-1}, -1);
-    again.evaluate({1}, {-1}, -1);
+    evaluate(session, {1}, {-1});
+    evaluate(again, {1}, {-1});
     CHECK(again.tokens() == tokens && logits_of(again, 0) == logits_of(session, 0));
     std::ifstream in(file, std::ios::binary);
     const std::string whole((std::istreambuf_iterator<char>(in)), {});

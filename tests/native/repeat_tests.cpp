@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "llama.h"
-#include "text/session.h"
+#include "steps.h"
 
 using namespace pystaged;
 
@@ -43,7 +43,7 @@ std::vector<int32_t> read_tokens() {
 void test_text(const std::shared_ptr<const Model>& model, int context, const Sampling& sampling,
                const std::vector<int32_t>& prompt, const std::vector<int32_t>& text, size_t guesses) {
     Session session(model, context);
-    session.prefill({prompt.begin(), prompt.end() - 1}, [] {});
+    prefill(session, {prompt.begin(), prompt.end() - 1});
     std::vector<int32_t> found{prompt.back()};
     while (found.size() <= text.size()) {
         std::vector<int32_t> tokens{found.back()}, parents{-1};
@@ -53,7 +53,7 @@ void test_text(const std::shared_ptr<const Model>& model, int context, const Sam
             parents.insert(parents.end(), 2, static_cast<int32_t>(last));
             last = tokens.size() - 1;
         }
-        const Followed followed = session.verify(tokens, parents, sampling).followed;
+        const Followed followed = verify(session, tokens, parents, sampling);
         found.insert(found.end(), followed.tokens.begin(), followed.tokens.end());
     }
     CHECK(std::equal(text.begin(), text.end(), found.begin() + 1));

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pystaged._core import Session
 from pystaged.options.config import SamplingConfig
+from support.steps import evaluate, prefill, rank
 
 DEVICE = os.environ.get("PYSTAGED_TEST_DEVICE", "ggml-cpu")
 GPU_LAYERS = 0 if DEVICE == "ggml-cpu" else 99  # of llama.cpp
@@ -20,11 +21,11 @@ def gap_alone(
 ) -> float:
     """Difference of the two best scores where a pass over one row first chooses another token; 0 if none does."""
     session.rewind(0)
-    session.prefill(prompt[:-1])
+    prefill(session, prompt[:-1])
     for root, token in zip([prompt[-1], *tokens], tokens, strict=False):
-        session.evaluate([int(root)], [-1])
+        evaluate(session, [int(root)], [-1])
         if session.follow(sampling.native)[1][0] != token:
-            _, scores = session.candidates([0], 2, sampling.native)
+            _, scores = rank(session, [0], 2, sampling.native)
             session.discard()
             return float(scores[0, 0] - scores[0, 1])
         session.commit([0])

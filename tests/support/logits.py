@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pystaged import _core
 from pystaged.bench.passes import decode
+from support.steps import evaluate
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,7 +29,7 @@ def model_logits(model: _core.Model, tokens: list[int]) -> Floats:
     session, found = _core.Session(model), []
     for first in range(0, len(tokens), model.most_pending):
         piece = tokens[first : first + model.most_pending]
-        session.evaluate(piece, range(-1, len(piece) - 1))
+        evaluate(session, piece, range(-1, len(piece) - 1))
         found += [session.logits(row) for row in range(len(piece))]
         session.commit(range(len(piece)))
     return np.stack(found)

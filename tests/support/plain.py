@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pystaged._core import Model, Session
+from support.steps import evaluate
 
 Floats = npt.NDArray[np.float32]
 
@@ -23,7 +24,7 @@ class Plain:
         if tuple(tokens) not in self._known:
             session = Session(self._model)
             for i, token in enumerate(tokens):
-                session.evaluate([token], [-1])
+                evaluate(session, [token], [-1])
                 self._known[tuple(tokens[: i + 1])] = session.logits(0)
                 session.commit([0])
         return self._known[tuple(tokens)]

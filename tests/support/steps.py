@@ -1,0 +1,37 @@
+"""Steps of one session, each a pass of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pystaged._core import Sampling
+from pystaged.decoding.requests import perform
+
+Ints = Sequence[int] | npt.NDArray[np.integer]
+GREEDY = Sampling()
+
+
+def prefill(session: Any, tokens: Ints) -> None:
+    """Evaluate and commit tokens."""
+    perform(session, "read", tokens)
+
+
+def evaluate(session: Any, tokens: Ints, parents: Ints, num_logits: int | None = None) -> None:
+    """Append pending rows, of which the last num_logits, by default all, get logits."""
+    perform(session, "propose", tokens, parents, len(tokens) if num_logits is None else num_logits, 0, GREEDY)
+
+
+def rank(session: Any, rows: Ints, k: int, sampling: Sampling | Sequence[Sampling], masks: Any = None) -> Any:
+    """The likeliest next tokens after pending rows, and their scores."""
+    return perform(session, "rank", rows, k, sampling, masks)
+
+
+def verify(
+    session: Any, tokens: Ints, parents: Ints, sampling: Sampling, num_candidates: int = 0, masks: Any = None
+) -> Any:
+    """Evaluate a tree, and commit its accepted path."""
+    return perform(session, "verify", tokens, parents, sampling, num_candidates, masks)
