@@ -6,6 +6,7 @@
 #include "llama/devices.h"
 #include "llama/tokenizer.h"
 #include "model/model.h"
+#include "text/executor.h"
 
 namespace pystaged {
 
@@ -145,9 +146,21 @@ void add_models(py::module_& m) {
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
              py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
-        .def("cut_head", &Model::cut_head, py::arg("rows"))
+        .def(
+            "cut_head",
+            [](Model& self, int rows) {
+                const auto lock = Executor::none_of(self);
+                self.cut_head(rows);
+            },
+            py::arg("rows"))
         .def("reserve", &Model::reserve, py::arg("num_cells"))
-        .def("tap", &Model::tap, py::arg("layers"), py::arg("all_rows") = false, py::arg("last_row") = false)
+        .def(
+            "tap",
+            [](Model& self, std::vector<int> layers, bool all_rows, bool last_row) {
+                const auto lock = Executor::none_of(self);
+                self.tap(std::move(layers), all_rows, last_row);
+            },
+            py::arg("layers"), py::arg("all_rows") = false, py::arg("last_row") = false)
         .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
         .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
         .def_property_readonly("is_mapped", &Model::is_mapped)

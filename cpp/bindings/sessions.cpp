@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "bindings/bindings.h"
+#include "state/kept_cells.h"
 #include "text/session.h"
 #include "text/text_file.h"
 #include "text/work.h"
@@ -245,7 +246,8 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("cell_bytes", [](const Session& self) { return self.model().cell_bytes(); })
         .def_property_readonly("windowed_cell_bytes",
                                [](const Session& self) { return self.model().windowed_cell_bytes(); })
-        .def_property_readonly("most_windowed", [](const Session& self) { return self.model().most_windowed(); })
+        .def_property_readonly("most_windowed",
+                               [](const Session& self) { return KeptCells::most(self.model().numbers().window); })
         .def_property_readonly("most_pending", [](const Session& self) { return self.model().most_pending(); })
         .def_property_readonly("state_bytes", [](const Session& self) { return self.model().state_bytes(); })
         .def_property_readonly("kept_state_bytes", [](const Session& self) { return self.model().kept_state_bytes(); })

@@ -595,6 +595,62 @@ RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
     }
 }
 
+size_t key_bytes(KvType type, int head_dim) {
+    constexpr Layout q8 = kLayouts[static_cast<int>(Packing::q8_0)];
+    return type == KvType::f16 ? sizeof(uint16_t) * head_dim
+                               : padded(head_dim, kBlock) / kBlock * q8.block_bytes / kLanes;
+}
+
+size_t Hyperparameters::cell_bytes(KvType type, bool windowed_only) const {
+    size_t bytes = 0;
+    for (int i = 0; i < num_layers; ++i) {
+        const LayerNumbers& layer = layers[i];
+        if (layer.stores(i) && (layer.windowed || !windowed_only)) {
+            bytes += layer.num_kv_heads * (key_bytes(type, layer.head_dim) + value_bytes(type, layer.value_dim));
+        }
+    }
+    return bytes;
+}
+
+size_t Hyperparameters::state_bytes() const {
+    size_t inputs = 0;
+    for (int layer = 0; layer < num_layers; ++layer) {
+        inputs += recurrent_sizes(layer).input;
+    }
+    return 2 * kept_state_bytes() + RecurrentSizes::kFewRows * inputs * sizeof(float);
+}
+
+size_t Hyperparameters::kept_state_bytes() const {
+    size_t values = 0;
+    for (int layer = 0; layer < num_layers; ++layer) {
+        values += recurrent_sizes(layer).state;
+    }
+    return values * sizeof(float);
+}
+
+double Hyperparameters::pass_bytes() const {
+    const double values = (is_recurrent() ? 9.0 : 6.0) * padded_width() + 4.0 * q_width() + 2.0 * kv_width() +
+                          3.0 * padded(std::max(ffn_width, experts.shared_width), kBlock) +
+                          experts.used * (3.0 * padded_width() + 3.0 * padded(experts.width, kBlock)) +
+                          padded(experts.count, kBlock);
+    const double own =
+        (num_layers + 1.0) * padded(layer_embedding_width, kBlock) + padded(num_layers * layer_embedding_width, kBlock);
+    const double recurrent = 2.0 * delta.channels() + 3.0 * delta.values() + space.channels() + 3.0 * space.inner();
+    const double latents =
+        latent.rank == 0
+            ? 0
+            : 2.0 * latent.row() + 2.0 * latent.query_rank +
+                  double(num_heads) * (3.0 * latent.query() + 6.0 * latent.value + 2.0 * latent.rank + head_dim);
+    size_t inputs = 0;
+    for (int layer = 0; layer < num_layers; ++layer) {
+        inputs = std::max(inputs, recurrent_sizes(layer).input);
+    }
+    const double fused = 4.0 * hidden_width + 2.0 * std::max(features_width(), markov_rank);
+    constexpr double few_logits = 64;
+    return sizeof(float) *
+           (kMostPassRows * (values + recurrent + fused + own + inputs + latents) + few_logits * logits_stride());
+}
+
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
     if (family.reads != Reads::nothing && !lender) {
         file.fail(

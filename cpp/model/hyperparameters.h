@@ -11,6 +11,9 @@
 namespace pystaged {
 
 constexpr int kMostTaps = 32;  // of a convolution
+// Rows of a pass of our kernels: so many that weights come from memory and are unpacked for next to nothing, and few
+// enough that their values take little memory.
+constexpr int kMostPassRows = 256;
 
 constexpr const char* kEmbedding = "token_embd.weight";
 constexpr const char* kHeadName = "output.weight";
@@ -90,8 +93,14 @@ struct ExpertNumbers {
     size_t num_bytes() const { return (size_t(layers) * count + 7) / 8; }
 };
 
+// Bytes of a head's key in one cell.
+size_t key_bytes(KvType type, int head_dim);
+
 // Floats of a recurrent layer; 0 of other layers.
 struct RecurrentSizes {
+    // Pending rows of trees at most, and those of a usual tree, whose inputs keep their memory from pass to pass.
+    static constexpr int kMostPending = 512, kFewRows = 32;
+
     size_t state = 0;  // carried from row to row, the convolution's included
     size_t input = 0;  // of a row that update the state
 };
@@ -146,6 +155,14 @@ struct Hyperparameters {
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(vocab_rows, kRun); }
     int features_width() const { return int(target_layers.size()) * target_width; }
+
+    // Bytes of keys and values that one token of a context takes, perhaps only in layers with a window.
+    size_t cell_bytes(KvType type, bool windowed_only = false) const;
+    // Of a text's recurrent layers at most: two states, and the inputs of a tree's rows; and of one state.
+    size_t state_bytes() const;
+    size_t kept_state_bytes() const;
+    // About what the values of a pass take, and a few rows of logits.
+    double pass_bytes() const;
 };
 
 // `lender` is the target of a draft that reads hidden states, or null. Throws ModelError for what is missing, out of

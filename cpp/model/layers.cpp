@@ -86,7 +86,7 @@ void load_query_key_value(Loader& from, Attention& attention) {
 Attention load_attention(Loader& from) {
     const Hyperparameters& h = from.numbers;
     const LayerNumbers& layer = from.layer();
-    const int64_t head = layer.head_dim, q = h.num_heads * head, kv = layer.num_kv_heads * head;
+    const int64_t head = layer.head_dim, q = h.num_heads * head;
     const auto norm = [&](const char* name, int64_t heads) {
         const TensorView* tensor = from.take(name, {head}, kHeadNorms);
         tensor = tensor ? tensor : from.take(name, {head, heads}, kOwnHeadNorms);

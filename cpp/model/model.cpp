@@ -10,11 +10,6 @@
 #include "error.h"
 #include "machine/pool.h"
 #include "model/loader.h"
-#include "pass/packed_pass.h"
-#include "state/kept_cells.h"
-#include "state/kv_cache.h"
-#include "state/recurrent_state.h"
-#include "text/executor.h"
 
 namespace pystaged {
 
@@ -44,7 +39,7 @@ Cores checked_threads(int num_threads) {
 void check_memory(const Loader& loader, size_t state_bytes) {
     const GgufFile& file = loader.file;
     const Hyperparameters& numbers = loader.numbers;
-    double bytes = PackedPass::bytes(numbers) + double(state_bytes);
+    double bytes = numbers.pass_bytes() + double(state_bytes);
     for (const auto& [tensor, is_table] : loader.matrices()) {
         const double cols = double(tensor->ne[0]), rows = double(tensor->ne[1]);  // of each matrix
         bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
@@ -242,20 +237,14 @@ void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
                                         std::to_string(numbers_.num_layers));
         }
     }
-    const std::lock_guard<std::mutex> lock(Executor::making());
-    if (!executor_.expired()) {
-        throw std::invalid_argument(
-            "layers are tapped before the first session is opened, and this model has sessions");
-    }
     taps_ = std::move(layers);
     taps_all_rows_ = all_rows;
     taps_last_row_ = last_row && !taps_.empty();
 }
 
 void Model::cut_head(int rows) {
-    const std::lock_guard<std::mutex> lock(Executor::making());
-    if (rows < 1 || !executor_.expired()) {
-        throw std::invalid_argument("a head is cut to 1 row at least, before the first session is opened");
+    if (rows < 1) {
+        throw std::invalid_argument("a head is cut to 1 row at least");
     }
     if (!lender_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.vocab_rows) {
         return;
@@ -272,59 +261,9 @@ void Model::cut_head(int rows) {
     weight_bytes_ -= lender_->head().packed.bytes() - weights_.head.packed.bytes();
 }
 
-size_t Model::cell_bytes() const {
-    size_t bytes = llama_ ? llama_->cell_bytes() : 0;
-    for (int layer = 0; !llama_ && layer < numbers_.num_layers; ++layer) {
-        bytes += layer_cell_bytes(layer);
-    }
-    return bytes;
-}
-
-size_t Model::windowed_cell_bytes() const {
-    size_t bytes = 0;
-    for (int layer = 0; !llama_ && layer < numbers_.num_layers; ++layer) {
-        bytes += numbers_.layers[layer].windowed ? layer_cell_bytes(layer) : 0;
-    }
-    return bytes;
-}
-
-size_t Model::layer_cell_bytes(int index) const {
-    const LayerNumbers& layer = numbers_.layers[index];
-    if (!layer.stores(index)) {
-        return 0;
-    }
-    return KvCache::cell_bytes(kv_type_, layer.num_kv_heads, layer.head_dim, layer.value_dim);
-}
-
-int64_t Model::most_windowed() const {
-    return KeptCells::most(numbers_.window);
-}
-
-size_t Model::state_bytes() const {
-    if (llama_) {
-        return (1 + llama_->num_back()) * llama_->state_bytes();
-    }
-    size_t values = 0;
-    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += RecurrentState::kFewRows * numbers_.recurrent_sizes(layer).input;
-    }
-    return 2 * kept_state_bytes() + values * sizeof(float);
-}
-
-size_t Model::kept_state_bytes() const {
-    if (llama_) {
-        return llama_->state_bytes();
-    }
-    size_t values = 0;
-    for (int layer = 0; layer < numbers_.num_layers; ++layer) {
-        values += numbers_.recurrent_sizes(layer).state;
-    }
-    return values * sizeof(float);
-}
-
 int Model::most_pending() const {
     return is_chained()              ? 1 + llama_->num_back()
-           : numbers_.is_recurrent() ? RecurrentState::kMostPending
+           : numbers_.is_recurrent() ? RecurrentSizes::kMostPending
                                      : std::numeric_limits<int>::max();
 }
 

@@ -18,8 +18,6 @@
 
 namespace pystaged {
 
-class Executor;
-
 // How a draft that reads hidden states may differ from what its file says, or does not say.
 struct DraftForm {
     bool other_pairs = false;  // rotary positions turn the other pairs
@@ -50,12 +48,11 @@ public:
     KvType kv_type() const { return kv_type_; }
     // From now on sessions hand out the hidden states behind these layers, which rise from 1 on: of rows that are
     // judged, with `last_row` also of the last row of a reading, which is then judged, too; or of all, those of prompts
-    // too. Throws std::invalid_argument where there are no such layers, where libllama has them, and where there are
-    // sessions.
+    // too. Throws std::invalid_argument where there are no such layers, and where libllama has them. As cut_head(),
+    // only before sessions are opened: see Executor::none_of().
     void tap(std::vector<int> layers, bool all_rows = false, bool last_row = false);
     // From now on a draft that borrows a head has logits of its first `rows` tokens alone; it reads the target's
-    // weights where they lie. Does nothing for a draft with a head of its own, or fewer rows. Throws
-    // std::invalid_argument where there are sessions.
+    // weights where they lie. Does nothing for a draft with a head of its own, or fewer rows.
     void cut_head(int rows);
     const std::vector<int>& taps() const { return taps_; }
     bool taps_all_rows() const { return taps_all_rows_; }
@@ -79,15 +76,16 @@ public:
     // Writes packed weights into a file that exists; see write_packed(). Throws std::logic_error for a model that was
     // loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
-    // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window,
-    // which keep them of `most_windowed` tokens of a text at most. libllama keeps all.
-    size_t cell_bytes() const;
-    size_t windowed_cell_bytes() const;
-    int64_t most_windowed() const;
-    // Most bytes that recurrent layers take for a text of any length: two states, and the inputs of a tree's rows; and
-    // those of each earlier state that they keep to go back to.
-    size_t state_bytes() const;
-    size_t kept_state_bytes() const;
+    // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window;
+    // see KeptCells::most(). libllama keeps all.
+    size_t cell_bytes() const { return llama_ ? llama_->cell_bytes() : numbers_.cell_bytes(kv_type_); }
+    size_t windowed_cell_bytes() const { return llama_ ? 0 : numbers_.cell_bytes(kv_type_, true); }
+    // Most bytes that recurrent layers take for a text of any length, and those of each earlier state that they keep to
+    // go back to.
+    size_t state_bytes() const {
+        return llama_ ? (1 + llama_->num_back()) * llama_->state_bytes() : numbers_.state_bytes();
+    }
+    size_t kept_state_bytes() const { return llama_ ? llama_->state_bytes() : numbers_.kept_state_bytes(); }
     // Rows of a text's trees that may be pending: with recurrent layers, which keep their inputs, not any number.
     int most_pending() const;
     // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
@@ -122,7 +120,6 @@ public:
     bool borrows_cells() const { return family_->reads == Reads::joined_with_cells; }
 
 private:
-    size_t layer_cell_bytes(int layer) const;
     void load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress);
     void load_packed(Loader& loader, const std::string& packed);
 
@@ -145,9 +142,6 @@ private:
     Weights weights_;
     std::vector<int> taps_;
     bool taps_all_rows_ = false, taps_last_row_ = false;
-
-    friend class Executor;  // for Executor::of()
-    mutable std::weak_ptr<Executor> executor_;
 };
 
 }  // namespace pystaged

@@ -56,29 +56,6 @@ PackedPass::PackedPass(const Model& model)
     unit_.assign(h.delta.head_dim, 1 / std::sqrt(static_cast<float>(std::max(1, h.delta.head_dim))));
 }
 
-double PackedPass::bytes(const Hyperparameters& h) {
-    const double values = (h.is_recurrent() ? 9.0 : 6.0) * h.padded_width() + 4.0 * h.q_width() + 2.0 * h.kv_width() +
-                          3.0 * padded(std::max(h.ffn_width, h.experts.shared_width), kBlock) +
-                          h.experts.used * (3.0 * h.padded_width() + 3.0 * padded(h.experts.width, kBlock)) +
-                          padded(h.experts.count, kBlock);
-    const double own = (h.num_layers + 1.0) * padded(h.layer_embedding_width, kBlock) +
-                       padded(h.num_layers * h.layer_embedding_width, kBlock);
-    const double delta = 2.0 * h.delta.channels() + 3.0 * h.delta.values() + h.space.channels() + 3.0 * h.space.inner();
-    const LatentNumbers& latent = h.latent;
-    const double latents =
-        latent.rank == 0
-            ? 0
-            : 2.0 * latent.row() + 2.0 * latent.query_rank +
-                  double(h.num_heads) * (3.0 * latent.query() + 6.0 * latent.value + 2.0 * latent.rank + h.head_dim);
-    size_t inputs = 0;
-    for (int layer = 0; layer < h.num_layers; ++layer) {
-        inputs = std::max(inputs, h.recurrent_sizes(layer).input);
-    }
-    const double fused = 4.0 * h.hidden_width + 2.0 * std::max(h.features_width(), h.markov_rank);
-    return sizeof(float) *
-           (kMaxRows * (values + delta + fused + own + inputs + latents) + kFewRows * double(h.logits_stride()));
-}
-
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) {
     return std::make_unique<PackedState>(model_, num_rows, context);
 }

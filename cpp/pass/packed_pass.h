@@ -18,12 +18,7 @@ class PackedPass : public Backend {
 public:
     explicit PackedPass(const Model& model);
 
-    // About what the values of a pass take, and a few rows of logits.
-    static double bytes(const Hyperparameters& numbers);
-
-    // So many that weights come from memory and are unpacked for next to nothing, and few enough that their values take
-    // little memory.
-    static constexpr int kMaxRows = 256;
+    static constexpr int kMaxRows = kMostPassRows;
 
     std::unique_ptr<TextState> make_state(int num_rows, int context) override;
     int max_rows() const override { return kMaxRows; }

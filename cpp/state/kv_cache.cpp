@@ -5,16 +5,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "model/hyperparameters.h"
+
 namespace pystaged {
 
 namespace {
 
 constexpr Layout kQ8 = kLayouts[static_cast<int>(Packing::q8_0)];
-
-size_t key_bytes(KvType type, int head_dim) {
-    return type == KvType::f16 ? sizeof(uint16_t) * head_dim
-                               : padded(head_dim, kBlock) / kBlock * kQ8.block_bytes / kLanes;
-}
 
 // One block of a key or value, in eight bits.
 struct EightBits {
@@ -40,10 +37,6 @@ KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells, int va
       value_bytes_(value_bytes(type, value_dim_)),
       memory_(Memory::reserve(num_heads * num_cells_ * (key_bytes_ + value_bytes_))),
       moved_(key_bytes_) {}
-
-size_t KvCache::cell_bytes(KvType type, int num_heads, int head_dim, int value_dim) {
-    return num_heads * (key_bytes(type, head_dim) + value_bytes(type, value_dim > 0 ? value_dim : head_dim));
-}
 
 void KvCache::commit(int first, int last) {
     for (int head = 0; head < num_heads_; ++head) {

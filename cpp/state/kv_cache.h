@@ -22,7 +22,6 @@ public:
     KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim = 0);
 
     // Bytes that one cell takes.
-    static size_t cell_bytes(KvType type, int num_heads, int head_dim, int value_dim = 0);
     size_t cell_bytes() const { return num_heads_ * (key_bytes_ + value_bytes_); }
 
     KvType type() const { return type_; }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "machine/memory.h"
+#include "model/hyperparameters.h"
 #include "state/kept_states.h"
 #include "state/text_state.h"
 
@@ -19,10 +20,7 @@ namespace pystaged {
 
 class RecurrentState {
 public:
-    // Pending rows of trees at most.
-    static constexpr int kMostPending = 512;
-    // Rows whose inputs keep their memory from pass to pass: those of a usual tree.
-    static constexpr int kFewRows = 32;
+    static constexpr int kMostPending = RecurrentSizes::kMostPending, kFewRows = RecurrentSizes::kFewRows;
     // States that a file may keep of a text.
     static constexpr int kMostKept = 64;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -34,6 +35,11 @@ std::unique_ptr<Backend> make_backend(const Model& model) {
     return std::make_unique<PackedPass>(model);
 }
 
+struct Executors {
+    std::mutex mutex;
+    std::map<const Model*, std::weak_ptr<Executor>> by_model;
+};
+
 // By pass, of the largest one lately. Memory for more than twice of that is given back.
 constexpr double kPeakDecay = 0.99;
 
@@ -46,26 +52,39 @@ Executor::Executor(const Model& model)
       samplers_(model.num_threads(), Sampler(model.kernel())),
       spare_(std::make_shared<Spare>()) {}
 
-std::mutex& Executor::making() {
-    struct Making {
-        std::mutex mutex;
-    };
-    return OfProcess<Making>::get().mutex;
-}
-
 std::shared_ptr<Executor> Executor::of(const Model& model) {
-    const std::lock_guard<std::mutex> lock(making());
-    std::shared_ptr<Executor> executor = model.executor_.lock();
-    if (!executor || !executor->is_of(process_id())) {
-        // Destroying that of a process we were forked from would wait for threads that are not here.
+    Executors& all = OfProcess<Executors>::get();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::weak_ptr<Executor>& place = all.by_model[&model];
+    std::shared_ptr<Executor> executor = place.lock();
+    if (!executor) {
         executor.reset(new Executor(model), [](Executor* made) {
+            // Destroying that of a process we were forked from would wait for threads that are not here.
             if (made->is_of(process_id())) {
+                const Model* of = &made->model_;
                 delete made;
+                Executors& others = OfProcess<Executors>::get();
+                const std::lock_guard<std::mutex> taking(others.mutex);
+                const auto found = others.by_model.find(of);
+                if (found != others.by_model.end() && found->second.expired()) {
+                    others.by_model.erase(found);
+                }
             }
         });
-        model.executor_ = executor;
+        place = executor;
     }
     return executor;
+}
+
+std::unique_lock<std::mutex> Executor::none_of(const Model& model) {
+    Executors& all = OfProcess<Executors>::get();
+    std::unique_lock<std::mutex> lock(all.mutex);
+    const auto found = all.by_model.find(&model);
+    if (found != all.by_model.end() && !found->second.expired()) {
+        throw std::invalid_argument(
+            "a model is changed before the first session is opened, and this model has sessions");
+    }
+    return lock;
 }
 
 Executor::Turn::Turn(Executor& executor) : executor_(executor) {

@@ -36,11 +36,12 @@ struct Judged {
 
 class Executor {
 public:
-    // The model's own, made when the first session asks for it and gone with the last; of this process, not of the one
+    // A model's own, made when the first session asks for it and gone with the last; of this process, not of the one
     // that it was forked from.
     static std::shared_ptr<Executor> of(const Model& model);
-    // Held while a model's executor is looked for and made. A child of fork() has another one.
-    static std::mutex& making();
+    // While it is held, no session of the model is opened, so that the model may change. Throws std::invalid_argument
+    // where it has some.
+    static std::unique_lock<std::mutex> none_of(const Model& model);
 
     // While it lives, its thread alone computes. Threads are served in the order they came, so that a long prompt does
     // not starve others. Throws std::runtime_error where this thread is in a pass already.

@@ -30,8 +30,8 @@ struct Work {
     // target's or those of its own rows before; of one that reads them as context, its target's with tokens that are
     // read, and none with a block that is proposed.
     HiddenRows hidden;
-    bool embeds = false;        // of read: whether its result has each row as the head would read it
-    std::vector<int32_t> rows;  // of rank: the pending rows to judge
+    bool embeds = false;          // of read: whether its result has each row as the head would read it
+    std::vector<int32_t> rows{};  // of rank: the pending rows to judge
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
     static Work embed(Session& session, std::vector<int32_t> tokens);
