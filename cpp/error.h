@@ -4,8 +4,24 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace pystaged {
+
+// Texts and numbers, side by side.
+template <class... Parts>
+std::string say(const Parts&... parts) {
+    std::string text;
+    const auto add = [&](const auto& part) {
+        if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+            text += std::to_string(part);
+        } else {
+            text += part;
+        }
+    };
+    (add(parts), ...);
+    return text;
+}
 
 // A model file that is missing, damaged, or of a kind this engine does not run.
 struct ModelError : std::runtime_error {

@@ -1,4 +1,5 @@
-"""The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads."""
+"""The compiled engine. Every method that computes releases the GIL; sessions may be used from several threads.
+Attributes are read-only."""
 
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _Ints = Sequence[int] | NDArray[np.integer]
+_Path = str | bytes | PathLike[str] | PathLike[bytes]
 
 class ModelError(OSError):
     """A model file that is missing, damaged or not supported."""
@@ -24,40 +26,37 @@ class ContextFullError(ValueError):
 def kernels() -> list[str]:
     """Kernels this CPU can run, best first."""
 
-def metadata(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, str]:
+def metadata(path: _Path) -> dict[str, str]:
     """Scalar metadata of a GGUF file, as text. Raises ModelError."""
 
 class Cores:
-    """Numbers of physical cores.
-
-    Attributes:
-        found: those that the process may use.
-        apart: those of them that are left out, because they lack the L3 cache that most others have.
-        quota: CPUs that control groups grant the process, rounded up; 0 without a limit.
-        few: to compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other.
-        many: to compute on in other passes.
-    """
+    """Numbers of physical cores."""
 
     found: int
+    """Those that the process may use."""
     apart: int
+    """Those of them that are left out, because they lack the L3 cache that most others have."""
     quota: int
+    """CPUs that control groups grant the process, rounded up; 0 without a limit."""
     few: int
+    """To compute on in passes of fewer than 16 rows, and in libraries whose threads wait for each other."""
     many: int
+    """To compute on in other passes."""
 
-def choose_cores(root: str | bytes | PathLike[str] | PathLike[bytes] = "", cpus: Sequence[int] | None = None) -> Cores:
+def choose_cores(root: _Path = "", cpus: Sequence[int] | None = None) -> Cores:
     """The cores for this process to compute on; with `cpus`, for one that may run on these logical CPUs of a machine
     whose Linux has its files under `root`."""
 
 def devices() -> list[tuple[str, str, bool, int, int]]:
     """ggml's devices: name, description, whether it is a GPU, free and total bytes of memory."""
 
-def file_identity(path: str | bytes | PathLike[str] | PathLike[bytes]) -> int:
+def file_identity(path: _Path) -> int:
     """A hash of a GGUF file's metadata, sizes, modification times and the first weights of each tensor. Raises
     ModelError as Model."""
 
 def quantize(
-    source: str | bytes | PathLike[str] | PathLike[bytes],
-    out: str | bytes | PathLike[str] | PathLike[bytes],
+    source: _Path,
+    out: _Path,
     file_type: int,
     allow_requantize: bool,
     dry_run: bool,
@@ -73,18 +72,11 @@ def quantize(
     """
 
 def rpc_version() -> tuple[int, int]:
-    """Major and minor version of ggml's RPC protocol.
-
-    Raises:
-        DeviceError: the installed llama-cpp-python is built without RPC.
-    """
+    """Major and minor version of ggml's RPC protocol. Raises DeviceError if the installed llama-cpp-python lacks it."""
 
 def serve_devices(endpoint: str, device: str, num_threads: int) -> None:
-    """Lend a device of this machine to others over ggml's RPC, until the process ends.
-
-    Raises:
-        DeviceError: no such device, no RPC in the installed llama-cpp-python, or the port is taken.
-    """
+    """Lend a device of this machine to others over ggml's RPC, until the process ends. Raises DeviceError if there is no
+    such device, no RPC in the installed llama-cpp-python, or the port is taken."""
 
 @overload
 def gumbel(seed: int, position: int, token: int) -> float: ...
@@ -153,12 +145,10 @@ class Sampling:
 class Tokenizer:
     """libllama's tokenizer of a GGUF file. Raises ModelError if the file has no usable vocabulary."""
 
-    def __init__(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Scalar metadata of the file when it was read, as text."""
+    def __init__(self, path: _Path) -> None: ...
+    num_tokens: int
+    metadata: dict[str, str]
+    """Scalar metadata of the file when it was read, as text."""
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
         """Token ids of a text.
 
@@ -194,35 +184,44 @@ class Tokenizer:
         """Whether it is a control token, which has no text."""
     def is_end(self, token: int) -> bool:
         """Whether the token ends a text."""
-    @property
-    def end_tokens(self) -> NDArray[np.int32]:
-        """The tokens that end a text, int32[n]."""
-    @property
-    def adds_bos(self) -> bool:
-        """Whether texts begin with `bos`."""
-    @property
-    def bos(self) -> int:
-        """The token that begins texts, or -1."""
-    @property
-    def eos(self) -> int:
-        """The token that ends texts, or -1."""
-    @property
-    def suppressed(self) -> list[int]:
-        """Tokens that the file says are never to be chosen."""
-    @property
-    def mask_token(self) -> int:
-        """The mask token of a parallel draft model (PARD), or -1."""
-    @property
-    def infill_tokens(self) -> dict[str, int]:
-        """Its fill-in-the-middle tokens, by "prefix", "suffix", "middle", "repository" and "file"."""
+    end_tokens: NDArray[np.int32]
+    """The tokens that end a text, int32[n]."""
+    adds_bos: bool
+    """Whether texts begin with `bos`."""
+    bos: int
+    """The token that begins texts, or -1."""
+    eos: int
+    """The token that ends texts, or -1."""
+    suppressed: list[int]
+    """Tokens that the file says are never to be chosen."""
+    mask_token: int
+    """The mask token of a parallel draft model (PARD), or -1."""
+    infill_tokens: dict[str, int]
+    """Its fill-in-the-middle tokens, by "prefix", "suffix", "middle", "repository" and "file"."""
     def shared_with(self, other: Tokenizer) -> NDArray[np.bool_]:
         """Whether the other vocabulary has the same token (bytes, spelling, role) under the same id, for each token of
         this one, bool[num_tokens]."""
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the vocabulary, equal for equal tokens."""
+    fingerprint: str
+    """A hash of the vocabulary, equal for equal tokens."""
 
-class Model:
+class _Sizes:
+    """What a model says of each of its sessions, too."""
+
+    vocab_size: int
+    weight_bytes: int
+    """Bytes of weights that one pass reads."""
+    cell_bytes: int
+    """Bytes of the KV cache for each token of a context."""
+    windowed_cell_bytes: int
+    """Those of them in layers with a sliding window, which keep only the last tokens."""
+    most_pending: int
+    """Most pending rows of a session; limited in models with recurrent layers."""
+    state_bytes: int
+    """Most bytes of recurrent layers in a context of any length, without kept states."""
+    kept_state_bytes: int
+    """Bytes of each earlier state that recurrent layers keep, to go back to."""
+
+class Model(_Sizes):
     """Weights of a GGUF file, repacked for the kernel or on ggml's devices; shared by any number of sessions.
 
     Args:
@@ -247,18 +246,18 @@ class Model:
 
     def __init__(
         self,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
+        path: _Path,
         kernel: str = "",
         num_threads: int = 0,
         device: str = "cpu",
         progress: Callable[[], None] | None = None,
         kv: str = "f16",
-        packed: str | bytes | PathLike[str] | PathLike[bytes] = "",
+        packed: _Path = "",
         lender: Model | None = None,
         other_pairs: bool = False,
         other_feedback: bool = False,
     ) -> None: ...
-    def save_packed(self, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def save_packed(self, path: _Path) -> None:
         """Write the packed weights into a file that exists.
 
         Raises:
@@ -266,12 +265,10 @@ class Model:
             ModelError: it cannot be written; the disk may be full.
             RuntimeError: the model was loaded without `packed`, or from that file.
         """
-    @property
-    def is_mapped(self) -> bool:
-        """Whether its weights are mapped from a file of packed weights."""
-    @property
-    def packed_problem(self) -> str:
-        """Why the file of packed weights was not used; "" if it was, or there was none."""
+    is_mapped: bool
+    """Whether its weights are mapped from a file of packed weights."""
+    packed_problem: str
+    """Why the file of packed weights was not used; "" if it was, or there was none."""
     def cut_head(self, rows: int) -> None:
         """Compute only the first `rows` logits in a draft that uses its target's head. No effect if the draft has its
         own head, or fewer rows.
@@ -279,116 +276,66 @@ class Model:
         Raises:
             ValueError: the model has sessions, or `rows` is below 1.
         """
-    @property
-    def matrix_bytes(self) -> int:
-        """Bytes of the weight matrices in memory."""
-    @property
-    def buffer_bytes(self) -> int:
-        """Largest number of further bytes that loading took, without the system's page cache."""
-    @property
-    def name(self) -> str: ...
-    @property
-    def devices(self) -> list[str]:
-        """ggml's names of the devices that hold layers; none for our own kernels."""
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def num_threads(self) -> int: ...
-    @property
-    def num_few_threads(self) -> int:
-        """Threads of passes of fewer than 16 rows."""
-    @property
-    def taps(self) -> list[int]:
-        """The layers after which sessions store hidden states, from 1."""
+    matrix_bytes: int
+    """Bytes of the weight matrices in memory."""
+    buffer_bytes: int
+    """Largest number of further bytes that loading took, without the system's page cache."""
+    name: str
+    devices: list[str]
+    """ggml's names of the devices that hold layers; none for our own kernels."""
+    kernel: str
+    num_threads: int
+    num_few_threads: int
+    """Threads of passes of fewer than 16 rows."""
+    taps: list[int]
+    """The layers after which sessions store hidden states, from 1."""
     def reserve(self, num_cells: int) -> None:
         """Let contexts of llama.cpp have room for so many tokens of all sessions together."""
     def tap(self, layers: Sequence[int], all_rows: bool = False, last_row: bool = False) -> None:
         """Let sessions store the hidden states after these layers, ascending from 1: those of rows with logits; with
         `last_row` also of the last row of a prefill; with `all_rows` of every row. Raises ValueError if there are no
         such layers, the model is on a device, or it has sessions."""
-    @property
-    def file_bytes(self) -> int: ...
-    @property
-    def experts_per_row(self) -> int:
-        """Number of experts that a row of a mixture uses, over all layers; else 0."""
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one pass reads."""
-    @property
-    def num_weights(self) -> int:
-        """Multiply-adds of one row of a pass, without attention."""
-    @property
-    def weight_types(self) -> dict[str, int]:
-        """Bytes of matrices in the file by ggml's type name, descending."""
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries."""
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_width(self) -> int: ...
-    @property
-    def kv(self) -> str:
-        """Type of the sessions' KV cache: "f16" or "q8_0"."""
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of the KV cache for each token of a context."""
-    @property
-    def windowed_cell_bytes(self) -> int:
-        """Those of them in layers with a sliding window, which keep only the last tokens."""
-    @property
-    def most_pending(self) -> int:
-        """Most pending rows of a session; limited in models with recurrent layers."""
-    @property
-    def is_chained(self) -> bool:
-        """Whether the rows of a pass must be a chain, as with recurrent layers on devices."""
-    @property
-    def state_bytes(self) -> int:
-        """Most bytes of recurrent layers in a context of any length, without kept states."""
-    @property
-    def kept_state_bytes(self) -> int:
-        """Bytes of each earlier state that recurrent layers keep, to go back to."""
-    @property
-    def target_layers(self) -> list[int]:
-        """Layers of the target after which a draft reads hidden states, from 1; empty for other models."""
-    @property
-    def borrows_cells(self) -> bool:
-        """Whether it is a draft that attends to the target's KV cache and has none of its own."""
-    @property
-    def head_tokens(self) -> NDArray[np.int32]:
-        """The token of each row of the output head, int32[n]; empty if it is the row's number."""
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of DFlash or DSpark, the root included; 0 for other models."""
-    @property
-    def is_anchored(self) -> bool:
-        """Whether row i of a block predicts the token after it; if not, row i > 0 predicts its own token."""
-    @property
-    def has_markov(self) -> bool:
-        """Whether the predictions of a block's rows also depend on the token before; see Session.likeliest."""
-    @property
-    def mask_token(self) -> int:
-        """The token of all rows of a block but the first."""
-    @property
-    def architecture(self) -> str:
-        """The file's architecture, such as "qwen3"."""
+    file_bytes: int
+    experts_per_row: int
+    """Number of experts that a row of a mixture uses, over all layers; else 0."""
+    num_weights: int
+    """Multiply-adds of one row of a pass, without attention."""
+    weight_types: dict[str, int]
+    """Bytes of matrices in the file by ggml's type name, descending."""
+    max_context: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries."""
+    head_dim: int
+    ffn_width: int
+    kv: str
+    """Type of the sessions' KV cache: "f16" or "q8_0"."""
+    is_chained: bool
+    """Whether the rows of a pass must be a chain, as with recurrent layers on devices."""
+    target_layers: list[int]
+    """Layers of the target after which a draft reads hidden states, from 1; empty for other models."""
+    borrows_cells: bool
+    """Whether it is a draft that attends to the target's KV cache and has none of its own."""
+    head_tokens: NDArray[np.int32]
+    """The token of each row of the output head, int32[n]; empty if it is the row's number."""
+    block_size: int
+    """Tokens of a block of DFlash or DSpark, the root included; 0 for other models."""
+    is_anchored: bool
+    """Whether row i of a block predicts the token after it; if not, row i > 0 predicts its own token."""
+    has_markov: bool
+    """Whether the predictions of a block's rows also depend on the token before; see Session.likeliest."""
+    mask_token: int
+    """The token of all rows of a block but the first."""
+    architecture: str
+    """The file's architecture, such as "qwen3"."""
 
 class HiddenRows:
     """Hidden states of rows, which another model's pass may read; they never leave the extension's memory."""
 
-    @property
-    def width(self) -> int:
-        """Numbers per row."""
+    width: int
+    """Numbers per row."""
     def __len__(self) -> int: ...
     def __getitem__(self, rows: slice) -> HiddenRows: ...
     def __add__(self, other: HiddenRows) -> HiddenRows:
@@ -416,9 +363,8 @@ class RecycledCandidates:
     """Candidates stored for each token and pair; `learn` takes at most so many for each row."""
 
     def __init__(self, slots: int = 1 << 16) -> None: ...
-    @property
-    def num_learnt(self) -> int:
-        """Rows learnt so far."""
+    num_learnt: int
+    """Rows learnt so far."""
     def learn(
         self,
         before: NDArray[np.int32],
@@ -451,7 +397,7 @@ class RecycledCandidates:
         """Add what `entries` returned. Raises ValueError, and adds nothing, for negative keys or probabilities, or
         entries without candidates."""
 
-class Session:
+class Session(_Sizes):
     """The context of one text, in which run() evaluates rows.
 
     The context holds the committed tokens, and after them the pending rows of the current tree, numbered from 0. A call
@@ -466,7 +412,8 @@ class Session:
 
     Raises:
         ValueError: n_ctx is out of range; the target's session is missing, closed, empty or of another model. Every
-            method: the session is closed; rows, parents, tokens or lengths are out of range.
+            method: the session is closed; rows, parents, tokens, lengths or numbers are out of range, such as lengths
+            beyond the committed tokens.
         TypeError: tokens, parents or rows are not integers.
         RuntimeError: every method, if called by a signal handler during another call, or in a child of a fork() during
             a call.
@@ -504,9 +451,6 @@ class Session:
         Args:
             most: most states to keep; beyond that, those are dropped whose loss costs the least prefill.
             anchor: number of tokens whose state is dropped last.
-
-        Raises:
-            ValueError: most is below 0.
         """
     def reachable(self, length: int) -> int:
         """The largest number of tokens, at most `length`, that the text can be rewound to.
@@ -514,26 +458,13 @@ class Session:
         Layers with a sliding window can be rewound by 256 tokens from the text's end and from the end of its last
         prefill, or to 0. Recurrent layers can be rewound to the tokens of the last pass if it verified a tree, to kept
         states, or to 0. Other layers can be rewound to any length.
-
-        Raises:
-            ValueError: fewer tokens are committed.
         """
     def rewind(self, length: int) -> int:
-        """Keep the first reachable(length) committed tokens, and drop the others and all pending rows.
-
-        Returns:
-            The number of tokens kept.
-
-        Raises:
-            ValueError: fewer tokens are committed.
-        """
+        """Keep the first reachable(length) committed tokens, and drop the others and all pending rows. Returns how many
+        are kept."""
     def fork(self, length: int) -> Session:
         """A session with as many positions and a copy of the first reachable(length) committed tokens; nothing is
-        computed.
-
-        Raises:
-            ValueError: fewer tokens are committed.
-        """
+        computed."""
     def stretch(self, length: int) -> None:
         """Fill the context to `length` tokens without computing them, to time passes: later results mean nothing until
         rewind(0).
@@ -546,55 +477,26 @@ class Session:
         """Free the context."""
     def logits(self, row: int) -> NDArray[np.float32]:
         """A copy of one row's logits, float32[vocab_size]; for tests and inspection."""
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens, int32[n]."""
-    @property
-    def hidden(self) -> HiddenRows:
-        """Hidden states after the layers of Model.tap, [n, taps * width], of the rows that the last call committed: all
-        after `verify`, or with all_rows; the last row of a prefill with last_row; else none."""
+    tokens: NDArray[np.int32]
+    """The committed tokens, int32[n]."""
+    hidden: HiddenRows
+    """Hidden states after the layers of Model.tap, [n, taps * width], of the rows that the last call committed: all
+    after `verify`, or with all_rows; the last row of a prefill with last_row; else none."""
     def hidden_of(self, rows: _Ints) -> HiddenRows:
         """The same of pending rows. Raises ValueError for rows without stored states."""
-    @property
-    def experts(self) -> tuple[NDArray[np.uint8], int]:
-        """The experts of the rows that a mixture evaluated last, uint8[rows, bytes]: bit l * n + e is expert e of the
-        l-th layer with n experts; the last layer of prefilled rows uses none. And the number of distinct experts of the
-        whole pass, over all layers and sessions. For other models no bytes and 0."""
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the KV cache of the committed tokens."""
-    @property
-    def num_pending(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def n_ctx(self) -> int: ...
-    @property
-    def on_device(self) -> bool:
-        """Whether its passes run on one of ggml's devices, not on this process's threads."""
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of the KV cache for each token."""
-    @property
-    def windowed_cell_bytes(self) -> int:
-        """Those of them in layers with a sliding window."""
-    @property
-    def most_windowed(self) -> int:
-        """Most tokens in the KV cache of a layer with a sliding window."""
-    @property
-    def most_pending(self) -> int:
-        """As in Model."""
-    @property
-    def state_bytes(self) -> int:
-        """Most bytes of its recurrent layers, without kept states."""
-    @property
-    def kept_state_bytes(self) -> int:
-        """Bytes of each earlier state that recurrent layers keep, to go back to."""
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one pass reads."""
-    @property
-    def vocab_size(self) -> int: ...
+    experts: tuple[NDArray[np.uint8], int]
+    """The experts of the rows that a mixture evaluated last, uint8[rows, bytes]: bit l * n + e is expert e of the
+    l-th layer with n experts; the last layer of prefilled rows uses none. And the number of distinct experts of the
+    whole pass, over all layers and sessions. For other models no bytes and 0."""
+    num_bytes: int
+    """Bytes of the KV cache of the committed tokens."""
+    num_pending: int
+    closed: bool
+    n_ctx: int
+    on_device: bool
+    """Whether its passes run on one of ggml's devices, not on this process's threads."""
+    most_windowed: int
+    """Most tokens in the KV cache of a layer with a sliding window."""
 
 class Work:
     """A text's request for a pass, made by run(). Its static methods check k and the types of tokens (TypeError,
@@ -657,13 +559,11 @@ class Work:
         Args:
             sampling: one for all rows, or one for each.
         """
-    @property
-    def session(self) -> Session: ...
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that it adds to a pass."""
+    session: Session
+    num_rows: int
+    """Number of rows that it adds to a pass."""
 
-def write_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes, sessions: Sequence[Session]) -> None:
+def write_texts(path: _Path, head: bytes, sessions: Sequence[Session]) -> None:
     """Write texts, with their keys, values and recurrent states, into a file that exists.
 
     Args:
@@ -674,7 +574,7 @@ def write_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes
         ValueError: a session has pending rows, is closed, or is on a device.
     """
 
-def read_texts(path: str | bytes | PathLike[str] | PathLike[bytes], head: bytes, sessions: Sequence[Session]) -> None:
+def read_texts(path: _Path, head: bytes, sessions: Sequence[Session]) -> None:
     """Read a file of write_texts into empty sessions of the same models, in the same order.
 
     Raises:

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
+
 namespace pystaged {
 
 namespace py = pybind11;
@@ -18,12 +20,20 @@ using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 // Integers only: a float array would be truncated silently by a plain cast.
 std::vector<int32_t> to_ints(const py::object& values, const char* name);
+// An argument of that name.
+template <const char* argument>
+struct IntsOf : std::vector<int32_t> {};
+inline constexpr char kTokens[] = "tokens", kParents[] = "parents", kRows[] = "rows", kBefore[] = "before",
+                      kPath[] = "path", kLengths[] = "lengths";
 py::array_t<int32_t> to_array(const std::vector<int32_t>& values);
 // Text from a file, which may be no valid UTF-8.
 py::str to_text(const std::string& bytes);
 py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts);
 // A path as the system spells it: str, as Python decodes file names, bytes, or os.PathLike.
-std::string to_path(const py::object& path);
+struct Path {
+    std::string bytes;
+};
+Path to_path(const py::object& path);
 // Throws what a signal handler of Python's raised.
 void check_signals();
 // The result of act(), which needs no interpreter.
@@ -40,3 +50,21 @@ void add_drafting(py::module_& m);
 void add_sessions(py::module_& m);
 
 }  // namespace pystaged
+
+template <const char* argument>
+struct pybind11::detail::type_caster<pystaged::IntsOf<argument>> {
+    PYBIND11_TYPE_CASTER(pystaged::IntsOf<argument>, const_name("Sequence[int]"));
+    bool load(handle source, bool) {
+        static_cast<std::vector<int32_t>&>(value) = pystaged::to_ints(reinterpret_borrow<object>(source), argument);
+        return true;
+    }
+};
+
+template <>
+struct pybind11::detail::type_caster<pystaged::Path> {
+    PYBIND11_TYPE_CASTER(pystaged::Path, const_name("str | bytes | os.PathLike"));
+    bool load(handle source, bool) {
+        value = pystaged::to_path(reinterpret_borrow<object>(source));
+        return true;
+    }
+};

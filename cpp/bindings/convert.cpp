@@ -25,14 +25,14 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
         throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
     }
     if (kind == 'u' && array->attr("max")().cast<uint64_t>() > INT32_MAX) {
-        throw py::value_error(std::string(name) + " holds a number that is out of range");
+        throw py::value_error(say(name, " holds a number that is out of range"));
     }
     const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(*array);
     std::vector<int32_t> result(wide.size());
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
         const int64_t value = wide.data()[i];
         if (value < INT32_MIN || value > INT32_MAX) {
-            throw py::value_error(std::string(name) + " holds " + std::to_string(value) + ", which is out of range");
+            throw py::value_error(say(name, " holds ", value, ", which is out of range"));
         }
         result[i] = static_cast<int32_t>(value);
     }
@@ -56,12 +56,12 @@ py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts) 
     return result;
 }
 
-std::string to_path(const py::object& path) {
+Path to_path(const py::object& path) {
     const std::string bytes = py::module_::import("os").attr("fsencode")(path).cast<py::bytes>();
     if (bytes.find('\0') != std::string::npos) {
         throw py::value_error("the path holds a null character");
     }
-    return bytes;
+    return {bytes};
 }
 
 void check_signals() {

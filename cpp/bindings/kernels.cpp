@@ -21,8 +21,8 @@ void add_kernels(py::module_& m) {
         .def_readonly("many", &Cores::many);
     m.def(
         "choose_cores",
-        [](const py::object& root, const std::optional<std::vector<int>>& cpus) {
-            return cpus ? choose_cores(read_cores(to_path(root), *cpus), cpu_quota(to_path(root))) : choose_cores();
+        [](const Path& root, const std::optional<std::vector<int>>& cpus) {
+            return cpus ? choose_cores(read_cores(root.bytes, *cpus), cpu_quota(root.bytes)) : choose_cores();
         },
         py::arg("root") = "", py::arg("cpus") = py::none());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));

@@ -14,7 +14,7 @@ namespace {
 
 KvType to_kv_type(const std::string& name) {
     if (name != "f16" && name != "q8_0") {
-        throw py::value_error("keys and values are stored as f16 or q8_0, not " + name);
+        throw py::value_error(say("keys and values are stored as f16 or q8_0, not ", name));
     }
     return name == "f16" ? KvType::f16 : KvType::q8_0;
 }
@@ -22,8 +22,7 @@ KvType to_kv_type(const std::string& name) {
 }  // namespace
 
 void add_models(py::module_& m) {
-    m.def(
-        "metadata", [](const py::object& path) { return to_dict(GgufFile(to_path(path)).spelled()); }, py::arg("path"));
+    m.def("metadata", [](const Path& path) { return to_dict(GgufFile(path.bytes).spelled()); }, py::arg("path"));
     m.def("devices", [] {
         py::list result;
         for (const DeviceInfo& info : list_devices()) {
@@ -33,34 +32,26 @@ void add_models(py::module_& m) {
         return result;
     });
     m.def(
-        "file_identity",
-        [](const py::object& path) {
-            const std::string file = to_path(path);
-            const py::gil_scoped_release release;
-            return GgufFile(file).identity();
-        },
-        py::arg("path"));
+        "file_identity", [](const Path& path) { return GgufFile(path.bytes).identity(); }, py::arg("path"),
+        py::call_guard<py::gil_scoped_release>());
     m.def(
         "quantize",
-        [](const py::object& source, const py::object& out, int file_type, bool allow_requantize, bool dry_run) {
-            const std::string from = to_path(source), to = to_path(out);
+        [](const Path& source, const Path& out, int file_type, bool allow_requantize, bool dry_run) {
             llama_model_quantize_params params = llama_model_quantize_default_params();
             params.ftype = static_cast<llama_ftype>(file_type);
             params.allow_requantize = allow_requantize;
             params.dry_run = dry_run;
-            const py::gil_scoped_release release;
-            return llama_model_quantize(from.c_str(), to.c_str(), &params) == 0;
+            return llama_model_quantize(source.bytes.c_str(), out.bytes.c_str(), &params) == 0;
         },
-        py::arg("source"), py::arg("out"), py::arg("file_type"), py::arg("allow_requantize"), py::arg("dry_run"));
+        py::arg("source"), py::arg("out"), py::arg("file_type"), py::arg("allow_requantize"), py::arg("dry_run"),
+        py::call_guard<py::gil_scoped_release>());
     m.def("rpc_version", &rpc_version);
     m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
           py::call_guard<py::gil_scoped_release>());
 
     py::class_<Tokenizer>(m, "Tokenizer")
-        .def(py::init([](const py::object& path) {
-                 const std::string bytes = to_path(path);
-                 const py::gil_scoped_release release;
-                 return std::make_unique<Tokenizer>(bytes);
+        .def(py::init([](const Path& path) {
+                 return without_interpreter([&] { return std::make_unique<Tokenizer>(path.bytes); });
              }),
              py::arg("path"))
         .def_property_readonly("num_tokens", &Tokenizer::num_tokens)
@@ -82,8 +73,8 @@ void add_models(py::module_& m) {
             py::arg("token"), py::arg("special") = false)
         .def(
             "decode",
-            [](const Tokenizer& self, const py::object& tokens, bool special) {
-                return to_text(self.decode(to_ints(tokens, "tokens"), special));
+            [](const Tokenizer& self, const IntsOf<kTokens>& tokens, bool special) {
+                return to_text(self.decode(tokens, special));
             },
             py::arg("tokens"), py::arg("special") = false)
         .def(
@@ -130,18 +121,17 @@ void add_models(py::module_& m) {
         .def_property_readonly("fingerprint", &Tokenizer::fingerprint);
 
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
-        .def(py::init([](const py::object& path, const std::string& kernel, int num_threads, const std::string& device,
-                         const std::function<void()>& progress, const std::string& kv, const py::object& packed,
+        .def(py::init([](const Path& path, const std::string& kernel, int num_threads, const std::string& device,
+                         const std::function<void()>& progress, const std::string& kv, const Path& packed,
                          std::shared_ptr<Model> lender, bool other_pairs, bool other_feedback) {
                  if ((other_pairs || other_feedback) && !lender) {
                      throw py::value_error("another form is for drafts that read a target's hidden states");
                  }
-                 const std::string bytes = to_path(path), packed_bytes = to_path(packed);
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(
-                     bytes, kernel, num_threads, device == "cpu" ? Devices() : find_devices(device), progress, type,
-                     packed_bytes, std::move(lender), DraftForm{other_pairs, other_feedback});
+                     path.bytes, kernel, num_threads, device == "cpu" ? Devices() : find_devices(device), progress,
+                     type, packed.bytes, std::move(lender), DraftForm{other_pairs, other_feedback});
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
@@ -166,13 +156,8 @@ void add_models(py::module_& m) {
         .def_property_readonly("is_mapped", &Model::is_mapped)
         .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.packed_problem()); })
         .def(
-            "save_packed",
-            [](const Model& self, const py::object& path) {
-                const std::string bytes = to_path(path);
-                const py::gil_scoped_release release;
-                self.save_packed(bytes, check_signals);
-            },
-            py::arg("path"))
+            "save_packed", [](const Model& self, const Path& path) { self.save_packed(path.bytes, check_signals); },
+            py::arg("path"), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly(
             "devices",
             [](const Model& self) {

@@ -35,8 +35,7 @@ Masks to_masks(const MaskArray& array) {
 
 void check_count(const Session& session, const char* name, int least, int count) {
     if (count < least || count > session.model().numbers().vocab_rows) {
-        throw py::value_error(std::string(name) + " must be between " + std::to_string(least) +
-                              " and the size of the vocabulary");
+        throw py::value_error(say(name, " must be between ", least, " and the size of the vocabulary"));
     }
 }
 
@@ -75,37 +74,22 @@ py::tuple to_tuple(const Followed& followed) {
     return found + py::make_tuple(py::make_tuple(of_tokens, best, of_best));
 }
 
-// What find(tokens, scores) writes, [rows, k] each.
-template <class Find>
-py::tuple find_best(size_t num_rows, int k, const Find& find) {
-    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
-    py::array_t<int32_t> tokens(shape);
-    py::array_t<float> scores(shape);
-    int32_t* token_data = tokens.mutable_data();
-    float* score_data = scores.mutable_data();
-    without_interpreter([&] { find(token_data, score_data); });
-    return py::make_tuple(tokens, scores);
-}
-
+// [rows, k] each.
 py::tuple to_candidates(const Outcome& outcome, size_t num_rows, int k) {
     const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
     return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
                           py::array_t<float>(shape, outcome.scores.data()));
 }
 
-py::tuple to_verified(const Outcome& outcome, size_t num_rows, int num_candidates) {
-    const py::tuple followed = to_tuple(outcome.followed);
-    return num_candidates == 0 ? followed : py::tuple(followed + to_candidates(outcome, num_rows, num_candidates));
-}
-
 py::object to_result(const Work& work, const Outcome& outcome) {
-    switch (work.kind) {
-        case Work::Kind::read: return work.embeds ? py::object(to_matrix(outcome.embeddings)) : py::none();
-        case Work::Kind::verify: return to_verified(outcome, work.tokens.size(), work.k);
-        case Work::Kind::propose:
-        case Work::Kind::rank: break;
+    if (work.kind == Work::Kind::read) {
+        return work.embeds ? py::object(to_matrix(outcome.embeddings)) : py::none();
     }
-    return to_candidates(outcome, work.num_judged, work.k);
+    if (work.kind == Work::Kind::verify && work.k == 0) {
+        return to_tuple(outcome.followed);
+    }
+    const py::tuple candidates = to_candidates(outcome, work.num_judged, work.k);
+    return work.kind == Work::Kind::verify ? py::tuple(to_tuple(outcome.followed) + candidates) : candidates;
 }
 
 py::list run_works(const py::object& works) {
@@ -164,19 +148,14 @@ void add_sessions(py::module_& m) {
         .def("numpy", [](const HiddenRows& self) { return to_matrix(self); });
 
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
-        .def(py::init([](std::shared_ptr<Model> model, int n_ctx, std::shared_ptr<Session> target) {
-                 const py::gil_scoped_release release;
-                 return std::make_shared<Session>(std::move(model), n_ctx, std::move(target));
-             }),
-             py::arg("model"), py::arg("n_ctx") = 0, py::arg("target") = nullptr)
+        .def(py::init<std::shared_ptr<Model>, int, std::shared_ptr<Session>>(), py::arg("model"), py::arg("n_ctx") = 0,
+             py::arg("target") = nullptr, py::call_guard<py::gil_scoped_release>())
         .def(
             "likeliest",
-            [](Session& self, const py::object& rows, const py::object& before, int k) {
-                const std::vector<int32_t> indices = to_ints(rows, "rows"), tokens_before = to_ints(before, "before");
+            [](Session& self, const IntsOf<kRows>& rows, const IntsOf<kBefore>& before, int k) {
                 check_count(self, "k", 1, k);
-                return find_best(indices.size(), k, [&](int32_t* tokens, float* logprobs) {
-                    self.likeliest(indices, tokens_before, k, tokens, logprobs);
-                });
+                const Outcome found = without_interpreter([&] { return self.likeliest(rows, before, k); });
+                return to_candidates(found, rows.size(), k);
             },
             py::arg("rows"), py::arg("before"), py::arg("k"))
         .def(
@@ -186,22 +165,15 @@ void add_sessions(py::module_& m) {
             },
             py::arg("sampling"), py::arg("root") = 0)
         .def(
-            "commit",
-            [](Session& self, const py::object& path) {
-                const std::vector<int32_t> rows = to_ints(path, "path");
-                const py::gil_scoped_release release;
-                self.commit(rows);
-            },
-            py::arg("path"))
+            "commit", [](Session& self, const IntsOf<kPath>& path) { self.commit(path); }, py::arg("path"),
+            py::call_guard<py::gil_scoped_release>())
         .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
         .def(
             "keep_states",
-            [](Session& self, const py::object& lengths, int most, int anchor) {
-                const std::vector<int32_t> rows = to_ints(lengths, "lengths");
-                const py::gil_scoped_release release;
-                self.keep_states(rows, most, anchor);
+            [](Session& self, const IntsOf<kLengths>& lengths, int most, int anchor) {
+                self.keep_states(lengths, most, anchor);
             },
-            py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1)
+            py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1, py::call_guard<py::gil_scoped_release>())
         .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
         .def(
@@ -231,13 +203,8 @@ void add_sessions(py::module_& m) {
                                })
         .def_property_readonly("hidden", waiting<HiddenRows>(&Session::hidden))
         .def(
-            "hidden_of",
-            [](Session& self, const py::object& rows) {
-                const std::vector<int32_t> ids = to_ints(rows, "rows");
-                const py::gil_scoped_release release;
-                return self.hidden(ids);
-            },
-            py::arg("rows"))
+            "hidden_of", [](Session& self, const IntsOf<kRows>& rows) { return self.hidden(rows); }, py::arg("rows"),
+            py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("num_pending", waiting(&Session::num_pending))
         .def_property_readonly("closed", waiting(&Session::closed))
         .def_property_readonly("n_ctx", &Session::context)
@@ -258,39 +225,37 @@ void add_sessions(py::module_& m) {
     py::class_<Work>(m, "Work")
         .def_static(
             "read",
-            [](Session& session, const py::object& tokens, const std::optional<HiddenRows>& hidden) {
-                return Work::read(session, to_ints(tokens, "tokens"), hidden.value_or(HiddenRows()));
+            [](Session& session, const IntsOf<kTokens>& tokens, const std::optional<HiddenRows>& hidden) {
+                return Work::read(session, tokens, hidden.value_or(HiddenRows()));
             },
             py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_static(
-            "embed",
-            [](Session& session, const py::object& tokens) { return Work::embed(session, to_ints(tokens, "tokens")); },
+            "embed", [](Session& session, const IntsOf<kTokens>& tokens) { return Work::embed(session, tokens); },
             py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
         .def_static(
             "verify",
-            [](Session& session, const py::object& tokens, const py::object& parents, const Sampling& sampling,
-               int num_candidates, const MaskArray& masks) {
+            [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents,
+               const Sampling& sampling, int num_candidates, const MaskArray& masks) {
                 check_count(session, "num_candidates", 0, num_candidates);
-                return Work::verify(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), sampling,
-                                    num_candidates, to_masks(masks));
+                return Work::verify(session, tokens, parents, sampling, num_candidates, to_masks(masks));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
             py::arg("num_candidates") = 0, py::arg("masks") = py::none(), py::keep_alive<0, 1>())
         .def_static(
             "propose",
-            [](Session& session, const py::object& tokens, const py::object& parents, int num_judged, int k,
+            [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents, int num_judged, int k,
                const Samplings& sampling, const MaskArray& masks, const std::optional<HiddenRows>& hidden) {
                 check_count(session, "k", 0, k);
-                return Work::propose(session, to_ints(tokens, "tokens"), to_ints(parents, "parents"), num_judged, k,
-                                     to_samplings(sampling), to_masks(masks), hidden.value_or(HiddenRows()));
+                return Work::propose(session, tokens, parents, num_judged, k, to_samplings(sampling), to_masks(masks),
+                                     hidden.value_or(HiddenRows()));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
             py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_static(
             "rank",
-            [](Session& session, const py::object& rows, int k, const Samplings& sampling, const MaskArray& masks) {
+            [](Session& session, const IntsOf<kRows>& rows, int k, const Samplings& sampling, const MaskArray& masks) {
                 check_count(session, "k", 1, k);
-                return Work::rank(session, to_ints(rows, "rows"), k, to_samplings(sampling), to_masks(masks));
+                return Work::rank(session, rows, k, to_samplings(sampling), to_masks(masks));
             },
             py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none(),
             py::keep_alive<0, 1>())
@@ -299,7 +264,7 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
     m.def("run", &run_works, py::arg("works"));
     const auto of_sessions = [](auto act) {
-        return [act](const py::object& path, const py::bytes& head, const py::object& sessions) {
+        return [act](const Path& path, const std::string& head, const py::object& sessions) {
             const py::tuple held(sessions);  // see run_works()
             std::vector<Session*> native;
             for (const py::handle session : held) {
@@ -308,8 +273,7 @@ void add_sessions(py::module_& m) {
                 }
                 native.push_back(&session.cast<Session&>());
             }
-            const std::string file = to_path(path), begin = head;
-            without_interpreter([&] { act(file, begin, native); });
+            without_interpreter([&] { act(path.bytes, head, native); });
         };
     };
     m.def("write_texts", of_sessions(&write_texts), py::arg("path"), py::arg("head"), py::arg("sessions"));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "gguf.h"
 #include "machine/memory.h"
 
@@ -66,7 +67,15 @@ public:
 
     // Throw ModelError, UnsupportedModelError.
     [[noreturn]] void fail(const std::string& what) const;
+    template <class... Parts>
+    [[noreturn]] void fail(const Parts&... parts) const {
+        fail(say(parts...));
+    }
     [[noreturn]] void refuse(const std::string& what) const;
+    template <class... Parts>
+    [[noreturn]] void refuse(const Parts&... parts) const {
+        refuse(say(parts...));
+    }
 
 private:
     GgufFile(const std::string& path, bool first);

@@ -64,7 +64,7 @@ ggml_backend_dev_t find_device(const std::string& name) {
             names += std::string(", ") + ggml_backend_dev_name(device);
         }
     }
-    throw DeviceError("there is no device '" + name + "' here; there are: " + names);
+    throw DeviceError(say("there is no device '", name, "' here; there are: ", names));
 }
 
 }  // namespace
@@ -97,7 +97,7 @@ Devices find_devices(const std::string& name) {
         }
     }
     if (found.empty()) {
-        throw DeviceError("'" + name + "' names no device");
+        throw DeviceError(say("'", name, "' names no device"));
     }
     return found;
 }
@@ -112,7 +112,7 @@ void serve_devices(const std::string& endpoint, const std::string& device, int n
         ggml_backend_reg_get_proc_address(rpc(), "ggml_backend_rpc_start_server"));
     Devices devices = find_devices(device);
     start(endpoint.c_str(), /*cache_dir=*/nullptr, static_cast<size_t>(num_threads), devices.size(), devices.data());
-    throw DeviceError("cannot serve on " + endpoint + "; is the port taken?");
+    throw DeviceError(say("cannot serve on ", endpoint, "; is the port taken?"));
 }
 
 }  // namespace pystaged

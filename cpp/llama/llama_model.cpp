@@ -69,10 +69,12 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
         std::rethrow_exception(loading.error);
     }
     if (!model_) {
-        throw ModelError(path + ": llama.cpp does not load it: " + (reason.empty() ? "it does not say why" : reason));
+        throw ModelError(
+            say(path, ": llama.cpp does not load it: ", (reason.empty() ? "it does not say why" : reason)));
     }
     if (!llama_model_has_decoder(get()) || llama_model_has_encoder(get()) || llama_model_is_diffusion(get())) {
-        throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");
+        throw ModelError(
+            say(path, ": the model does not write texts from left to right; choose a causal language model"));
     }
     measure(path);
 }
@@ -95,8 +97,8 @@ LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_id
     LlamaContextPtr context(llama_init_from_model(get(), params));
     if (!context) {
         const std::string& said = log.first_error();
-        throw DeviceError("llama.cpp makes no context of " + std::to_string(num_cells) + " tokens" +
-                          (said.empty() ? "" : ": " + said) + "; is there enough memory?");
+        throw DeviceError(say("llama.cpp makes no context of ", num_cells, " tokens", (said.empty() ? "" : ": " + said),
+                              "; is there enough memory?"));
     }
     return context;
 }
@@ -106,14 +108,15 @@ void LlamaModel::measure(const std::string& path) {
     const LogCapture quiet;
     const LlamaContextPtr context = make_context(256, 8, 1, is_recurrent() ? 1 : 0);
     if (!llama_get_memory(context.get())) {
-        throw ModelError(path + ": the model does not write texts from left to right; choose a causal language model");
+        throw ModelError(
+            say(path, ": the model does not write texts from left to right; choose a causal language model"));
     }
     std::array<size_t, 2> bytes{};
     for (size_t& each : bytes) {
         LogCapture log;
         llama_token token = 0;
         if (llama_decode(context.get(), llama_batch_get_one(&token, 1)) != 0) {
-            throw DeviceError(path + ": llama.cpp's first pass fails: " + log.first_error());
+            throw DeviceError(say(path, ": llama.cpp's first pass fails: ", log.first_error()));
         }
         each = llama_state_seq_get_size(context.get(), 0);
     }

@@ -74,8 +74,9 @@ constexpr const char* kMaskToken = "pystaged.pard_token";
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
     if (model != "gpt2" && model != "gemma4" && model != "llama") {
-        file.fail("tokenizer model '" + model + "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' " +
-                  "(SentencePiece); choose another model, or run this one with llama.cpp");
+        file.fail("tokenizer model '", model,
+                  "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' (SentencePiece); choose another "
+                  "model, or run this one with llama.cpp");
     }
     // It asserts that no words have spaces in them, and splits by them nowhere else.
     if (file.text("tokenizer.ggml.pre", "") == "whitespace") {
@@ -93,7 +94,7 @@ void check_vocabulary(const GgufFile& file) {
             text = "[EMPTY_" + std::to_string(i) + "]";
         }
         if (!seen.insert(text).second) {
-            file.fail("token " + std::to_string(i) + " of the vocabulary stands there twice");
+            file.fail("token ", i, " of the vocabulary stands there twice");
         }
     }
     const auto last = static_cast<int64_t>(tokens->second) - 1;
@@ -122,7 +123,7 @@ Tokenizer::Tokenizer(const std::string& path) {
         reason = log.first_error();
     }
     if (!model_) {
-        throw ModelError(path + ": cannot load the vocabulary: " + reason);
+        throw ModelError(say(path, ": cannot load the vocabulary: ", reason));
     }
     vocab_ = llama_model_get_vocab(model_.get());
     // libllama ends the process where it is to add a token that the vocabulary does not have.
@@ -131,8 +132,8 @@ Tokenizer::Tokenizer(const std::string& path) {
         const int32_t token = begin ? bos() : eos();
         if (adds && (token < 0 || token >= num_tokens())) {
             const std::string name = begin ? "bos" : "eos";
-            throw ModelError(path + ": the vocabulary adds a token to every text (tokenizer.ggml.add_" + name +
-                             "_token), but has none: 'tokenizer.ggml." + name + "_token_id' is missing");
+            throw ModelError(say(path, ": the vocabulary adds a token to every text (tokenizer.ggml.add_", name,
+                                 "_token), but has none: 'tokenizer.ggml.", name, "_token_id' is missing"));
         }
     }
     for (int32_t token = 0; token < num_tokens(); ++token) {
@@ -245,9 +246,8 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
     const auto [line, run] = longest_parts(text, size);
     const bool recurses = llama_vocab_type(vocab_) == LLAMA_VOCAB_TYPE_BPE;
     if (recurses && run > kLongestRun) {
-        throw std::invalid_argument("the text has " + std::to_string(run) +
-                                    " bytes in a row without white space, or of it; at most " +
-                                    std::to_string(kLongestRun) + " can be split into tokens");
+        throw std::invalid_argument(say("the text has ", run, " bytes in a row without white space, or of it; at most ",
+                                        kLongestRun, " can be split into tokens"));
     }
     try {
         if (recurses && line > kSafeLine) {
@@ -291,8 +291,7 @@ std::vector<std::vector<int32_t>> Tokenizer::sequences_of(const std::string& tex
 
 void Tokenizer::check_token(int32_t token) const {
     if (token < 0 || token >= num_tokens()) {
-        throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
-                                    std::to_string(num_tokens()));
+        throw std::invalid_argument(say("token ", token, " is outside the vocabulary of ", num_tokens()));
     }
 }
 

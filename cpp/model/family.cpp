@@ -107,12 +107,12 @@ const Family& find_family(const GgufFile& file) {
     if (found) {
         if (!found->has(kExperts) && file.has(name + ".expert_count") &&
             file.integer(name + ".expert_count", 0, 1 << 20) > 0) {
-            file.fail("architecture '" + name + "' is known without experts, but metadata '" + name +
+            file.fail("architecture '", name, "' is known without experts, but metadata '", name,
                       ".expert_count' says that it has some; choose a dense model");
         }
         return *found;
     }
-    file.refuse("architecture '" + name + "' is not supported; choose a model of one of: " + names);
+    file.refuse("architecture '", name, "' is not supported; choose a model of one of: ", names);
 }
 
 }  // namespace pystaged

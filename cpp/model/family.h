@@ -19,7 +19,7 @@ enum class Gate { none, silu, gelu, clamped };
 enum class Reads { nothing, beside_tokens, joined_with_tokens, joined_with_cells, as_context };
 
 // Tensors that not every architecture has.
-enum Part : unsigned {
+enum Extra : unsigned {
     kPositions = 1 << 0,       // position_embd
     kAttnNorm = 1 << 1,        // before attention
     kFfnNorm = 1 << 2,         // before the feed-forward network; without it that reads what attention read
@@ -35,13 +35,13 @@ enum Part : unsigned {
     kHeadBias = 1 << 12,       //
     kRopeFactors = 1 << 13,    // rope_freqs
     kLongFactors = 1 << 14,    // rope_factors_long and rope_factors_short
-    kTapsBias = 1 << 15,       // of Mamba-2's convolution
+    kConvBias = 1 << 15,       // of Mamba-2's convolution
     kAheadNorm = 1 << 16,      // of a layer that predicts further tokens
     kSelectionBias = 1 << 17,  // of the scores that experts are chosen by
     kLayerScale = 1 << 18,     // of a layer's result
     kSpaceNorm = 1u << 31,     // of what Mamba-2 makes, group by group
 };
-constexpr unsigned kOfAnyFamily = kTapsBias | kAheadNorm | kSelectionBias | kLayerScale;  // some files have them
+constexpr unsigned kOfAnyFamily = kConvBias | kAheadNorm | kSelectionBias | kLayerScale;  // some files have them
 
 // What holds for some architectures and not for others.
 enum Rule : uint64_t {
@@ -87,7 +87,7 @@ struct Family {
     const char* name;  // general.architecture
     Pairs rope;
     Gate gate;
-    unsigned required, optional;  // parts
+    unsigned required, optional;  // extras
     uint64_t rules = 0;
     int skip_rope_every = 0;  // every so many layers, one has no rotary positions
     int window_period = 0;    // where a file has a window but no pattern: how many layers to one without it

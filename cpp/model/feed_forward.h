@@ -18,13 +18,13 @@ struct Dense {
 // give another one to all rows.
 struct Experts {
     Linear router;
-    Vector bias;               // of the scores that experts are chosen by, [experts], or none
-    std::vector<Dense> each;   // [experts]
-    std::optional<Dense> all;  // what all rows share, or none,
-    Linear gate;               // and its gate, one number for a row, or none
+    Vector bias;                  // of the scores that experts are chosen by, [experts], or none
+    std::vector<Dense> each;      // [experts]
+    std::optional<Dense> shared;  // the shared expert, or none,
+    Linear shared_gate;           // and its gate, one number for a row, or none
     // Where that is a dense network beside the experts, norms of what the router and the experts read and of both
     // results, and factors of the experts' results, [experts].
-    Norm router_norm, norm, post_norm, all_post_norm;
+    Norm router_norm, norm, post_norm, shared_post_norm;
     Vector factors;
 };
 

@@ -31,7 +31,7 @@ public:
     std::optional<std::vector<int64_t>> array(const char* key) const {
         auto values = file_.integers(name(key));
         if (!values && has(key)) {
-            file_.fail("metadata '" + name(key) + "' is not an array");
+            fail(key, "is not an array");
         }
         return values;
     }
@@ -40,8 +40,7 @@ public:
         auto values = or_one ? file_.integers(name(key)) : array(key);
         const int num_layers = number("block_count", 1, kMostLayers);
         if (values && int64_t(values->size()) != num_layers) {
-            file_.fail("metadata '" + name(key) + "' has " + std::to_string(values->size()) + " entries for " +
-                       std::to_string(num_layers) + " layers");
+            fail(key, "has ", values->size(), " entries for ", num_layers, " layers");
         }
         return values;
     }
@@ -59,11 +58,10 @@ public:
                 continue;
             }
             if (found && value != *found && !may_differ) {
-                file_.refuse("metadata '" + name(key) + "' differs between layers, which is not supported");
+                refuse(key, "differs between layers, which is not supported");
             }
             if (values && (value < least || value > most)) {
-                file_.fail("metadata '" + name(key) + "' is " + std::to_string(value) + ", outside " +
-                           std::to_string(least) + " to " + std::to_string(most));
+                fail(key, "is ", value, ", outside ", least, " to ", most);
             }
             found = std::max(value, found.value_or(value));
             if (place) {
@@ -72,17 +70,25 @@ public:
         }
         return static_cast<int>(found.value_or(one));
     }
+    template <class... Parts>
+    [[noreturn]] void fail(const char* key, const Parts&... parts) const {
+        file_.fail("metadata '", name(key), "' ", parts...);
+    }
+    template <class... Parts>
+    [[noreturn]] void refuse(const char* key, const Parts&... parts) const {
+        file_.refuse("metadata '", name(key), "' ", parts...);
+    }
     float real(const char* key, float otherwise) const {
         const float value = file_.real(name(key), otherwise);
         if (!std::isfinite(value)) {
-            file_.fail("metadata '" + name(key) + "' is not a number");
+            fail(key, "is not a number");
         }
         return value;
     }
     float positive(const char* key, float otherwise) const {
         const float value = real(key, otherwise);
         if (!(value > 0)) {
-            file_.fail("metadata '" + name(key) + "' is not above 0");
+            fail(key, "is not above 0");
         }
         return value;
     }
@@ -99,17 +105,16 @@ void read_delta_nets(const GgufFile& file, const Family& family, const Keys& key
         const bool attends = recurrent ? (*recurrent)[i] == 0 : (i + 1) % interval == 0;
         h.layers[i].mixers = {attends ? MixerKind::attention : MixerKind::delta_net};
     }
-    h.conv_taps = keys.number("ssm.conv_kernel", 2, kMostTaps);
+    h.conv_width = keys.number("ssm.conv_kernel", 2, kMostConvWidth);
     h.delta.head_dim = keys.number("ssm.state_size", kLanes, 1024);
     h.delta.key_heads = keys.number("ssm.group_count", 1, 1024);
     h.delta.value_heads = keys.number("ssm.time_step_rank", 1, 4096);
     if (h.delta.head_dim % kLanes != 0) {
-        file.fail("metadata '" + keys.name("ssm.state_size") + "' is no multiple of " + std::to_string(kLanes));
+        keys.fail("ssm.state_size", "is no multiple of ", kLanes);
     }
     if (h.delta.value_heads % h.delta.key_heads != 0) {
-        file.fail(std::to_string(h.delta.value_heads) + " heads of values do not share " +
-                  std::to_string(h.delta.key_heads) + " heads of keys evenly (metadata '" +
-                  keys.name("ssm.group_count") + "')");
+        file.fail(h.delta.value_heads, " heads of values do not share ", h.delta.key_heads,
+                  " heads of keys evenly (metadata '", keys.name("ssm.group_count"), "')");
     }
     keys.number("ssm.inner_size", h.delta.values(), h.delta.values());
     h.delta.grouped = family.has(kGroupedValues);
@@ -117,18 +122,16 @@ void read_delta_nets(const GgufFile& file, const Family& family, const Keys& key
 
 void read_state_spaces(const GgufFile& file, const Keys& keys, Hyperparameters& h) {
     SpaceNumbers& space = h.space;
-    h.conv_taps = keys.number("ssm.conv_kernel", 2, kMostTaps);
+    h.conv_width = keys.number("ssm.conv_kernel", 2, kMostConvWidth);
     space.state_dim = keys.number("ssm.state_size", kLanes, 1024);
     space.groups = keys.number("ssm.group_count", 1, 1024);
     space.heads = keys.number("ssm.time_step_rank", 1, 4096);
     const int inner = keys.number("ssm.inner_size", 1, kMostNumbers);
     space.head_dim = inner / space.heads;
     if (inner % (space.heads * kLanes) != 0 || space.state_dim % kLanes != 0 || space.heads % space.groups != 0) {
-        file.fail("metadata '" + keys.name("ssm.*") + "': " + std::to_string(inner) + " numbers in " +
-                  std::to_string(space.heads) + " heads of " + std::to_string(space.groups) +
-                  " groups with states of " + std::to_string(space.state_dim) +
-                  ", where heads and states must be multiples of " + std::to_string(kLanes) +
-                  ", and groups as large as each other");
+        file.fail("metadata '", keys.name("ssm.*"), "': ", inner, " numbers in ", space.heads, " heads of ",
+                  space.groups, " groups with states of ", space.state_dim,
+                  ", where heads and states must be multiples of ", kLanes, ", and groups as large as each other");
     }
 }
 
@@ -159,7 +162,7 @@ void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, H
     if (family.has(kStateSpaces)) {
         read_state_spaces(file, keys, h);
     } else {
-        h.conv_taps = keys.number("shortconv.l_cache", 2, kMostTaps);
+        h.conv_width = keys.number("shortconv.l_cache", 2, kMostConvWidth);
     }
 }
 
@@ -196,9 +199,8 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
     if (experts.groups == 1) {
         experts.used_groups = 1;
     } else if (experts.count % experts.groups != 0 || each < 2 || each * experts.used_groups < experts.used) {
-        file.fail(std::to_string(experts.count) + " experts in " + std::to_string(experts.groups) +
-                  " groups (metadata '" + keys.name("expert_group_count") + "'), of which " +
-                  std::to_string(experts.used_groups) + " are used, do not make " + std::to_string(experts.used) +
+        file.fail(experts.count, " experts in ", experts.groups, " groups (metadata '", keys.name("expert_group_count"),
+                  "'), of which ", experts.used_groups, " are used, do not make ", experts.used,
                   " experts for each token");
     }
     experts.normalized = family.has(kNormalizedExperts);
@@ -228,18 +230,17 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     const auto read_dims = [&](const char* key, int head_dim) {
         const int dims = keys.number(key, 2, head_dim, head_dim);
         if (dims % 2 != 0) {
-            file.fail("metadata '" + keys.name(key) + "' is odd, but rotary positions turn pairs");
+            keys.fail(key, "is odd, but rotary positions turn pairs");
         }
         return dims;
     };
     rope.dims = read_dims("rope.dimension_count", h.head_dim);
     if (family.has(kWholeRotation) && rope.dims != h.head_dim) {
-        file.fail("metadata '" + keys.name("rope.dimension_count") + "' is " + std::to_string(rope.dims) +
-                  " where heads are " + std::to_string(h.head_dim) + " wide");
+        keys.fail("rope.dimension_count", "is ", rope.dims, " where heads are ", h.head_dim, " wide");
     }
     rope.base = keys.positive("rope.freq_base", 10000);
     if (!(rope.base > 1)) {
-        file.fail("metadata '" + keys.name("rope.freq_base") + "' is not above 1");
+        keys.fail("rope.freq_base", "is not above 1");
     }
     // Positions of images have three parts; those of texts are three times the same, but some pairs may have none.
     if (const auto sections = keys.array("rope.dimension_sections")) {
@@ -249,19 +250,17 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
             turns = (*sections)[i % 3] <= pairs && i < 3 * (*sections)[i % 3];
         }
         if (!turns) {
-            file.fail("metadata '" + keys.name("rope.dimension_sections") + "' leaves pairs without a position");
+            keys.fail("rope.dimension_sections", "leaves pairs without a position");
         }
     }
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
     if (scaling != "none" && scaling != "linear" && scaling != "yarn" && scaling != "longrope") {
-        file.fail("metadata '" + keys.name("rope.scaling.type") + "' is '" + scaling +
-                  "', which is unknown; there are: none, linear, yarn, longrope");
+        keys.fail("rope.scaling.type", "is '", scaling, "', which is unknown; there are: none, linear, yarn, longrope");
     }
     const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
     if (factor != 0 && !(factor > 1e-6f && factor < 1e6f)) {
-        file.fail("metadata '" + keys.name("rope.scaling.factor") + "' is " + std::to_string(factor) +
-                  ", which is no factor of a context");
+        keys.fail("rope.scaling.factor", "is ", factor, ", which is no factor of a context");
     }
     rope.scale = scaling == "none" || factor == 0 ? 1 : 1 / factor;
     rope.yarn = scaling == "yarn";
@@ -325,17 +324,15 @@ void read_latents(const GgufFile& file, const Keys& keys, Hyperparameters& h, in
     const bool fits = latent.absorbed ? h.head_dim == latent.row() && value_length == latent.rank && h.num_kv_heads == 1
                                       : latent.own > 0 && h.num_kv_heads == h.num_heads;
     if (!fits) {
-        file.fail(std::to_string(h.num_kv_heads) + " heads of keys of " + std::to_string(h.head_dim) +
-                  " and values of " + std::to_string(value_length) + " numbers do not fit latent rows of " +
-                  std::to_string(latent.rank) + ", with " + std::to_string(latent.turned) + " that are turned");
+        file.fail(h.num_kv_heads, " heads of keys of ", h.head_dim, " and values of ", value_length,
+                  " numbers do not fit latent rows of ", latent.rank, ", with ", latent.turned, " that are turned");
     }
     if (latent.absorbed && (latent.rank % kBlock != 0 || latent.value % kBlock != 0)) {
-        file.fail("latent rows of " + std::to_string(latent.rank) + " numbers and values of " +
-                  std::to_string(latent.value) + " must be multiples of " + std::to_string(kBlock));
+        file.fail("latent rows of ", latent.rank, " numbers and values of ", latent.value, " must be multiples of ",
+                  kBlock);
     }
     if (int64_t(h.num_heads) * (latent.query() + latent.value) > kMostNumbers) {
-        file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(latent.query()) + " and " +
-                  std::to_string(latent.value) + " numbers are absurdly many");
+        file.fail(h.num_heads, " heads of ", latent.query(), " and ", latent.value, " numbers are absurdly many");
     }
 }
 
@@ -353,8 +350,7 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
         file.fail("keys and values of different lengths are not supported");
     }
     if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
-        file.fail("a width of " + std::to_string(h.width) + " does not split into " + std::to_string(h.num_heads) +
-                  " heads");
+        file.fail("a width of ", h.width, " does not split into ", h.num_heads, " heads");
     }
     const int windowed = differ ? keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim) : h.head_dim;
     if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
@@ -367,13 +363,11 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
         layer.head_dim = layer.windowed ? windowed : h.head_dim;
         layer.value_dim = family.has(kLatents) ? value_dim : layer.head_dim;
         if (layer.attends() && h.num_heads % layer.num_kv_heads != 0) {
-            file.fail(std::to_string(h.num_heads) + " heads do not share " + std::to_string(layer.num_kv_heads) +
-                      " heads of keys and values evenly");
+            file.fail(h.num_heads, " heads do not share ", layer.num_kv_heads, " heads of keys and values evenly");
         }
         for (layer.cells_of = std::min(i, own - 1); i >= own && h.layers[layer.cells_of].windowed != layer.windowed;) {
             if (--layer.cells_of < 0) {
-                file.fail("metadata '" + keys.name("attention.shared_kv_layers") +
-                          "' leaves layers without keys and values");
+                keys.fail("attention.shared_kv_layers", "leaves layers without keys and values");
             }
         }
         layer.num_kv_heads = h.layers[layer.cells_of].num_kv_heads;
@@ -390,20 +384,18 @@ void borrow_cells(const GgufFile& file, const Hyperparameters& target, Hyperpara
         }
         const std::string kind = std::string("layers with") + (layer.windowed ? "" : "out") + " a window";
         if (from < 0) {
-            file.fail("the draft attends to " + kind + " of its target, which has none");
+            file.fail("the draft attends to ", kind, " of its target, which has none");
         }
         const LayerNumbers& lent = target.layers[from];
         if (layer.num_kv_heads != lent.num_kv_heads || layer.head_dim != lent.head_dim) {
-            file.fail("the draft attends to " + std::to_string(layer.num_kv_heads) + " heads of " +
-                      std::to_string(layer.head_dim) + " numbers in " + kind + ", but the target has " +
-                      std::to_string(lent.num_kv_heads) + " of " + std::to_string(lent.head_dim));
+            file.fail("the draft attends to ", layer.num_kv_heads, " heads of ", layer.head_dim, " numbers in ", kind,
+                      ", but the target has ", lent.num_kv_heads, " of ", lent.head_dim);
         }
         layer.cells_of = lent.cells_of;
         layer.lent = true;
     }
     if (h.window != target.window) {
-        file.fail("the draft's window is " + std::to_string(h.window) + " positions, the target's " +
-                  std::to_string(target.window));
+        file.fail("the draft's window is ", h.window, " positions, the target's ", target.window);
     }
     // A row has no cell at its own position.
     if (h.window == 1) {
@@ -412,7 +404,7 @@ void borrow_cells(const GgufFile& file, const Hyperparameters& target, Hyperpara
     h.window = std::max(0, h.window - 1);
 }
 
-void read_windows(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+void read_windows(const Family& family, const Keys& keys, Hyperparameters& h) {
     // Other families may have the key, but their models never learnt to use it (Phi-3's is wrong in most files).
     if (family.window_period == 0) {
         return;
@@ -420,7 +412,7 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
     h.window = keys.number("attention.sliding_window", 0, int64_t(1) << 30, family.window);
     if (h.window == 0) {
         if (family.window > 0) {
-            file.fail("metadata '" + keys.name("attention.sliding_window") + "' is 0");
+            keys.fail("attention.sliding_window", "is 0");
         }
         return;
     }
@@ -434,7 +426,7 @@ void read_windows(const GgufFile& file, const Family& family, const Keys& keys, 
     }
 }
 
-void read_scales(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
+void read_scales(const Family& family, const Keys& keys, Hyperparameters& h) {
     const int head_dim = h.num_layers == family.largest ? h.width / h.num_heads : h.head_dim;
     h.attention_scale = family.has(kUnscaledScores) ? 1 : 1 / std::sqrt(static_cast<float>(head_dim));
     h.embedding_scale = family.has(kScaledEmbedding) ? std::sqrt(static_cast<float>(h.width)) : 1;
@@ -445,7 +437,7 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         };
         h.logit_scale = 1 / keys.real("logit_scale", family.has(kStateSpaces) ? 1 : 0);
         if (!std::isfinite(h.logit_scale)) {
-            file.fail("metadata '" + keys.name("logit_scale") + "' is missing or 0");
+            keys.fail("logit_scale", "is missing or 0");
         }
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
@@ -469,8 +461,8 @@ void read_scales(const GgufFile& file, const Family& family, const Keys& keys, H
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
         const int length = keys.number("attention.temperature_length", 1, kMostNumbers, h.original_context);
         if (h.temperature_scale != 0 && length != h.original_context) {
-            file.fail("metadata '" + keys.name("attention.temperature_length") + "' is " + std::to_string(length) +
-                      ", but only the original context of " + std::to_string(h.original_context) + " is supported");
+            keys.fail("attention.temperature_length", "is ", length, ", but only the original context of ",
+                      h.original_context, " is supported");
         }
     }
 }
@@ -485,7 +477,7 @@ bool has_layer(const GgufFile& file, int layer) {
 int head_rows(const GgufFile& file) {
     const int64_t rows = file.tensor(kHeadName).ne[1];
     if (rows < 1 || rows > kMostNumbers) {
-        file.fail("tensor '" + std::string(kHeadName) + "' has " + std::to_string(rows) + " rows");
+        file.fail("tensor '", kHeadName, "' has ", rows, " rows");
     }
     return static_cast<int>(rows);
 }
@@ -503,8 +495,9 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
     if (is_ahead) {
         if (h.first_layer != target->num_layers) {
-            file.fail("layer " + std::to_string(h.first_layer) + " predicts further tokens (MTP) for a model of as " +
-                      "many layers, but the target has " + std::to_string(target->num_layers));
+            file.fail("layer ", h.first_layer,
+                      " predicts further tokens (MTP) for a model of as many layers, but the target has ",
+                      target->num_layers);
         }
         layers = {target->num_layers};
     } else if (borrows_cells) {
@@ -513,11 +506,11 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
     }
     if (!layers || layers->empty()) {
-        file.fail("metadata '" + key + "' is missing");
+        file.fail("metadata '", key, "' is missing");
     }
     for (const int64_t layer : *layers) {
         if (layer <= (h.target_layers.empty() ? 0 : h.target_layers.back()) || layer > target->num_layers) {
-            file.fail("metadata '" + key + "' must rise from 1 to the target's " + std::to_string(target->num_layers) +
+            file.fail("metadata '", key, "' must rise from 1 to the target's ", target->num_layers,
                       " layers; the draft was made for another target");
         }
         h.target_layers.push_back(static_cast<int>(layer));
@@ -526,21 +519,19 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
                          ? keys.number("embedding_length_out", 1, kMostNumbers)
                          : keys.number("target_hidden_size", 1, kMostNumbers, is_ahead ? h.width : target->width);
     if (h.target_width != target->width) {
-        file.fail("the draft was made for a target that is " + std::to_string(h.target_width) +
-                  " wide, but this one is " + std::to_string(target->width) + " wide");
+        file.fail("the draft was made for a target that is ", h.target_width, " wide, but this one is ", target->width,
+                  " wide");
     }
     if (h.vocab_size < target->vocab_size || (borrows_cells && h.vocab_size > target->vocab_size)) {
-        file.fail("the draft knows " + std::to_string(h.vocab_size) + " tokens, but the target has " +
-                  std::to_string(target->vocab_size));
+        file.fail("the draft knows ", h.vocab_size, " tokens, but the target has ", target->vocab_size);
     }
     if (!borrows_cells && !file.has_tensor(kHeadName) && target->width != h.width) {
-        file.fail("the draft is " + std::to_string(h.width) + " wide, but the head that it borrows of its target " +
-                  std::to_string(target->width));
+        file.fail("the draft is ", h.width, " wide, but the head that it borrows of its target ", target->width);
     }
     if (h.width % kBlock != 0 || h.target_width % kBlock != 0 ||
         int64_t(h.target_layers.size()) * h.target_width > kMostNumbers) {
-        file.fail("the widths of draft and target, " + std::to_string(h.width) + " and " +
-                  std::to_string(h.target_width) + ", must be multiples of " + std::to_string(kBlock));
+        file.fail("the widths of draft and target, ", h.width, " and ", h.target_width, ", must be multiples of ",
+                  kBlock);
     }
     // It goes on as far as its target does.
     h.max_context = std::max(h.max_context, target->max_context);
@@ -578,7 +569,7 @@ float Hyperparameters::query_scale(int position) const {
 }
 
 RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
-    const size_t before = std::max(0, conv_taps - 1);
+    const size_t before = std::max(0, conv_width - 1);
     switch (layers[layer].recurrence()) {
         case MixerKind::short_convolution: return {before * width, size_t(width)};
         case MixerKind::delta_net: {
@@ -654,7 +645,7 @@ double Hyperparameters::pass_bytes() const {
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
     if (family.reads != Reads::nothing && !lender) {
         file.fail(
-            "architecture '" + std::string(family.name) +
+            "architecture '", family.name,
             "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
     }
     const Keys keys(file, family);
@@ -669,35 +660,34 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.num_layers -= h.num_ahead;
     if (family.reads == Reads::joined_with_tokens) {
         if (family.has(kLayerNorm) || family.has(kLayersDiffer)) {
-            file.fail("layers that predict further tokens are not supported in architecture '" +
-                      std::string(family.name) + "'; name another draft");
+            file.fail("layers that predict further tokens are not supported in architecture '", family.name,
+                      "'; name another draft");
         }
         if (h.num_ahead != 1) {
-            file.fail("the file has " + std::to_string(h.num_ahead) +
-                      " layers that predict further tokens (metadata '" + keys.name("nextn_predict_layers") +
+            file.fail("the file has ", h.num_ahead, " layers that predict further tokens (metadata '",
+                      keys.name("nextn_predict_layers"),
                       "'); a draft is made of one, which is called again for each token");
         }
         h.first_layer = h.num_layers;
         h.num_layers = h.num_ahead;
         h.num_ahead = 0;
     } else if (h.num_ahead > 0 && !has_layer(file, 0)) {
-        file.fail("the file has only the layer that predicts further tokens (MTP) of a model of " +
-                  std::to_string(h.num_layers) + " layers, " + std::to_string(h.width) +
-                  " wide; load that model, and name this file as its draft");
+        file.fail("the file has only the layer that predicts further tokens (MTP) of a model of ", h.num_layers,
+                  " layers, ", h.width, " wide; load that model, and name this file as its draft");
     }
     h.layers.resize(h.num_layers);
     read_mixers(file, family, keys, h);
     for (h.last_mixing = h.num_layers - 1; h.layers[h.last_mixing].mixers.empty(); --h.last_mixing) {
         if (h.last_mixing == 0) {
-            file.fail("metadata '" + keys.name("feed_forward_length") + "' leaves no layer that mixes rows");
+            keys.fail("feed_forward_length", "leaves no layer that mixes rows");
         }
     }
     const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
     h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, attends);
     if (h.num_heads == 0) {
-        file.fail("metadata '" + keys.name("attention.head_count") + "' is missing");
+        keys.fail("attention.head_count", "is missing");
     }
-    read_windows(file, family, keys, h);
+    read_windows(family, keys, h);
     read_heads(file, family, keys, h);
     h.ffn_width = keys.number_of_layers(
         "feed_forward_length", 1, kMostNumbers, family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
@@ -711,32 +701,31 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         h.ffn_width = h.experts.width;
     }
     if (h.ffn_width == 0) {
-        file.fail("metadata '" + keys.name("feed_forward_length") + "' is missing");
+        keys.fail("feed_forward_length", "is missing");
     }
     if (int64_t(h.num_heads) * h.head_dim > kMostNumbers) {
-        file.fail(std::to_string(h.num_heads) + " heads of " + std::to_string(h.head_dim) +
-                  " numbers are absurdly many");
+        file.fail(h.num_heads, " heads of ", h.head_dim, " numbers are absurdly many");
     }
     const char *of_layer_norms = "attention.layer_norm_epsilon", *epsilon = "attention.layer_norm_rms_epsilon";
     if (family.has(kLayerNorm) || (!keys.has(epsilon) && keys.has(of_layer_norms))) {
         epsilon = of_layer_norms;
     }
     if (!family.has(kDefaultNumbers) && !keys.has(epsilon)) {
-        file.fail("metadata '" + keys.name(epsilon) + "' is missing");
+        keys.fail(epsilon, "is missing");
     }
     h.norm_epsilon = file.real(keys.name(epsilon), 1e-5f);
     if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
-        file.fail("metadata '" + keys.name(epsilon) + "' is not between 0 and 1");
+        keys.fail(epsilon, "is not between 0 and 1");
     }
     const bool borrows =
         lender && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
     if (borrows && lender->width != h.width) {
-        file.fail("the draft borrows the embedding of its target, and was made for one that is " +
-                  std::to_string(h.width) + " wide, but this one is " + std::to_string(lender->width) + " wide");
+        file.fail("the draft borrows the embedding of its target, and was made for one that is ", h.width,
+                  " wide, but this one is ", lender->width, " wide");
     }
     const int64_t vocab_size = borrows ? lender->vocab_size : file.tensor(kEmbedding).ne[1];
     if (vocab_size < 1 || vocab_size > kMostNumbers) {
-        file.fail("tensor 'token_embd.weight' has " + std::to_string(vocab_size) + " rows");
+        file.fail("tensor 'token_embd.weight' has ", vocab_size, " rows");
     }
     h.vocab_size = static_cast<int>(vocab_size);
     h.vocab_rows = h.vocab_size;
@@ -747,10 +736,10 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.layer_embedding_width =
         family.has(kLayersDiffer) ? keys.number("embedding_length_per_layer_input", 0, kMostNumbers, 0) : 0;
     if (int64_t(h.layer_embedding_width) * h.num_layers > kMostNumbers) {
-        file.fail("metadata '" + keys.name("embedding_length_per_layer_input") + "' is absurdly large");
+        keys.fail("embedding_length_per_layer_input", "is absurdly large");
     }
     read_rope(file, family, keys, h);
-    read_scales(file, family, keys, h);
+    read_scales(family, keys, h);
     read_features(file, family, keys, lender, h);
     return h;
 }

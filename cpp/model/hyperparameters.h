@@ -10,7 +10,7 @@
 
 namespace pystaged {
 
-constexpr int kMostTaps = 32;  // of a convolution
+constexpr int kMostConvWidth = 32;  // of a convolution
 // Rows of a pass of our kernels: so many that weights come from memory and are unpacked for next to nothing, and few
 // enough that their values take little memory.
 constexpr int kMostPassRows = 256;
@@ -123,8 +123,8 @@ struct Hyperparameters {
     SpaceNumbers space;
     ExpertNumbers experts;
     LatentNumbers latent;
-    int num_ahead = 0;  // layers behind the last that predict further tokens, which are a draft of their own
-    int conv_taps = 0;  // of convolutions over rows, the row's own included; 0 where no layer has any
+    int num_ahead = 0;   // layers behind the last that predict further tokens, which are a draft of their own
+    int conv_width = 0;  // rows that convolutions see, the row's own included; 0 where no layer has any
     float norm_epsilon = 1e-5f;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
     float attention_scale = 0;
@@ -148,7 +148,7 @@ struct Hyperparameters {
     // What queries at a position are multiplied by.
     float query_scale(int position) const;
     int q_width() const { return num_heads * head_dim; }
-    bool is_recurrent() const { return conv_taps > 0; }
+    bool is_recurrent() const { return conv_width > 0; }
     int kv_width() const { return num_kv_heads * head_dim; }
     RecurrentSizes recurrent_sizes(int layer) const;
     int padded_width() const { return padded(width, kBlock); }

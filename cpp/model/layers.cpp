@@ -38,25 +38,25 @@ void load_query_key_value(Loader& from, Attention& attention) {
     };
     const auto bias = [&](const char* name, int size) { return from.take(name, {size}, kQkvBias); };
     if (!(is_beside || is_gated || borrows || from.has("attn_q.weight"))) {
-        Loader::Parts parts{{from.take("attn_qkv.weight", {width, q + 2 * kv})},
+        Loader::Stack stack{{from.take("attn_qkv.weight", {width, q + 2 * kv})},
                             {},
                             stacked(stacked(turned(q), turned(kv)), in_order(kv))};
         if (const TensorView* first = from.has("attn_q.bias") ? bias("attn_q.bias", q) : nullptr) {
-            parts.biases = {first, bias("attn_k.bias", kv), bias("attn_v.bias", kv)};
+            stack.biases = {first, bias("attn_k.bias", kv), bias("attn_v.bias", kv)};
         } else if (const TensorView* all = bias("attn_qkv.bias", q + 2 * kv)) {
-            parts.biases = {all};
+            stack.biases = {all};
         }
         attention.k_at = q;
         attention.v_at = q + kv;
         attention.qkv_stride = padded(q + 2 * kv, kBlock);
-        attention.qkv.push_back(from.pack(parts));
+        attention.qkv.push_back(from.pack(stack));
         return;
     }
     size_t q_at = 0;
-    std::vector<Loader::Part> parts;
+    std::vector<Loader::Member> members;
     const auto add = [&](const std::string& name, int rows, int size, const RowOrder& order, size_t& place) {
         const TensorView* weight = from.take(name + ".weight", {width, rows});
-        parts.push_back({weight, borrows ? nullptr : bias((name + ".bias").c_str(), size), order, &place});
+        members.push_back({weight, borrows ? nullptr : bias((name + ".bias").c_str(), size), order, &place});
     };
     if (is_gated) {  // a file has each head's gate behind its query, here all come behind all
         add("attn_q", 2 * q, q, part_by_part(h.num_heads, {h.head_dim, h.head_dim}), q_at);
@@ -71,7 +71,7 @@ void load_query_key_value(Loader& from, Attention& attention) {
     if (has_values) {
         add("attn_v", kv, kv, in_order(kv), attention.v_at);
     }
-    attention.qkv = from.pack_side_by_side(parts, attention.qkv_stride);
+    attention.qkv = from.pack_side_by_side(members, attention.qkv_stride);
     if (borrows) {
         attention.k_at = attention.qkv_stride;
         for (const char* name : {"attn_k.weight", "attn_v.weight", "attn_k_norm.weight"}) {
@@ -137,20 +137,20 @@ LatentAttention load_latent_attention(Loader& from) {
     };
     LatentAttention result;
     size_t q_at = 0;
-    std::vector<Loader::Part> parts;
+    std::vector<Loader::Member> members;
     if (latent.query_rank > 0) {
-        parts.push_back(
+        members.push_back(
             {from.take("attn_q_a.weight", {h.width, latent.query_rank}), nullptr, in_order(latent.query_rank), &q_at});
         result.q_norm.weight = from.vector(from.take("attn_q_a_norm.weight", {latent.query_rank}));
         result.queries = from.pack(
             {{from.take("attn_q_b.weight", {latent.query_rank, queries})}, {}, turned(queries, latent.query())});
     } else {
-        parts.push_back(
+        members.push_back(
             {from.take("attn_q.weight", {h.width, queries}), nullptr, turned(queries, latent.query()), &q_at});
     }
-    parts.push_back({from.take("attn_kv_a_mqa.weight", {h.width, latent.row()}), nullptr,
-                     turned(latent.row(), latent.row()), &result.latent_at});
-    result.input = from.pack_side_by_side(parts, result.stride);
+    members.push_back({from.take("attn_kv_a_mqa.weight", {h.width, latent.row()}), nullptr,
+                       turned(latent.row(), latent.row()), &result.latent_at});
+    result.input = from.pack_side_by_side(members, result.stride);
     result.norm.weight = from.vector(from.take("attn_kv_a_norm.weight", {latent.rank}));
     if (latent.absorbed) {
         result.keys = heads("attn_k_b.weight", latent.own, latent.rank);
@@ -166,7 +166,7 @@ LatentAttention load_latent_attention(Loader& from) {
 ShortConvolution load_short_convolution(Loader& from) {
     const int64_t width = from.numbers.width;
     return {{from.linear(from.take("shortconv.in_proj.weight", {width, 3 * width}))},
-            from.taps(from.take("shortconv.conv.weight", {from.numbers.conv_taps, width})),
+            from.convolution(from.take("shortconv.conv.weight", {from.numbers.conv_width, width})),
             from.linear(from.take("shortconv.out_proj.weight", {width, width}))};
 }
 
@@ -176,9 +176,9 @@ DeltaNet load_delta_net(Loader& from) {
     const int heads = delta.value_heads, channels = delta.channels(), values = delta.values();
     const bool is_grouped = from.family.has(kGroupedValues), is_joined = is_grouped && from.has("ssm_in.weight");
     DeltaNet result;
-    std::vector<Loader::Part> parts;
+    std::vector<Loader::Member> members;
     const auto add = [&](const char* name, const RowOrder& order, size_t& place) {
-        parts.push_back({from.take(name, {width, int64_t(order.size())}), nullptr, order, &place});
+        members.push_back({from.take(name, {width, int64_t(order.size())}), nullptr, order, &place});
     };
     if (is_joined) {
         const int size = delta.head_dim, group = delta.group() * size;
@@ -193,14 +193,14 @@ DeltaNet load_delta_net(Loader& from) {
         add("ssm_beta.weight", in_order(heads), result.beta_at);
         add("ssm_alpha.weight", in_order(heads), result.alpha_at);
     }
-    result.input = from.pack_side_by_side(parts, result.stride);
+    result.input = from.pack_side_by_side(members, result.stride);
     if (is_joined) {
         result.gate_at = result.qkv_at + channels;
     }
     if (is_grouped) {
         result.alpha_at = result.beta_at + heads;
     }
-    result.taps = from.taps(from.take("ssm_conv1d.weight", {from.numbers.conv_taps, channels}));
+    result.conv = from.convolution(from.take("ssm_conv1d.weight", {from.numbers.conv_width, channels}));
     result.decay = from.vector(from.take("ssm_a", {heads}));
     result.step = from.vector(from.take("ssm_dt.bias", {heads}));
     result.norm = from.vector(from.take("ssm_norm.weight", {delta.head_dim}));
@@ -214,8 +214,8 @@ StateSpace load_state_space(Loader& from) {
     const int64_t inner = space.inner(), channels = space.channels(), heads = space.heads;
     StateSpace result;
     result.input.push_back(from.linear(from.take("ssm_in.weight", {width, inner + channels + heads})));
-    result.taps = from.taps(from.take("ssm_conv1d.weight", {from.numbers.conv_taps, channels}));
-    result.taps_bias = from.vector(from.take("ssm_conv1d.bias", {channels}, kTapsBias));
+    result.conv = from.convolution(from.take("ssm_conv1d.weight", {from.numbers.conv_width, channels}));
+    result.conv_bias = from.vector(from.take("ssm_conv1d.bias", {channels}, kConvBias));
     result.decay = from.flat(from.take("ssm_a", {1, heads}));
     result.step = from.vector(from.take("ssm_dt.bias", {heads}));
     result.skip = from.flat(from.take("ssm_d", {1, heads}));
@@ -233,7 +233,7 @@ Dense pack_dense(Loader& from, const DenseTensors& of, int width) {
     Dense result;
     // Gate and up are one matrix where they can be joined, or where the file has them as one.
     if (of.gate ? of.gate->type == of.up->type : from.family.gate != Gate::none) {
-        Loader::Parts both{{of.up}, {}, gate_in_turns(width)};
+        Loader::Stack both{{of.up}, {}, gate_in_turns(width)};
         if (of.gate) {
             both.weights = {of.gate, of.up};
         }
@@ -310,7 +310,7 @@ Experts load_experts(Loader& from) {
                                          numbers.width));
     }
     if (shared > 0) {
-        result.all = pack_dense(
+        result.shared = pack_dense(
             from,
             {is_gated ? from.take("ffn_gate_shexp.weight", {width, shared}) : nullptr,
              from.take("ffn_up_shexp.weight", {width, shared}), from.take("ffn_down_shexp.weight", {shared, width})},
@@ -318,18 +318,18 @@ Experts load_experts(Loader& from) {
     }
     if (from.family.has(kDenseBeside)) {
         const auto vector = [&](const char* name, int64_t size) { return from.vector(from.take(name, {size})); };
-        result.all = load_dense(from);
+        result.shared = load_dense(from);
         result.router_norm.weight = vector("ffn_gate_inp.scale", width);
         for (float& weight : result.router_norm.weight.values) {
             weight /= std::sqrt(static_cast<float>(width));
         }
         result.norm.weight = vector("pre_ffw_norm_2.weight", width);
         result.post_norm.weight = vector("post_ffw_norm_2.weight", width);
-        result.all_post_norm.weight = vector("post_ffw_norm_1.weight", width);
+        result.shared_post_norm.weight = vector("post_ffw_norm_1.weight", width);
         result.factors = vector("ffn_down_exps.scale", count);
     }
     if (shared > 0 && from.family.has(kSharedGate)) {
-        result.gate = from.linear(from.take("ffn_gate_inp_shexp.weight", {width}));
+        result.shared_gate = from.linear(from.take("ffn_gate_inp_shexp.weight", {width}));
     }
     return result;
 }
@@ -337,8 +337,8 @@ Experts load_experts(Loader& from) {
 Layer load_layer(Loader& from) {
     const int64_t width = from.numbers.width, embedding = from.numbers.layer_embedding_width;
     const LayerNumbers& numbers = from.layer();
-    const auto vector = [&](const char* name, unsigned part = 0) {
-        return from.vector(from.take(name, {width}, part));
+    const auto vector = [&](const char* name, unsigned extra = 0) {
+        return from.vector(from.take(name, {width}, extra));
     };
     Layer layer;
     layer.mixer_norm = from.norm("attn_norm", kAttnNorm);
@@ -384,14 +384,14 @@ Layer load_layer(Loader& from) {
     return layer;
 }
 
-Vector load_rope_factors(Loader& from, const char* name, unsigned part) {
-    const TensorView* tensor = from.take(name, {from.numbers.rope.dims / 2}, part);
+Vector load_rope_factors(Loader& from, const char* name, unsigned extra) {
+    const TensorView* tensor = from.take(name, {from.numbers.rope.dims / 2}, extra);
     if (!tensor) {
         return {};
     }
     const std::vector<float> factors = from.read(*tensor);
     if (std::any_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; })) {
-        from.file.fail("tensor '" + tensor->name + "' holds factors that are not above 0");
+        from.file.fail("tensor '", tensor->name, "' holds factors that are not above 0");
     }
     return from.vector(tensor);
 }
@@ -400,16 +400,15 @@ std::vector<int32_t> load_head_tokens(Loader& from) {
     const Hyperparameters& h = from.numbers;
     const TensorView* tensor = from.take(kHeadTokens, {h.vocab_rows});
     if (tensor->type != GGML_TYPE_I64) {
-        from.file.fail("tensor '" + tensor->name + "' is of type " + ggml_type_name(tensor->type) +
-                       " where I64 is needed");
+        from.file.fail("tensor '", tensor->name, "' is of type ", ggml_type_name(tensor->type), " where I64 is needed");
     }
     const Memory data = from.file.read(*tensor);
     std::vector<int32_t> tokens;
     for (int i = 0; i < h.vocab_rows; ++i) {
         const int64_t token = reinterpret_cast<const int64_t*>(data.data())[i];
         if (token < 0 || token >= h.vocab_size) {
-            from.file.fail("tensor '" + tensor->name + "' names token " + std::to_string(token) +
-                           ", outside the vocabulary of " + std::to_string(h.vocab_size));
+            from.file.fail("tensor '", tensor->name, "' names token ", token, ", outside the vocabulary of ",
+                           h.vocab_size);
         }
         tokens.push_back(static_cast<int32_t>(token));
     }
@@ -476,8 +475,8 @@ void load_ends(Loader& from, Weights& weights) {
         load_features(from, weights);
     }
     if (weights.head_tokens.empty() && h.vocab_rows < h.vocab_size && from.has(kHeadName)) {
-        from.file.fail("the head has " + std::to_string(h.vocab_rows) + " rows for a vocabulary of " +
-                       std::to_string(h.vocab_size) + " tokens, and no tensor '" + kHeadTokens + "' names them");
+        from.file.fail("the head has ", h.vocab_rows, " rows for a vocabulary of ", h.vocab_size,
+                       " tokens, and no tensor '", kHeadTokens, "' names them");
     }
     if (h.layer_embedding_width > 0) {
         weights.layer_embeddings = {

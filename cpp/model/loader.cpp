@@ -17,6 +17,18 @@ bool begins(const std::string& name, const std::string& prefix) {
     return name.compare(0, prefix.size(), prefix) == 0;
 }
 
+// Rows of a matrix, or of what is `transposed` so far.
+Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {
+    Vector result;
+    const size_t stride = padded(cols, kBlock);
+    result.values.resize(dense.present() ? rows * stride : 0);
+    for (size_t i = 0; i < dense.values.size(); ++i) {
+        const size_t row = transposed ? i % rows : i / cols, col = transposed ? i / rows : i % cols;
+        result.values[row * stride + col] = dense.values[i];
+    }
+    return result;
+}
+
 }  // namespace
 
 Loader::Loader(const GgufFile& file, const Family& family, const Hyperparameters& numbers)
@@ -27,16 +39,16 @@ void Loader::begin_layer(int index) {
     prefix_ = prefix_of(numbers.first_layer + index);
 }
 
-const TensorView* Loader::take(const std::string& name, const std::vector<int64_t>& shape, unsigned part) {
+const TensorView* Loader::take(const std::string& name, const std::vector<int64_t>& shape, unsigned extra) {
     const std::string whole = prefix_ + name;
-    if (part & ~family.required) {
-        if (!(part & (family.optional | kOfAnyFamily))) {
+    if (extra & ~family.required) {
+        if (!(extra & (family.optional | kOfAnyFamily))) {
             return nullptr;
         }
         const bool there = file.has_tensor(whole);
-        (there ? seen_ : missed_).emplace(part, whole);
-        if (seen_.count(part) && missed_.count(part)) {
-            file.fail("tensor '" + missed_[part] + "' is missing, although '" + seen_[part] + "' is there");
+        (there ? seen_ : missed_).emplace(extra, whole);
+        if (seen_.count(extra) && missed_.count(extra)) {
+            file.fail("tensor '", missed_[extra], "' is missing, although '", seen_[extra], "' is there");
         }
         if (!there) {
             return nullptr;
@@ -64,7 +76,7 @@ void Loader::check_complete() const {
     };
     for (const std::string& name : file.tensor_names()) {
         if (!taken_.count(name) && !is_of_other(name)) {
-            file.refuse("tensor '" + name + "' is none of architecture '" + family.name +
+            file.refuse("tensor '", name, "' is none of architecture '", family.name,
                         "' as it is known here; without it the model would not be the one that was trained; choose "
                         "another file of it");
         }
@@ -107,7 +119,7 @@ void Loader::begin_packing(int num_threads, PackedContent& content, const Packed
                      (PackedMatrix::packed_bytes(tensor->type, int(tensor->ne[1]) + kBlock, int(tensor->ne[0])) +
                       kAlignment);
         } catch (const std::invalid_argument& error) {
-            file.refuse("tensor '" + tensor->name + "': " + error.what());
+            file.refuse("tensor '", tensor->name, "': ", error.what());
         }
     }
     if (!packed) {
@@ -128,7 +140,7 @@ std::vector<float> Loader::read(const TensorView& tensor) const {
             ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()), values.data(), int64_t(size));
             break;
         default:
-            file.fail("tensor '" + tensor.name + "' is of type " + ggml_type_name(tensor.type) +
+            file.fail("tensor '", tensor.name, "' is of type ", ggml_type_name(tensor.type),
                       " where F32, F16 or BF16 is needed");
     }
     return values;
@@ -144,35 +156,11 @@ Vector Loader::flat(const TensorView* tensor) {
 }
 
 Vector Loader::vector(const TensorView* tensor) {
-    const Vector dense = flat(tensor);
-    if (!dense.present()) {
-        return {};
-    }
-    const int cols = int(tensor->ne[0]), rows = int(tensor->ne[1]);
-    const size_t stride = padded(cols, kBlock);
-    Vector result;
-    result.values.resize(stride * rows);
-    for (int i = 0; i < rows; ++i) {
-        std::copy_n(dense.data() + size_t(i) * cols, cols, result.values.data() + i * stride);
-    }
-    return result;
+    return tensor ? padded_rows(flat(tensor), int(tensor->ne[1]), int(tensor->ne[0]), false) : Vector();
 }
 
-Vector Loader::taps(const TensorView* tensor) {
-    const Vector dense = flat(tensor);
-    if (!dense.present()) {
-        return {};
-    }
-    const int num_taps = int(tensor->ne[0]), channels = int(tensor->ne[1]);
-    const size_t stride = padded(channels, kBlock);
-    Vector result;
-    result.values.resize(num_taps * stride);
-    for (int i = 0; i < channels; ++i) {
-        for (int tap = 0; tap < num_taps; ++tap) {
-            result.values[tap * stride + i] = dense.values[size_t(i) * num_taps + tap];
-        }
-    }
-    return result;
+Vector Loader::convolution(const TensorView* tensor) {
+    return padded_rows(flat(tensor), int(tensor->ne[0]), int(tensor->ne[1]), true);
 }
 
 Linear Loader::table(const TensorView* tensor) {
@@ -186,15 +174,15 @@ Linear Loader::linear(const TensorView* weight, const TensorView* bias) {
     if (!weight) {
         return {};
     }
-    Parts parts{{weight}, {}, in_order(int(weight->ne[1]))};
+    Stack stack{{weight}, {}, in_order(int(weight->ne[1]))};
     if (bias) {
-        parts.biases = {bias};
+        stack.biases = {bias};
     }
-    return pack(parts);
+    return pack(stack);
 }
 
-Norm Loader::norm(const std::string& name, unsigned part) {
-    const auto vector_of = [&](const char* what) { return vector(take(name + what, {numbers.width}, part)); };
+Norm Loader::norm(const std::string& name, unsigned extra) {
+    const auto vector_of = [&](const char* what) { return vector(take(name + what, {numbers.width}, extra)); };
     Norm result;
     result.weight = vector_of(".weight");
     if (family.has(kLayerNorm)) {
@@ -203,18 +191,18 @@ Norm Loader::norm(const std::string& name, unsigned part) {
     return result;
 }
 
-Linear Loader::pack(const Parts& parts) {
+Linear Loader::pack(const Stack& stack) {
     if (!packing_) {
-        for (const TensorView* weight : parts.weights) {
+        for (const TensorView* weight : stack.weights) {
             matrices_.emplace(weight->name, false);
         }
         return {};
     }
-    const ggml_type type = parts.weights[0]->type;
-    const int cols = static_cast<int>(parts.weights[0]->ne[0]);
+    const ggml_type type = stack.weights[0]->type;
+    const int cols = static_cast<int>(stack.weights[0]->ne[0]);
     const size_t row_bytes = ggml_row_size(type, cols);
     const auto read_rows = [&](int first, int count, uint8_t* rows) {
-        for (const TensorView* weight : parts.weights) {
+        for (const TensorView* weight : stack.weights) {
             const int size = static_cast<int>(weight->ne[1]), here = std::clamp(size - first, 0, count);
             if (here > 0) {
                 file.read(*weight, first * row_bytes, here * row_bytes, rows);
@@ -225,59 +213,59 @@ Linear Loader::pack(const Parts& parts) {
         }
     };
     if (!content_->empty()) {
-        content_->add(type, cols, parts.order);
+        content_->add(type, cols, stack.order);
     }
-    const int rows = static_cast<int>(parts.order.size());
+    const int rows = static_cast<int>(stack.order.size());
     Linear result;
     try {
         if (packed_) {
             result.packed =
                 PackedMatrix(type, rows, cols, packed_->matrix(used_, PackedMatrix::packed_bytes(type, rows, cols)));
         } else {
-            for (const TensorView* weight : parts.weights) {
+            for (const TensorView* weight : stack.weights) {
                 file.prefetch(*weight);
             }
-            result.packed = PackedMatrix(type, cols, read_rows, parts.order, arena_.data() + used_, num_threads_);
+            result.packed = PackedMatrix(type, cols, read_rows, stack.order, arena_.data() + used_, num_threads_);
             buffer_bytes_ = std::max(buffer_bytes_, num_threads_ * kLanes * row_bytes);
         }
     } catch (const std::invalid_argument& error) {
-        file.fail("tensor '" + parts.weights[0]->name + "': " + error.what());
+        file.fail("tensor '", stack.weights[0]->name, "': ", error.what());
     }
     used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
-    if (!parts.biases.empty()) {
+    if (!stack.biases.empty()) {
         std::vector<float> values;
-        for (const TensorView* bias : parts.biases) {
+        for (const TensorView* bias : stack.biases) {
             const std::vector<float> next = read(*bias);
             values.insert(values.end(), next.begin(), next.end());
         }
         result.bias.values.resize(result.packed.padded_rows());
-        for (size_t i = 0; i < parts.order.size(); ++i) {
-            result.bias.values[i] = parts.order[i] < 0 ? 0 : values[parts.order[i]];
+        for (size_t i = 0; i < stack.order.size(); ++i) {
+            result.bias.values[i] = stack.order[i] < 0 ? 0 : values[stack.order[i]];
         }
     }
     return result;
 }
 
-std::vector<Linear> Loader::pack_side_by_side(const std::vector<Part>& parts, size_t& stride) {
-    std::vector<Parts> matrices;
+std::vector<Linear> Loader::pack_side_by_side(const std::vector<Member>& members, size_t& stride) {
+    std::vector<Stack> matrices;
     int end = 0;
-    for (const Part& part : parts) {
-        if (!matrices.empty() && matrices.back().weights[0]->type == part.weight->type) {
-            matrices.back().order = stacked(std::move(matrices.back().order), part.order);
+    for (const Member& member : members) {
+        if (!matrices.empty() && matrices.back().weights[0]->type == member.weight->type) {
+            matrices.back().order = stacked(std::move(matrices.back().order), member.order);
         } else {
             end = padded(end, kBlock);
-            matrices.push_back({{}, {}, part.order});
+            matrices.push_back({{}, {}, member.order});
         }
-        matrices.back().weights.push_back(part.weight);
-        if (part.bias) {
-            matrices.back().biases.push_back(part.bias);
+        matrices.back().weights.push_back(member.weight);
+        if (member.bias) {
+            matrices.back().biases.push_back(member.bias);
         }
-        *part.place = static_cast<size_t>(end);
-        end += static_cast<int>(part.order.size());
+        *member.place = static_cast<size_t>(end);
+        end += static_cast<int>(member.order.size());
     }
     stride = padded(end, kBlock);
     std::vector<Linear> packed;
-    for (const Parts& each : matrices) {
+    for (const Stack& each : matrices) {
         packed.push_back(pack(each));
     }
     return packed;

@@ -31,9 +31,9 @@ public:
     const LayerNumbers& layer() const { return numbers.layers[index_]; }
 
     bool has(const std::string& name) const { return file.has_tensor(prefix_ + name); }
-    // A tensor of that shape. A `part` that the family may lack is null where it does, or where the file lacks it,
+    // A tensor of that shape. What is `extra`, an Extra, is null where the family lacks it, or where the file lacks it,
     // which it does in all layers or none. Throws ModelError for a tensor that is missing or of another shape.
-    const TensorView* take(const std::string& name, const std::vector<int64_t>& shape, unsigned part = 0);
+    const TensorView* take(const std::string& name, const std::vector<int64_t>& shape, unsigned extra = 0);
     // A tensor that a file may have, and that nothing reads.
     void ignore(const std::string& name) { taken_.insert(prefix_ + name); }
     // Throws UnsupportedModelError where the file has a tensor that was not taken.
@@ -61,27 +61,27 @@ public:
 
     // Each is empty for null, and until packing begins.
     Vector vector(const TensorView* tensor);
-    Vector taps(const TensorView* tensor);  // which a file has side by side for each channel
-    Vector flat(const TensorView* tensor);  // without padding
+    Vector convolution(const TensorView* tensor);  // whose weights a file has side by side for each channel
+    Vector flat(const TensorView* tensor);         // without padding
     Linear table(const TensorView* tensor);
     Linear linear(const TensorView* weight, const TensorView* bias = nullptr);
     // name.weight and, in a family of layer norms, name.bias.
-    Norm norm(const std::string& name, unsigned part = 0);
+    Norm norm(const std::string& name, unsigned extra = 0);
 
     // Tensors of which a matrix is made, the rows of all in this order, and its bias if it has one.
-    struct Parts {
+    struct Stack {
         std::vector<const TensorView*> weights, biases;
         RowOrder order;
     };
-    Linear pack(const Parts& parts);
+    Linear pack(const Stack& stack);
     // A matrix that is joined with others of the same input, and where the products of its rows begin.
-    struct Part {
+    struct Member {
         const TensorView *weight, *bias;
         RowOrder order;
         size_t* place;
     };
     // Joins neighbours of one type; `stride` is of a row of all products, each matrix padded to kBlock.
-    std::vector<Linear> pack_side_by_side(const std::vector<Part>& parts, size_t& stride);
+    std::vector<Linear> pack_side_by_side(const std::vector<Member>& members, size_t& stride);
 
     // The floats of a tensor, all rows in turn. Throws ModelError where they are of another type.
     std::vector<float> read(const TensorView& tensor) const;
@@ -91,7 +91,7 @@ private:
     int index_ = 0;
     std::map<std::string, TensorView> tensors_;      // that were taken
     std::set<std::string> taken_;                    // and what is not read
-    std::map<unsigned, std::string> seen_, missed_;  // where a part was, and where not
+    std::map<unsigned, std::string> seen_, missed_;  // where an extra was, and where not
     std::map<std::string, bool> matrices_;           // and whether each is a table
     bool packing_ = false;
     int num_threads_ = 1;

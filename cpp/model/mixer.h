@@ -34,7 +34,7 @@ struct LatentAttention {
 // W_input makes b, c and x of a row, in this order.
 struct ShortConvolution {
     std::vector<Linear> input;  // one
-    Vector taps;                // [taps][padded width], the oldest row's first
+    Vector conv;                // [conv_width][padded width], the oldest row's first
     Linear output;
 };
 
@@ -43,9 +43,9 @@ struct ShortConvolution {
 struct DeltaNet {
     std::vector<Linear> input;
     size_t qkv_at = 0, gate_at = 0, beta_at = 0, alpha_at = 0, stride = 0;  // where rows of their products have parts
-    Vector taps;                                                            // [taps][channels], the oldest row's first
-    Vector decay, step;                                                     // [heads of values]
-    Vector norm;                                                            // of a head
+    Vector conv;         // [conv_width][channels], the oldest row's first
+    Vector decay, step;  // [heads of values]
+    Vector norm;         // of a head
     Linear output;
 };
 
@@ -53,7 +53,7 @@ struct DeltaNet {
 // convolved over a few rows. Each head decays its state and adds its value, both by its step.
 struct StateSpace {
     std::vector<Linear> input;  // one
-    Vector taps, taps_bias;     // [taps][channels], the oldest row's first; [channels], or none
+    Vector conv, conv_bias;     // [conv_width][channels], the oldest row's first; [channels], or none
     Vector decay, step, skip;   // [heads]
     Vector norm;                // [groups][padded width of a group], or none
     Linear output;

@@ -20,8 +20,8 @@ constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
 Cores checked_threads(int num_threads) {
     if (num_threads < 0 || num_threads > ThreadPool::kMaxThreads) {
-        throw std::invalid_argument("the number of threads must be between 0 (automatic) and " +
-                                    std::to_string(ThreadPool::kMaxThreads) + ", not " + std::to_string(num_threads));
+        throw std::invalid_argument(say("the number of threads must be between 0 (automatic) and ",
+                                        ThreadPool::kMaxThreads, ", not ", num_threads));
     }
     Cores cores;
     if (num_threads > 0) {
@@ -46,19 +46,16 @@ void check_memory(const Loader& loader, size_t state_bytes) {
                  (cols * rows);
     }
     if (bytes > kMostBytes + kMostTimesFile * double(file.bytes())) {
-        file.fail("a model of width " + std::to_string(numbers.width) + ", with a feed-forward width of " +
-                  std::to_string(numbers.ffn_width) + " and " + std::to_string(numbers.vocab_size) +
-                  " tokens, would take " + std::to_string(int64_t(bytes / (1 << 20))) +
-                  " MiB of memory for a file of " + std::to_string(file.bytes() >> 20) +
-                  "; it is damaged or not a model");
+        file.fail("a model of width ", numbers.width, ", with a feed-forward width of ", numbers.ffn_width, " and ",
+                  numbers.vocab_size, " tokens, would take ", int64_t(bytes / (1 << 20)),
+                  " MiB of memory for a file of ", file.bytes() >> 20, "; it is damaged or not a model");
     }
 }
 
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     if (tokens && tokens->second != size_t(numbers.vocab_size)) {
-        file.fail("the file has weights for " + std::to_string(numbers.vocab_size) + " tokens, but a vocabulary of " +
-                  std::to_string(tokens->second));
+        file.fail("the file has weights for ", numbers.vocab_size, " tokens, but a vocabulary of ", tokens->second);
     }
 }
 
@@ -92,8 +89,8 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     family_ = &find_family(file);
     if (lender_) {
         if (family_->target && std::string(lender_->family().name) != family_->target) {
-            file.fail("architecture '" + std::string(family_->name) + "' is a draft for '" + family_->target +
-                      "' models, but the target is of architecture '" + lender_->family().name + "'");
+            file.fail("architecture '", family_->name, "' is a draft for '", family_->target,
+                      "' models, but the target is of architecture '", lender_->family().name, "'");
         }
         own_family_ = *family_;
         if (form.other_pairs) {
@@ -233,8 +230,7 @@ void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
     }
     for (size_t i = 0; i < layers.size(); ++i) {
         if (layers[i] <= (i == 0 ? 0 : layers[i - 1]) || layers[i] > numbers_.num_layers) {
-            throw std::invalid_argument("layers to tap must rise, from 1 to the model's " +
-                                        std::to_string(numbers_.num_layers));
+            throw std::invalid_argument(say("layers to tap must rise, from 1 to the model's ", numbers_.num_layers));
         }
     }
     taps_ = std::move(layers);

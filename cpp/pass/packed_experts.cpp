@@ -127,21 +127,22 @@ void PackedPass::choose(const Experts& experts, int n) {
 }
 
 void PackedPass::run_shared(const Experts& experts, const Value& input) {
-    const Dense& dense = *experts.all;
+    const Dense& dense = *experts.shared;
     std::vector<const Linear*> matrices = {&dense.up};
     if (dense.gate.present()) {
         matrices.push_back(&dense.gate);
     }
-    if (experts.gate.present()) {
-        matrices.push_back(&experts.gate);
+    if (experts.shared_gate.present()) {
+        matrices.push_back(&experts.shared_gate);
     }
     const std::vector<Activations> inputs = activations(input, matrices);
     const QuantizedRows* handed = hand_to(dense.down, input.n);
     Product gate, up;
     open(dense, inputs[dense.gate.present() ? 1 : 0], inputs[0], hidden_.data(), gate_.data(), handed, gate, up);
     std::vector<Product> products = {up};
-    if (experts.gate.present()) {
-        products.push_back({&experts.gate.packed, inputs.back(), epilogue(experts.gate, shared_gates_.data(), kBlock)});
+    if (experts.shared_gate.present()) {
+        products.push_back(
+            {&experts.shared_gate.packed, inputs.back(), epilogue(experts.shared_gate, shared_gates_.data(), kBlock)});
     }
     multiply(model_.kernel(), products, num_threads_);
     const Value hidden{hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr};
@@ -206,7 +207,7 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
     }
     multiply(model_.kernel(), ups, num_threads_);
     multiply(model_.kernel(), downs, num_threads_);
-    if (experts.all) {
+    if (experts.shared) {
         run_shared(experts, input);
     }
 
@@ -222,11 +223,11 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
         }
         if (experts.post_norm.present()) {
             apply(experts.post_norm, sum, h.width, sum);
-            apply(experts.all_post_norm, shared, h.width, shared);
+            apply(experts.shared_post_norm, shared, h.width, shared);
         }
-        if (experts.all) {
-            const float logit = experts.gate.present() ? shared_gates_[size_t(row) * kBlock] : 0;
-            const float gate = experts.gate.present() ? float(1 / (1 + own_exp(-double(logit)))) : 1;
+        if (experts.shared) {
+            const float logit = experts.shared_gate.present() ? shared_gates_[size_t(row) * kBlock] : 0;
+            const float gate = experts.shared_gate.present() ? float(1 / (1 + own_exp(-double(logit)))) : 1;
             for (size_t d = 0; d < cols; ++d) {
                 sum[d] += gate * shared[d];
             }

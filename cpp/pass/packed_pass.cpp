@@ -170,7 +170,7 @@ void PackedPass::compute(const Pass& pass) {
     for (const Segment& segment : pass.segments) {
         const auto& state = static_cast<const PackedState&>(*segment.state);
         for (int i = 0; i < segment.num_rows; ++i) {
-            for (int back = 1; back < h.conv_taps; ++back) {
+            for (int back = 1; back < h.conv_width; ++back) {
                 ancestors_.push_back(state.ancestor(segment.first_pending + i, back));
             }
         }

@@ -73,14 +73,14 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
     const size_t stride = h.padded_width();
     const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
     reserve_recurrent(index, 0);
-    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_taps - 1;
+    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_width - 1;
     const auto convolve = [&](int task, int) {
         const Text& text = texts_[task / num_blocks];
         const int first = task % num_blocks * kChannels, count = std::min(kChannels, h.width - first);
         ConvolutionInputs all(text.state->recurrent(index), 0, h.width, before, first);
         all.apply(count);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, count, inputs, mixer.taps.data() + first, stride};
+        const float* inputs[kMostConvWidth];
+        Convolution convolution{h.conv_width, count, inputs, mixer.conv.data() + first, stride};
         for (const Segment& segment : text.segments) {
             for (int i = 0; i < segment.num_rows; ++i) {
                 const int row = segment.first_row + i, pending = segment.first_pending + i;
@@ -198,7 +198,7 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
     const DeltaNumbers& d = h.delta;
     const Kernel& kernel = model_.kernel();
     RecurrentState& state = text.state->recurrent(index);
-    const int size = d.head_dim, before = h.conv_taps - 1, group = d.group();
+    const int size = d.head_dim, before = h.conv_width - 1, group = d.group();
     const size_t mixed_stride = padded(d.values(), kBlock);
     // What the state keeps of a row: inputs of the convolution, keys, deltas, decays.
     const size_t keys_at = d.channels() + size_t(head) * size, deltas_at = size_t(d.channels()) + d.keys();
@@ -210,8 +210,8 @@ void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, i
     const auto convolve = [&](int first, bool normalize) {
         ConvolutionInputs all(state, size_t(d.values()) * size, d.channels(), before, first);
         all.apply(size);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, size, inputs, mixer.taps.data() + first,
+        const float* inputs[kMostConvWidth];
+        Convolution convolution{h.conv_width, size, inputs, mixer.conv.data() + first,
                                 size_t(padded(d.channels(), kBlock))};
         for (const Segment& segment : text.segments) {
             for (int i = 0; i < segment.num_rows; ++i) {
@@ -301,7 +301,7 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
     const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
     const Value product = products(mixer.input, input, in_stride);
     reserve_recurrent(index, d.state_dim);
-    const int num_texts = static_cast<int>(texts_.size()), before = h.conv_taps - 1;
+    const int num_texts = static_cast<int>(texts_.size()), before = h.conv_width - 1;
     const int num_blocks = (d.channels() + kChannels - 1) / kChannels;
     const int threads = threads_for(size_t(product.n) * d.channels());
     ThreadPool::shared().run(num_texts * num_blocks, threads, [&](int task, int) {
@@ -310,10 +310,10 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
         RecurrentState& state = text.state->recurrent(index);
         ConvolutionInputs all(state, size_t(d.inner()) * d.state_dim, d.channels(), before, first);
         all.apply(count);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, count, inputs, mixer.taps.data() + first,
+        const float* inputs[kMostConvWidth];
+        Convolution convolution{h.conv_width, count, inputs, mixer.conv.data() + first,
                                 size_t(padded(d.channels(), kBlock))};
-        convolution.bias = mixer.taps_bias.present() ? mixer.taps_bias.data() + first : nullptr;
+        convolution.bias = mixer.conv_bias.present() ? mixer.conv_bias.data() + first : nullptr;
         // Of these channels, those that lead into states.
         const int keys_first = std::max(first, d.inner()), keys_last = std::min(first + count, d.inner() + d.keys());
         for (const Segment& segment : text.segments) {

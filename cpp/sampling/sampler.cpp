@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "error.h"
 #include "machine/math.h"
 #include "machine/pool.h"
 
@@ -92,8 +93,7 @@ void check(const Masks& masks, size_t num_rows, int vocab_size) {
         return;
     }
     if (masks.words.size() != num_rows * masks.num_words) {
-        throw std::invalid_argument("masks needs one for each of the " + std::to_string(num_rows) +
-                                    " rows that are judged");
+        throw std::invalid_argument(say("masks needs one for each of the ", num_rows, " rows that are judged"));
     }
     for (size_t i = 0; i < num_rows; ++i) {
         const Mask mask = masks.row(i);
@@ -102,7 +102,7 @@ void check(const Masks& masks, size_t num_rows, int vocab_size) {
             any = run_bits(mask, run, vocab_size) != 0;
         }
         if (!any) {
-            throw std::invalid_argument("the mask of row " + std::to_string(i) + " allows no token");
+            throw std::invalid_argument(say("the mask of row ", i, " allows no token"));
         }
     }
 }

@@ -26,16 +26,14 @@ struct Waiting {
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
     if (context < 0 || context > most) {
-        throw std::invalid_argument("n_ctx must be between 1 and the model's " + std::to_string(most) + ", not " +
-                                    std::to_string(context));
+        throw std::invalid_argument(say("n_ctx must be between 1 and the model's ", most, ", not ", context));
     }
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
 void check_parent(int row, int parent) {
     if (parent < -1 || parent >= row) {
-        throw std::invalid_argument("row " + std::to_string(row) + " has parent " + std::to_string(parent) +
-                                    "; a parent is -1 or an earlier row");
+        throw std::invalid_argument(say("row ", row, " has parent ", parent, "; a parent is -1 or an earlier row"));
     }
 }
 
@@ -141,31 +139,27 @@ void Text::check_tokens(const std::vector<int32_t>& tokens) const {
     const int size = model->numbers().vocab_size;
     for (const int32_t token : tokens) {
         if (token < 0 || token >= size) {
-            throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
-                                        std::to_string(size));
+            throw std::invalid_argument(say("token ", token, " is outside the vocabulary of ", size));
         }
     }
 }
 
 void Text::check_nothing_pending(const char* call) const {
     if (!pending.empty()) {
-        throw std::invalid_argument(std::string(call) +
-                                    " needs a session without pending rows; commit or discard them first");
+        throw std::invalid_argument(say(call, " needs a session without pending rows; commit or discard them first"));
     }
 }
 
 int Text::checked_reachable(int length) const {
     if (length < 0 || static_cast<size_t>(length) > committed.size()) {
-        throw std::invalid_argument("cannot rewind " + std::to_string(committed.size()) + " tokens to " +
-                                    std::to_string(length));
+        throw std::invalid_argument(say("cannot rewind ", committed.size(), " tokens to ", length));
     }
     return state->reachable(length);
 }
 
 const Text::Row& Text::checked_row(int row) const {
     if (row < 0 || static_cast<size_t>(row) >= pending.size()) {
-        throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
-                                    std::to_string(pending.size()) + " pending rows");
+        throw std::invalid_argument(say("row ", row, " is not among the ", pending.size(), " pending rows"));
     }
     return pending[row];
 }
@@ -183,21 +177,20 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
             row.tail = before.tail;
         }
         if (index >= model->most_pending() && !are_read) {
-            throw std::invalid_argument("a model with recurrent layers has " + std::to_string(model->most_pending()) +
-                                        " pending rows at most; commit or discard some before more are evaluated");
+            throw std::invalid_argument(say("a model with recurrent layers has ", model->most_pending(),
+                                            " pending rows at most; commit or discard some before more are evaluated"));
         }
         if (i > 0 && parent != index - 1 && model->is_chained()) {
-            throw std::invalid_argument("llama.cpp evaluates chains of a model with recurrent layers: row " +
-                                        std::to_string(index) + " has parent " + std::to_string(parent) +
-                                        ", not the row before it");
+            throw std::invalid_argument(say("llama.cpp evaluates chains of a model with recurrent layers: row ", index,
+                                            " has parent ", parent, ", not the row before it"));
         }
         const int cell = start + index;
         if (row.position >= context) {
-            throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+            throw ContextFullError(say("the context of ", context, " tokens is full"));
         }
         if (cell >= state->room()) {
-            throw ContextFullError("the tree has more rows than the context has room for; at most " +
-                                   std::to_string(state->room() - start) + " fit now");
+            throw ContextFullError(say("the tree has more rows than the context has room for; at most ",
+                                       state->room() - start, " fit now"));
         }
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
@@ -218,13 +211,13 @@ void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::v
         throw std::invalid_argument("the session of the draft's target has no tokens to attend to");
     }
     if (length >= context) {
-        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+        throw ContextFullError(say("the context of ", context, " tokens is full"));
     }
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size());
         check_parent(index, parents[i]);
         if (index >= state->room()) {
-            throw ContextFullError("a tree has at most " + std::to_string(state->room()) + " rows here");
+            throw ContextFullError(say("a tree has at most ", state->room(), " rows here"));
         }
         pending.push_back({tokens[i], parents[i], length, length, {}, nullptr, 0, nullptr, nullptr});
     }
@@ -234,11 +227,10 @@ void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::v
 void Text::append_block(const std::vector<int32_t>& tokens) {
     const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
     if (n > executor->backend().max_rows()) {
-        throw std::invalid_argument("a block has at most " + std::to_string(executor->backend().max_rows()) +
-                                    " rows, not " + std::to_string(n));
+        throw std::invalid_argument(say("a block has at most ", executor->backend().max_rows(), " rows, not ", n));
     }
     if (start + n > std::min(context, state->room())) {
-        throw ContextFullError("the context of " + std::to_string(context) + " tokens is full");
+        throw ContextFullError(say("the context of ", context, " tokens is full"));
     }
     for (int i = 0; i < n; ++i) {
         const int seen = start + (model->numbers().is_causal ? i + 1 : n);
@@ -253,7 +245,7 @@ void Text::drop_from(size_t first) {
 const Text::Row& Text::judged_row(int row) const {
     const Row& found = checked_row(row);
     if (!found.logits) {
-        throw std::invalid_argument("row " + std::to_string(row) + " was evaluated without logits");
+        throw std::invalid_argument(say("row ", row, " was evaluated without logits"));
     }
     return found;
 }
@@ -288,8 +280,7 @@ Prefix Text::prefix(const Sampling& sampling, int row) const {
     return result;
 }
 
-void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
-                        float* logprobs) {
+Outcome Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k) {
     const Turn turn(*this);
     text_.check_open();
     const bool has_markov = text_.model->numbers().markov_rank > 0;
@@ -311,14 +302,15 @@ void Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int3
     if (has_markov) {
         text_.executor->backend().add_markov(before.data(), n, logits->values.data(), logits->maxima.data());
     }
+    Outcome best;
     for (int i = 0; i < n; ++i) {
-        // The first one found is the token that was asked for, 0.
         const auto& found = text_.executor->sampler(0).log_probabilities(text_.executor->row(*logits, i), 0, k, 1);
-        for (int j = 0; j < k; ++j) {
-            tokens[size_t(i) * k + j] = found[j + 1].token;
-            logprobs[size_t(i) * k + j] = found[j + 1].score;
+        for (int j = 1; j <= k; ++j) {  // the first one is the token that was asked for, 0
+            best.tokens.push_back(found[j].token);
+            best.scores.push_back(found[j].score);
         }
     }
+    return best;
 }
 
 Followed Session::follow(const Sampling& sampling, int root) {
@@ -378,7 +370,7 @@ void Session::commit(const std::vector<int32_t>& path) {
     }
     for (size_t i = 0; i < path.size(); ++i) {
         if (text_.checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
-            throw std::invalid_argument("row " + std::to_string(path[i]) + " does not continue the path to commit");
+            throw std::invalid_argument(say("row ", path[i], " does not continue the path to commit"));
         }
     }
     text_.committed.reserve(text_.committed.size() + path.size());
@@ -402,33 +394,21 @@ HiddenRows Text::hidden_of(const std::vector<int32_t>& rows) const {
         if (const auto& hidden = checked_row(row).hidden) {
             found.rows.push_back(hidden);
         } else {
-            throw std::invalid_argument("nothing was kept of the hidden states of row " + std::to_string(row));
+            throw std::invalid_argument(say("nothing was kept of the hidden states of row ", row));
         }
     }
     return found;
-}
-
-void Session::discard() {
-    const Turn turn(*this);
-    text_.check_open();
-    text_.drop_from(0);
 }
 
 void Session::keep_states(std::vector<int> lengths, int most, int anchor) {
     const Turn turn(*this);
     text_.check_open();
     if (most < 0) {
-        throw std::invalid_argument("most must be at least 0, not " + std::to_string(most));
+        throw std::invalid_argument(say("most must be at least 0, not ", most));
     }
     std::sort(lengths.begin(), lengths.end());
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     text_.state->keep_states(lengths, most, anchor);
-}
-
-int Session::reachable(int length) {
-    const Turn turn(*this);
-    text_.check_open();
-    return text_.checked_reachable(length);
 }
 
 int Session::rewind(int length) {
@@ -445,8 +425,7 @@ std::unique_ptr<Session> Session::fork(int length) {
     const Turn turn(*this);
     text_.check_open();
     if (length < 0 || static_cast<size_t>(length) > text_.committed.size()) {
-        throw std::invalid_argument("cannot fork after " + std::to_string(length) + " tokens of " +
-                                    std::to_string(text_.committed.size()));
+        throw std::invalid_argument(say("cannot fork after ", length, " tokens of ", text_.committed.size()));
     }
     auto session = std::make_unique<Session>(text_.model, text_.context, target_);
     const int reached = session->text_.state->copy(*text_.state, length);
@@ -460,8 +439,7 @@ void Session::stretch(int length) {
     text_.check_nothing_pending("stretch");
     const int committed = static_cast<int>(text_.committed.size());
     if (committed == 0 || length < committed || length > text_.context) {
-        throw std::invalid_argument("cannot stretch " + std::to_string(committed) + " tokens to " +
-                                    std::to_string(length) + " of " + std::to_string(text_.context));
+        throw std::invalid_argument(say("cannot stretch ", committed, " tokens to ", length, " of ", text_.context));
     }
     text_.committed.reserve(length);
     text_.state->stretch(committed, length);
@@ -495,36 +473,10 @@ HiddenRows Session::hidden() {
     return found;
 }
 
-UsedExperts Session::experts() {
-    const Turn turn(*this);
-    return text_.experts;
-}
-
-HiddenRows Session::hidden(const std::vector<int32_t>& rows) {
-    const Turn turn(*this);
-    text_.check_open();
-    return text_.hidden_of(rows);
-}
-
-std::vector<int32_t> Session::tokens() {
-    const Turn turn(*this);
-    return text_.committed;
-}
-
 size_t Session::num_bytes() {
     const Turn turn(*this);
     text_.check_open();
     return text_.state->num_bytes(static_cast<int>(text_.committed.size()));
-}
-
-int Session::num_pending() {
-    const Turn turn(*this);
-    return static_cast<int>(text_.pending.size());
-}
-
-bool Session::closed() {
-    const Turn turn(*this);
-    return !text_.state;
 }
 
 }  // namespace pystaged

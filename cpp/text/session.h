@@ -106,6 +106,12 @@ public:
 
         // Of each session, in the order they were named.
         const std::vector<Text*>& texts() const { return texts_; }
+        // That of one session; `open` throws where it is closed.
+        Text& text() const { return *texts_[0]; }
+        Text& open() const {
+            texts_[0]->check_open();
+            return *texts_[0];
+        }
 
     private:
         Turn() = default;
@@ -122,10 +128,9 @@ public:
     Session(std::shared_ptr<const Model> model, int context, std::shared_ptr<Session> target = nullptr);
 
     // Of a draft that reads its target's hidden states: the k likeliest next tokens after each of these rows, best
-    // first, as the draft's head numbers them, and their log-probabilities, both [rows][k]. `before` has the token
-    // before each, or nothing where the draft has no Markov weights.
-    void likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k, int32_t* tokens,
-                   float* logprobs);
+    // first, as the draft's head numbers them, and their log-probabilities. `before` has the token before each, or
+    // nothing where the draft has no Markov weights.
+    Outcome likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k);
     // Walks from row `root` for as long as the model's own token is among a row's children, and has one after it.
     // Throws std::invalid_argument where rules and masks leave none after the root.
     Followed follow(const Sampling& sampling, int root);
@@ -133,13 +138,13 @@ public:
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
-    void discard();
+    void discard() { Turn(*this).open().drop_from(0); }
     // Recurrent layers are to keep their states after so many tokens when the text reaches them, for rewind() and
     // fork(); see TextState.
     void keep_states(std::vector<int> lengths, int most, int anchor);
     // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
     // not keep everything behind it, see KeptCells, and recurrent ones only some states.
-    int reachable(int length);
+    int reachable(int length) { return Turn(*this).open().checked_reachable(length); }
     // Goes back to the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives
     // memory back where that is much. Returns how many are left; the caller reads the others again.
     int rewind(int length);
@@ -158,15 +163,15 @@ public:
     // taps all rows; of the last row of a reading, if it taps that; else of none.
     HiddenRows hidden();
     // Of these pending rows, which were judged, or the model taps all.
-    HiddenRows hidden(const std::vector<int32_t>& rows);
+    HiddenRows hidden(const std::vector<int32_t>& rows) { return Turn(*this).open().hidden_of(rows); }
     // Those of the rows of the last call that evaluated any; none unless the model is a mixture of experts. The last
     // layer of a row that was only read uses none.
-    UsedExperts experts();
-    std::vector<int32_t> tokens();
+    UsedExperts experts() { return Turn(*this).text().experts; }
+    std::vector<int32_t> tokens() { return Turn(*this).text().committed; }
     // Bytes that the keys and values of the committed tokens take.
     size_t num_bytes();
-    int num_pending();
-    bool closed();
+    int num_pending() { return static_cast<int>(Turn(*this).text().pending.size()); }
+    bool closed() { return !Turn(*this).text().state; }
     int context() const { return text_.context; }
     const Model& model() const { return *text_.model; }
 

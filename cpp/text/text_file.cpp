@@ -17,7 +17,7 @@ public:
             fail("no file");
         }
     } catch (const std::system_error& error) {
-        throw ModelError(path + ": " + error.what());
+        throw ModelError(say(path, ": ", error.what()));
     }
 
     void write(const void* data, size_t bytes) {
@@ -37,7 +37,7 @@ public:
     // Of all that was written or read.
     uint64_t sum() const { return digest(digests_.data(), digests_.size() * sizeof(digests_[0])); }
     size_t left() const { return left_; }
-    [[noreturn]] void fail(const std::string& what) const { throw ModelError(path_ + ": " + what); }
+    [[noreturn]] void fail(const std::string& what) const { throw ModelError(say(path_, ": ", what)); }
 
 private:
     template <class Call>

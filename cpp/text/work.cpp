@@ -26,13 +26,12 @@ std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     for (const Work* work : works) {
         const auto [at, is_new] = known.emplace(work->session, sessions.size());
         if (!is_new) {
-            throw std::invalid_argument("works " + std::to_string(at->second) + " and " +
-                                        std::to_string(sessions.size()) +
-                                        " are of one session; a pass takes one work of each");
+            throw std::invalid_argument(say("works ", at->second, " and ", sessions.size(),
+                                            " are of one session; a pass takes one work of each"));
         }
         if (&work->session->model() != &works[0]->session->model()) {
-            throw std::invalid_argument("works 0 and " + std::to_string(sessions.size()) +
-                                        " are of different models; run those of each model apart");
+            throw std::invalid_argument(
+                say("works 0 and ", sessions.size(), " are of different models; run those of each model apart"));
         }
         sessions.push_back(work->session);
     }
@@ -50,41 +49,32 @@ bool reads_target(const Work& work) {
 // Throws std::invalid_argument where the hidden rows are not those that the session's model reads.
 void check_hidden(const Work& work) {
     const Hyperparameters& h = work.session->model().numbers();
-    const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
-    std::string read = "no numbers";
-    bool fits = given == 0;
-    switch (work.session->model().family().reads) {
-        case Reads::nothing: break;
-        case Reads::joined_with_tokens:
-            read = std::to_string(h.hidden_width) + " numbers";
-            fits = given == n && (n == 0 || width == size_t(h.hidden_width));
-            break;
-        case Reads::joined_with_cells:
-            if (work.kind != Work::Kind::propose) {
-                throw std::invalid_argument("a draft without keys and values of its own reads and verifies no text");
-            }
-            read = std::to_string(h.hidden_width) + " numbers";
-            fits = given == n && width == size_t(h.hidden_width);
-            break;
-        case Reads::beside_tokens:
-            read = std::to_string(h.features_width()) + " or " + std::to_string(h.hidden_width) + " numbers";
-            fits = given == n &&
-                   (n == 0 || reads_target(work) || (work.hidden.of_draft && width == size_t(h.hidden_width)));
-            break;
-        case Reads::as_context:
-            if (work.kind == Work::Kind::verify) {
-                throw std::invalid_argument("a draft of blocks verifies no trees");
-            }
-            if (work.kind == Work::Kind::read) {
-                read = std::to_string(h.features_width()) + " numbers";
-                fits = given == n && (n == 0 || reads_target(work));
-            }
-            break;
+    const Reads reads = work.session->model().family().reads;
+    if (reads == Reads::joined_with_cells && work.kind != Work::Kind::propose) {
+        throw std::invalid_argument("a draft without keys and values of its own reads and verifies no text");
     }
-    if (!fits) {
-        throw std::invalid_argument(
-            "the model reads " + read + " of another one's hidden states with each token; there are " +
-            std::to_string(given) + " rows of " + std::to_string(width) + " for " + std::to_string(n) + " tokens");
+    if (reads == Reads::as_context && work.kind == Work::Kind::verify) {
+        throw std::invalid_argument("a draft of blocks verifies no trees");
+    }
+    const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
+    const bool is_own = width == size_t(h.hidden_width);
+    bool fits = is_own;  // of rows that are joined with tokens, whoever computed them
+    std::string read = say(h.hidden_width, " numbers");
+    size_t wanted = n;
+    if (reads == Reads::nothing || is_block(work)) {
+        wanted = 0;
+        read = "no numbers";
+    } else if (reads == Reads::beside_tokens) {
+        fits = reads_target(work) || (work.hidden.of_draft && is_own);
+        read = say(h.features_width(), " or ", read);
+    } else if (reads == Reads::as_context) {
+        fits = reads_target(work);
+        read = say(h.features_width(), " numbers");
+    }
+    if (given != wanted || (wanted > 0 && !fits)) {
+        throw std::invalid_argument(say("the model reads ", read,
+                                        " of another one's hidden states with each token; there are ", given,
+                                        " rows of ", width, " for ", n, " tokens"));
     }
 }
 
@@ -153,8 +143,8 @@ void Run::append() {
         }
         const size_t n = work->tokens.size(), judged = work->num_judged;
         if ((n == 0 && work->kind != Work::Kind::read) || n != work->parents.size()) {
-            throw std::invalid_argument("a tree needs at least one token and as many parents as tokens, not " +
-                                        std::to_string(n) + " and " + std::to_string(work->parents.size()));
+            throw std::invalid_argument(say("a tree needs at least one token and as many parents as tokens, not ", n,
+                                            " and ", work->parents.size()));
         }
         if (work->num_judged < 0 || judged > n) {
             throw std::invalid_argument("num_judged must be between 0 and the number of tokens");
