@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
 
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
+BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 
 
 class Context:
@@ -34,7 +37,7 @@ class Context:
         tokens: int32[n], the prompt of the text that has it; of an idle one, what its target holds.
         num_bytes: that this text can fill, or that an idle one holds.
         partings: after how many tokens other texts are known to differ from the prompt.
-        anchor: where the last user turn began; recurrent layers keep a state there.
+        anchor: where the last user turn began, -1 for unknown; recurrent layers keep a state there.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Context:
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
         self.tokens, self.num_bytes = np.zeros(0, np.int32), 0
         self.partings = set[int]()
-        self.anchor: int | None = None
+        self.anchor = -1
 
     @property
     def sessions(self) -> list[Session]:
@@ -71,7 +74,8 @@ class Context:
 
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""
-        self.tokens = [session.tokens for session in self.sessions][0]  # of all sessions, which may raise
+        tokens = [session.tokens for session in self.sessions]  # of all, to raise if any is in a call
+        self.tokens = tokens[0]
         self.num_bytes = sum(SPARE_CELLS * session.cell_bytes + session.num_bytes for session in self.sessions)
 
     def cut(self, length: int) -> None:
@@ -83,6 +87,14 @@ class Context:
         """Whether an idle one can rewind to exactly these tokens."""
         length = len(tokens)
         return np.array_equal(tokens, self.tokens[:length]) and self.target.reachable(length) == length
+
+    def keep_states(self, most: int) -> None:
+        """Let the recurrent layers keep so many states that later prompts may go on from."""
+        # A prefill keeps all of them until it ends, so their number is limited here, too.
+        wanted = [*nlargest(most, self.partings), *(len(self.tokens) - 1 - before for before in BEFORE_END)]
+        for session in self.sessions:
+            if session.kept_state_bytes:
+                session.keep_states(wanted, most, self.anchor)
 
     def close(self) -> None:
         """Close the sessions of target and drafter."""

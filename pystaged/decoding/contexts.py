@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from heapq import nlargest
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
-from pystaged.decoding.context import SPARE_CELLS, Context
+from pystaged.decoding.context import BEFORE_END, SPARE_CELLS, Context
 from pystaged.decoding.drafter import common_prefix
 
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
@@ -23,7 +22,6 @@ _SHARE = 16  # a text on disk is read if it saves the prefill of at least its to
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 FREE_SHARE = 4  # contexts get the free memory divided by this
 _KEPT_SHARE, _MOST_KEPT = 16, 8  # states kept of a text: in the memory of contexts divided by this, and no more
-_BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
@@ -75,10 +73,10 @@ class ContextPool:
         self.prompts: Prompts | None = None
         self._lock = threading.RLock()  # the garbage collector may close an engine during a call
         first = make(None, 0)
-        kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
+        self._sessions = first.sessions  # like those of all contexts; they may be closed
+        kept_bytes = sum(session.kept_state_bytes for session in self._sessions)
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
-        self._needs = [_need(session, self._num_kept) for session in first.sessions]
         self.n_ctx = first.target.n_ctx  # positions of each context
         self.full_bytes = self._needed(self.n_ctx)
         self.memory = memory or max(free // FREE_SHARE, self.full_bytes)
@@ -138,11 +136,11 @@ class ContextPool:
                         raise
                     return Wait.MEMORY
             # While prompts extend the whole text, as after tool calls, the user's turn is the same.
-            if source.anchor is None or not 0 <= dropped <= _BEFORE_END[0]:
-                source.anchor = len(prompt) - 1 - _BEFORE_END[0]
+            if source.anchor < 0 or not 0 <= dropped <= BEFORE_END[0]:
+                source.anchor = len(prompt) - 1 - BEFORE_END[0]
             source.tokens, source.num_bytes, source.partings = prompt, need, {common}
             self._lent.append(source)
-            self._keep_states(source)
+            source.keep_states(self._num_kept)
             return source
 
     def give_back(self, context: Context) -> None:
@@ -248,9 +246,9 @@ class ContextPool:
         then the one used last."""
         best: Context | None = None
         most, longest = (0, False, False), 0
-        for context in (*self._lent, *self._idle):
+        for i, context in enumerate((*self._lent, *self._idle)):
             with suppress(*_OUT_OF_REACH):
-                is_idle = context in self._idle
+                is_idle = i >= len(self._lent)
                 tokens = context.tokens if is_idle else context.target.tokens
                 common = common_prefix(tokens, prompt)
                 length, longest = context.target.reachable(common), max(longest, common)
@@ -268,38 +266,21 @@ class ContextPool:
                     if common_prefix(context.target.tokens, prompt) >= common:
                         continue
                     context.partings.add(common)
-                    self._keep_states(context)
+                    context.keep_states(self._num_kept)
                 return True
         return False
 
-    def _keep_states(self, context: Context) -> None:
-        """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
-        assert context.anchor is not None
-        # A prefill keeps all of them until it ends, so their number is limited here, too.
-        partings = nlargest(self._num_kept, context.partings)
-        wanted = [*partings, *(len(context.tokens) - 1 - before for before in _BEFORE_END)]
-        for session in context.sessions:
-            if session.kept_state_bytes:
-                session.keep_states(wanted, self._num_kept, context.anchor)
-
     def _needed(self, tokens: int) -> int:
         """Bytes of a context with this many tokens."""
-        return sum(need(tokens) for need in self._needs)
+        needed = 0
+        for session in self._sessions:
+            held = min(tokens, session.n_ctx)
+            needed += session.state_bytes + self._num_kept * session.kept_state_bytes
+            needed += session.cell_bytes * (SPARE_CELLS + held)
+            needed -= session.windowed_cell_bytes * max(0, held - session.most_windowed)
+        return needed
 
 
 def _survives(dropped: int, length: int) -> bool:
     """Whether the first `length` tokens are nearly all that a context holds."""
     return 0 <= dropped <= max(16, (length + dropped) // 16)
-
-
-def _need(session: Session, num_kept: int) -> Callable[[int], int]:
-    """Bytes of a session like this one, by its tokens. num_kept: states of recurrent layers that it keeps."""
-    cell_bytes, n_ctx = session.cell_bytes, session.n_ctx
-    windowed_bytes, most_windowed = session.windowed_cell_bytes, session.most_windowed
-    fixed = SPARE_CELLS * cell_bytes + session.state_bytes + num_kept * session.kept_state_bytes
-
-    def need(tokens: int) -> int:
-        tokens = min(tokens, n_ctx)
-        return fixed + cell_bytes * tokens - max(0, tokens - most_windowed) * windowed_bytes
-
-    return need
