@@ -23,7 +23,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
-from pystaged.decoding.requests import AnyRequest
+from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
 from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
 from pystaged.drafting.lookups import Lookup
@@ -76,9 +76,6 @@ class TreeDrafter:
         self._costly = next((proposer for proposer in proposers if not isinstance(proposer, Lookup)), None)
         self._meter = meter or Meter()
         self._looking_up, self._passes = DrafterStats(), DrafterStats()
-        for proposer in proposers:
-            proposer.stats = self._looking_up if isinstance(proposer, Lookup) else self._passes
-            proposer.meter = self._meter
         self._policy = policy
         self._gain = policy if isinstance(policy, GainPolicy) else None
         self._chains = chains
@@ -94,6 +91,7 @@ class TreeDrafter:
         self._late: Sequence[Proposer] = ()  # proposers that read the sequence now, until `_deadline` of the meter
         self._deadline = math.inf
         self._asking: Proposer | None = None  # whose pass is being made
+        self._asked = 0.0  # when preparing that pass began
 
     def work(self) -> dict[str, DrafterStats]:
         found = {"ngram": replace(self._looking_up)}
@@ -184,8 +182,8 @@ class TreeDrafter:
         try:
             # Read what proposers lack of the text.
             while self._late:
-                self._asking = self._late[0]
-                if read := self._asking.catch_up(self._deadline - self._meter()):
+                self._asking, self._asked = self._late[0], self._meter()
+                if read := self._asking.catch_up(self._deadline - self._asked):
                     self._meter.stop()
                     return read
                 self._late = self._late[1:]
@@ -203,8 +201,8 @@ class TreeDrafter:
             while True:
                 if tree.rows:
                     asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
+                    self._asking, self._asked = costly, self._meter()
                     if costly and asked and (request := costly.request(tree, asked)):
-                        self._asking = costly
                         self._meter.stop()
                         return request
                     self._grow(tree, tree.rows, asked)
@@ -225,6 +223,13 @@ class TreeDrafter:
         self._meter.go_on(request)
         assert self._asking
         self._asking.take(request)
+        if request.error is not None or (isinstance(request, Read) and request.hidden is None):
+            return  # the prefill of a draft model is no drafting
+        self._passes.native_seconds += request.share * request.seconds
+        self._passes.weight_bytes += round(request.share * request.session.weight_bytes)
+        if (cost := self._asking.cost) and not isinstance(request, Read):  # reading takes less than a pass of its rows
+            others = (1 - request.share) * request.processor_seconds
+            cost.observe(request.pass_rows, request.pass_past, self._meter() - self._asked + others, request.share)
 
     def _finish(self, tree: GrowingTree) -> None:
         """Keep the nodes to verify, parents before children, and count the work."""

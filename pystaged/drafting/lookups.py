@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 
@@ -12,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates
-from pystaged.decoding.cost import PassCost
 from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
@@ -22,7 +20,8 @@ _LONGER = (16, 8)  # where the last 4 tokens match, these lengths are also tried
 _WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 _CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
 _KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often
-_TIMED_TEXT = 64  # fewest tokens whose reading takes long enough to be timed
+# Processor seconds on a laptop: of a lookup with the Python around it, refined while running; of reading a token.
+LOOKUP_SECONDS, READ_SECONDS = 5e-5, 2e-6
 
 
 class Lookup(Proposer):
@@ -112,14 +111,9 @@ class ContextNgrams:
 
 
 class ContextProposer(Lookup):
-    """Proposes the tokens that followed the longest matching n-gram in the sequence or its prediction.
+    """Proposes the tokens that followed the longest matching n-gram in the sequence or its prediction."""
 
-    Args:
-        read: processor seconds to read a number of tokens, refined here; None counts 0.
-    """
-
-    def __init__(self, read: PassCost | None = None) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._grams = ContextNgrams()
         self._text: list[int] = []  # the prediction, then the sequence
 
@@ -138,17 +132,12 @@ class ContextProposer(Lookup):
         return self._unread == 0
 
     def lag(self) -> float:
-        unread = self._unread
-        return self._read(unread) if self._read and unread else 0.0
+        return READ_SECONDS * self._unread
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        known, unread = len(self._grams.tokens), self._unread
-        if self._read and seconds < math.inf:
-            unread = min(unread, int(seconds / self._read(1)))
-        begin = self.meter()
-        self._grams.extend(self._text[known : known + max(0, unread)])
-        if self._read and unread >= _TIMED_TEXT:
-            self._read.observe(unread, 0, self.meter() - begin)
+        known = len(self._grams.tokens)
+        unread = int(min(self._unread, max(0.0, seconds / READ_SECONDS)))
+        self._grams.extend(self._text[known : known + unread])
 
     def after(self, tail: list[int]) -> Proposal:
         chances, order = self._grams.chances(tail, _CANDIDATES)
@@ -160,24 +149,10 @@ class ContextProposer(Lookup):
         return len(self._text) - len(self._grams.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class NgramCost:
-    """Processor seconds of lookups by number of nodes, with the Python around them, and of reading by number of tokens.
-
-    The initial values are those of a laptop; they are refined while running.
-    """
-
-    lookup: PassCost = field(default_factory=lambda: PassCost({1: 5e-5}))
-    read: PassCost = field(default_factory=lambda: PassCost({1: 2e-6}))
-
-
-def lookups(
-    table: NgramTable | None = None, recycled: RecycledCandidates | None = None, cost: NgramCost | None = None
-) -> list[Lookup]:
-    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence. Without a cost,
-    the time of reading tokens counts 0."""
+def lookups(table: NgramTable | None = None, recycled: RecycledCandidates | None = None) -> list[Lookup]:
+    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
         *([TableProposer(table)] if table else []),
-        ContextProposer(cost.read if cost else None),
+        ContextProposer(),
     ]
