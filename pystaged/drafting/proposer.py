@@ -59,18 +59,6 @@ class GrowingTree(TreeBuilder):
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
         self._tails = {0: list(tail)}
-        self._ranked: list[int] | None = None
-
-    def ranked(self) -> list[int]:
-        """All nodes but the root, the likeliest first and parents before children."""
-        if self._ranked is None:
-            scores = [-node.score for node in self.nodes]
-            self._ranked = sorted(range(1, len(scores)), key=scores.__getitem__)
-        return self._ranked
-
-    def add(self, parent: int, token: int, score: float, stage: Stage, cells: tuple[Cell, ...] = ()) -> int:
-        self._ranked = None
-        return super().add(parent, token, score, stage, cells)
 
     def tail(self, node: int) -> list[int]:
         """The last TAIL tokens of the sequence up to a node."""
