@@ -21,8 +21,8 @@ ROOMS = {
     "options": 1041,
     "sampling": 1250,
     "chat": 2660,
-    "decoding": 3316,
-    "drafting": 2346,
+    "decoding": 3244,
+    "drafting": 2262,
     "backends": 400,
     "loading": 4310,
     "receipts": 700,
@@ -47,7 +47,7 @@ CPP_ROOMS = {
     "pass": 3050,
     "sampling": 1250,
     "text": 1800,
-    "drafting": 500,
+    "drafting": 2262,
     "bindings": 1050,
 }
 # What points up today: a model makes its own executor, and the calls of a session make works.

@@ -29,7 +29,7 @@ from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
 from pystaged.drafting.lookups import Lookup
 from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint
+from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
@@ -352,7 +352,11 @@ class TreeDrafter:
         return guesses
 
     def _ranked(self, tree: GrowingTree, node: int, found: Proposal) -> dict[int, float]:
-        allowed = tree.allowed(found.chances, tree.path(node) if tree.constraint else ())
+        """The scores of the best of the proposed tokens that are allowed after a node."""
+        allowed = {token: chance for token, chance in found.chances.items() if token < self._vocab_size and chance > 0}
+        if tree.constraint:
+            mask = tree.constraint.mask(tree.path(node))
+            allowed = {} if mask is None else {token: allowed[token] for token in allowed if allows(mask, token)}
         return rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
 
     def _grow(self, tree: GrowingTree, rows: list[int], asked: list[int]) -> None:

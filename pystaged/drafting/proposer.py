@@ -14,7 +14,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TreeBuilder
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint, allows
+from pystaged.sampling.constraint import Constraint
 
 TAIL = 16  # tokens of the longest n-gram
 _CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
@@ -67,14 +67,6 @@ class GrowingTree(TreeBuilder):
             guess = self.nodes[node]
             found = self._tails[node] = [*self.tail(guess.parent)[1 - TAIL :], guess.token]
         return found
-
-    def allowed(self, chances: dict[int, float], path: Sequence[int]) -> dict[int, float]:
-        """The chances of the tokens that are allowed after a path below the root."""
-        possible = {token: chance for token, chance in chances.items() if token < self.vocab_size and chance > 0}
-        if not self.constraint:
-            return possible
-        mask = self.constraint.mask(path)
-        return {} if mask is None else {t: chance for t, chance in possible.items() if allows(mask, t)}
 
 
 @dataclass(slots=True)
