@@ -12,16 +12,12 @@ from numpy.typing import NDArray
 from pystaged._core import DeviceError
 from pystaged.chat.turn import calls_of
 from pystaged.decoding.tree import Stage, TokenTree
-from pystaged.options.config import GenerationConfig
-from pystaged.platform.seen import SeenModel
 from pystaged.stats import GenerationStats
 
 if TYPE_CHECKING:
+    from pystaged.decoding.origin import Origin
     from pystaged.receipts.receipt import Receipt
 
-# Versions of pystaged with the same number generate the same bytes. Raise it with any change of logits, of sampled
-# tokens, of the end of a text, or of the decoding of its bytes; tests/receipts/test_receipts.py checks it.
-ARITHMETIC = 1
 # By finish_reason, what ended a text before its end.
 _CUT = {
     "length": "it was cut at max_tokens or by a full context",
@@ -117,25 +113,6 @@ class Score:
         from pystaged.integrations.notebook import score_html  # noqa: PLC0415
 
         return score_html(self.pieces, self.logprobs, self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The inputs of a text: the fields of its Receipt that are known before it is generated.
-
-    file: the model's file as it was when it was loaded; it is hashed when a receipt needs the hash. prompt: int32[n].
-    inexact: why no receipt is made of it; "" for none.
-    """
-
-    file: SeenModel
-    name: str
-    vocabulary: str
-    device: str
-    kv: str
-    n_ctx: int
-    prompt: NDArray[np.int32]
-    config: GenerationConfig
-    inexact: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pystaged._core import ContextFullError, Tokenizer, file_identity
 from pystaged.backends.devices import devices, open_session, reserve
 from pystaged.decoding.context import SPARE_CELLS
 from pystaged.decoding.contexts import FREE_SHARE, ContextPool
+from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.scheduler import Scheduler
 from pystaged.decoding.stepper import Stepper
@@ -25,7 +26,6 @@ from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import ContextFactory
 from pystaged.loading.prompt_cache import KeptPrompts
 from pystaged.options.config import GenerationConfig, Grammar, convert
-from pystaged.result import ARITHMETIC, Origin
 from pystaged.sampling.text import Prompt, encode_continuation
 
 if TYPE_CHECKING:

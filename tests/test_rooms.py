@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1041,
     "sampling": 1250,
     "chat": 2660,
-    "decoding": 3244,
+    "decoding": 3279,
     "drafting": 2262,
     "backends": 400,
     "loading": 4310,
@@ -47,7 +47,7 @@ CPP_ROOMS = {
     "pass": 3050,
     "sampling": 1250,
     "text": 1800,
-    "drafting": 2262,
+    "drafting": 500,
     "bindings": 1050,
 }
 # What points up today: a model makes its own executor, and the calls of a session make works.

@@ -19,12 +19,13 @@ from pystaged._core import ContextFullError, DeviceError, Tokenizer
 from pystaged.chat.turn import TurnReader
 from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import Drafter, common_prefix
+from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.requests import AnyRequest, Logprobs, Read, Score, Verify
 from pystaged.decoding.stop_strings import TextBuffer
 from pystaged.decoding.tree import Stage, TokenTree, constrained
 from pystaged.options.config import GenerationConfig, SamplingConfig
-from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Origin, Piece, TokenLogprob
+from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.binding import bind
 from pystaged.sampling.constraint import Constraint
 from pystaged.sampling.repetition import LoopFinder

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import pystaged
 from pystaged._llama import VERSION as LLAMA_CPP_PYTHON
+from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.options.config import GenerationConfig, Grammar, SamplingConfig
 from pystaged.platform.files import open_regular, whole_file
-from pystaged.result import ARITHMETIC, Origin
 
 MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pystaged.decoding.origin import ARITHMETIC
 from pystaged.decoding.readers import Stream
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.platform.seen import SeenModel
 from pystaged.receipts.receipt import Receipt, current_versions, text_hash
-from pystaged.result import ARITHMETIC
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from support.sampling import samplings
 
 import pystaged
 from pystaged import Difference, Engine, Receipt
+from pystaged.decoding.origin import ARITHMETIC
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import hub, names
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.platform import seen
 from pystaged.receipts import receipt, repeating
 from pystaged.receipts.receipt import text_hash, token_hash
-from pystaged.result import ARITHMETIC
 from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
@@ -140,7 +140,7 @@ def test_what_was_promised(monkeypatch: pytest.MonkeyPatch, name: str, kernel: s
     kept = Receipt.load(paths.DATA / f"{name}.receipt")
     with pystaged.load("bundled", n_ctx=kept.n_ctx, policy=FixedPolicy(2, 3, 6)) as engine:  # which measures nothing
         assert (kept.arithmetic, pystaged.repeat(engine, kept)) == (ARITHMETIC, None), (
-            "what the model writes has changed: raise ARITHMETIC in pystaged/result.py, and make "
+            "what the model writes has changed: raise ARITHMETIC in pystaged/decoding/origin.py, and make "
             "tests/data/*.receipt anew with their prompts and options"
         )
 
