@@ -13,11 +13,12 @@ from pystaged._core import RecycledCandidates, Session
 from pystaged.bench.suite import SAMPLINGS
 from pystaged.bench.worker import Measurement
 from pystaged.decoding.context import Context
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.stepper import generate
 from pystaged.decoding.text import Text, TokenRoles
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import NgramCost, lookups
+from pystaged.drafting.lookups import LOOKUP_SECONDS, lookups
 from pystaged.drafting.model import draft_proposer
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import ContextFactory
@@ -93,9 +94,8 @@ class Runner:
             return Context(target)
         policy = GainPolicy(self._factory.target_cost())
         if way == "n-grams":
-            cost = NgramCost()
-            proposers = lookups(bundle.table, bundle.recycled, cost)
-            return Context(target, _Ready(proposers, policy, vocab_size, cost=cost.lookup))
+            proposers = lookups(bundle.table, bundle.recycled)
+            return Context(target, _Ready(proposers, policy, vocab_size, cost=PassCost({1: LOOKUP_SECONDS})))
         draft, draft_cost = bundle.draft, self._factory.draft_cost()
         if draft is None or draft_cost is None:
             raise ValueError(f"{way} needs a draft")

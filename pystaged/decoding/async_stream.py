@@ -64,7 +64,7 @@ class AsyncStream(AsyncIterator[Piece]):
                 if inspect.isawaitable(told):
                     await told
         except BaseException:
-            self._cancel()
+            self._scheduler.cancel(self.text)
             raise
         finally:
             self._is_read = False
@@ -89,7 +89,7 @@ class AsyncStream(AsyncIterator[Piece]):
 
     async def aclose(self) -> None:
         """Stop after the current pass. If another task is reading, its iteration ends."""
-        self._cancel()
+        self._scheduler.cancel(self.text)
         if self._queue is None:
             self._over = True
         while self._queue and self._scheduler.can_wait and not (self._over or self._is_read):
@@ -112,7 +112,3 @@ class AsyncStream(AsyncIterator[Piece]):
             self._over = True
             queue.items.put_nowait(None)  # for other tasks that wait for the end
         return item
-
-    def _cancel(self) -> None:
-        if self._queue:
-            self._scheduler.cancel(self.text)

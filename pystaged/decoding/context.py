@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
 
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
+BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 
 
 class Context:
@@ -29,6 +32,12 @@ class Context:
         batch: the batch that shares the passes; by default one text alone.
         meter: measures the time of drafting; shared with the drafter.
         clocks: wall time and processor time.
+
+    Attributes:
+        tokens: int32[n], the prompt of the text that has it; of an idle one, what its target holds.
+        num_bytes: that this text can fill, or that an idle one holds.
+        partings: after how many tokens other texts are known to differ from the prompt.
+        anchor: where the last user turn began, -1 for unknown; recurrent layers keep a state there.
     """
 
     def __init__(
@@ -48,7 +57,9 @@ class Context:
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
-        self.anchor: int | None = None  # where the last user turn began; recurrent layers keep a state there
+        self.tokens, self.num_bytes = np.zeros(0, np.int32), 0
+        self.partings = set[int]()
+        self.anchor = -1
 
     @property
     def sessions(self) -> list[Session]:
@@ -61,37 +72,31 @@ class Context:
         if self.drafter and other.drafter:
             self.drafter.inherit(other.drafter)
 
+    def rest(self) -> None:
+        """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""
+        tokens = [session.tokens for session in self.sessions]  # of all, to raise if any is in a call
+        self.tokens = tokens[0]
+        self.num_bytes = sum(SPARE_CELLS * session.cell_bytes + session.num_bytes for session in self.sessions)
+
     def cut(self, length: int) -> None:
         """Keep the first tokens of each session; a draft's may hold fewer."""
         for session in self.sessions:
             session.rewind(min(len(session.tokens), length))
 
-    def reaches(self, held: NDArray[np.int32], beginning: NDArray[np.int32]) -> bool:
-        """Whether it can rewind to exactly `beginning`. held: the tokens that it holds."""
-        length = len(beginning)
-        return np.array_equal(beginning, held[:length]) and self.target.reachable(length) == length
+    def reaches(self, tokens: NDArray[np.int32]) -> bool:
+        """Whether an idle one can rewind to exactly these tokens."""
+        length = len(tokens)
+        return np.array_equal(tokens, self.tokens[:length]) and self.target.reachable(length) == length
+
+    def keep_states(self, most: int) -> None:
+        """Let the recurrent layers keep so many states that later prompts may go on from."""
+        # A prefill keeps all of them until it ends, so their number is limited here, too.
+        wanted = [*nlargest(most, self.partings), *(len(self.tokens) - 1 - before for before in BEFORE_END)]
+        for session in self.sessions:
+            if session.kept_state_bytes:
+                session.keep_states(wanted, most, self.anchor)
 
     def close(self) -> None:
         """Close the sessions of target and drafter."""
         for session in self.sessions:
             session.close()
-
-
-class Cells:
-    """Memory of sessions like this one. num_kept: states of recurrent layers that are kept of a text."""
-
-    def __init__(self, session: Session, num_kept: int) -> None:
-        self.cell_bytes, self._n_ctx = session.cell_bytes, session.n_ctx
-        self._windowed_bytes, self._most_windowed = session.windowed_cell_bytes, session.most_windowed
-        self._state_bytes = session.state_bytes + num_kept * session.kept_state_bytes
-        self._spare = SPARE_CELLS * session.cell_bytes
-
-    def needed(self, tokens: int) -> int:
-        """Bytes for a text of this many tokens."""
-        tokens = min(tokens, self._n_ctx)
-        behind = max(0, tokens - self._most_windowed) * self._windowed_bytes
-        return self._spare + self._state_bytes + self.cell_bytes * tokens - behind
-
-    def held(self, session: Session) -> int:
-        """Bytes that a session holds."""
-        return self._spare + session.num_bytes

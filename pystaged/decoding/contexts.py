@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
-from heapq import nlargest
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
-from pystaged.decoding.context import Cells, Context
+from pystaged.decoding.context import BEFORE_END, SPARE_CELLS, Context
 from pystaged.decoding.drafter import common_prefix
 
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
@@ -24,7 +22,6 @@ _SHARE = 16  # a text on disk is read if it saves the prefill of at least its to
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 FREE_SHARE = 4  # contexts get the free memory divided by this
 _KEPT_SHARE, _MOST_KEPT = 16, 8  # states kept of a text: in the memory of contexts divided by this, and no more
-_BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
@@ -41,20 +38,6 @@ class Prompts(Protocol):
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
     def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
     def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None: ...
-
-
-@dataclass(slots=True)
-class _Use:
-    """What a context is used for.
-
-    tokens: int32[n], the prompt of the text that has it; of an idle one, what its target holds.
-    num_bytes: that the text can fill, or that the idle context holds.
-    partings: after how many tokens other texts are known to differ from the prompt.
-    """
-
-    tokens: NDArray[np.int32]
-    num_bytes: int
-    partings: set[int] = field(default_factory=set)
 
 
 class ContextPool:
@@ -90,15 +73,15 @@ class ContextPool:
         self.prompts: Prompts | None = None
         self._lock = threading.RLock()  # the garbage collector may close an engine during a call
         first = make(None, 0)
-        kept_bytes = sum(session.kept_state_bytes for session in first.sessions)
+        self._sessions = first.sessions  # like those of all contexts; they may be closed
+        kept_bytes = sum(session.kept_state_bytes for session in self._sessions)
         kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
-        self._cells = [Cells(session, self._num_kept) for session in first.sessions]
         self.n_ctx = first.target.n_ctx  # positions of each context
         self.full_bytes = self._needed(self.n_ctx)
         self.memory = memory or max(free // FREE_SHARE, self.full_bytes)
-        self._idle = {first: self._held(first)}  # least recently used first
-        self._lent: dict[Context, _Use] = {}
+        self._lent, self._idle = list[Context](), [first]  # the least recently used first
+        first.rest()
         self.closed = False
 
     def check_open(self) -> None:
@@ -109,7 +92,7 @@ class ContextPool:
     @property
     def num_bytes(self) -> int:
         """Most bytes that the running texts can fill, plus the bytes of idle contexts."""
-        return sum(use.num_bytes for use in (*self._lent.values(), *self._idle.values()))
+        return sum(context.num_bytes for context in (*self._lent, *self._idle))
 
     def take(
         self, prompt: NDArray[np.int32], max_tokens: int, *, most_reused: int, must: bool = False
@@ -130,19 +113,19 @@ class ContextPool:
         with self._lock:
             self.check_open()
             need, wanted = self._needed(len(prompt) + max_tokens), prompt[:most_reused]
-            if self._lent and not must and sum(use.num_bytes for use in self._lent.values()) + need > self.memory:
+            if self._lent and not must and sum(context.num_bytes for context in self._lent) + need > self.memory:
                 return Wait.MEMORY
             source, length, common = self._most_like(wanted)
             if not must and self._is_being_read(wanted, length):
                 return Wait.PROMPT
             if self._restore(wanted, length):
                 source, length, common = self._most_like(wanted)
-            held = len(self._idle[source].tokens) if source in self._idle else -1
-            survives = _survives(held, length)
+            dropped = len(source.tokens) - length if source in self._idle else -1
+            survives = _survives(dropped, length)
             if not survives:
                 self._make_room(need, source if length else None)
-            if source and source in self._idle and (survives or self.num_bytes + need > self.memory):
-                del self._idle[source]
+            if source in self._idle and (survives or self.num_bytes + need > self.memory):
+                self._idle.remove(source)
                 source.cut(length)
                 self._make_room(need)
             else:
@@ -153,39 +136,41 @@ class ContextPool:
                         raise
                     return Wait.MEMORY
             # While prompts extend the whole text, as after tool calls, the user's turn is the same.
-            if source.anchor is None or not 0 <= held - length <= _BEFORE_END[0]:
-                source.anchor = len(prompt) - 1 - _BEFORE_END[0]
-            self._lent[source] = _Use(prompt, need, {common})
-            self._keep_states(source)
+            if source.anchor < 0 or not 0 <= dropped <= BEFORE_END[0]:
+                source.anchor = len(prompt) - 1 - BEFORE_END[0]
+            source.tokens, source.num_bytes, source.partings = prompt, need, {common}
+            self._lent.append(source)
+            source.keep_states(self._num_kept)
             return source
 
     def give_back(self, context: Context) -> None:
         """Let a context be idle, unless another one can rewind to its tokens; if the pool is closed, free it."""
         with self._lock:
-            self._lent.pop(context, None)
-            if not self.closed:
-                self._keep(context)
+            if context in self._lent:
+                self._lent.remove(context)
             try:
                 self.check_open()
-                held = self._held(context)
+                self._keep(context)
+                context.rest()
             except (DeviceError, ValueError):  # the pool is closed, or the context, or its device is lost
                 context.close()
                 return
-            for other, use in list(self._idle.items()):
-                if context.reaches(held.tokens, use.tokens):
+            for other in self._idle.copy():
+                if context.reaches(other.tokens):
                     self._free(other)
-                elif other.reaches(use.tokens, held.tokens):
+                elif other.reaches(context.tokens):
                     context.close()
-                    context, held = other, self._idle.pop(other)
-            self._idle[context] = held
-            for oldest in list(self._idle)[:-_MOST_IDLE]:
+                    self._idle.remove(other)
+                    context = other
+            self._idle.append(context)
+            for oldest in self._idle[:-_MOST_IDLE]:
                 self._free(oldest)
             self._make_room(0)
 
     def forget(self) -> None:
         """Free all idle contexts."""
         with self._lock:
-            for context in list(self._idle):
+            for context in self._idle.copy():
                 self._free(context)
 
     def close(self) -> None:
@@ -193,7 +178,7 @@ class ContextPool:
         self.closed = True
         try:
             with self._lock:
-                for context in list(self._idle):
+                for context in self._idle.copy():
                     self._keep(context, last=True)
         finally:  # Ctrl-C ends the writing
             self.forget()
@@ -211,7 +196,7 @@ class ContextPool:
             return False
         path, tokens = found
         need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _SHARE)  # the whole file is read
-        is_here = any(np.array_equal(use.tokens[: len(tokens)], tokens) for use in self._idle.values())
+        is_here = any(np.array_equal(context.tokens[: len(tokens)], tokens) for context in self._idle)
         if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
             return False
         self._make_room(need)
@@ -219,27 +204,27 @@ class ContextPool:
             return False
         context = self._begin(None, 0)
         if is_read := self.prompts.load(path, context.sessions):
-            self._idle[context] = self._held(context)
+            context.rest()
+            self._idle.append(context)
         else:
             context.close()
         return is_read
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
         """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
-        for context in list(self._idle):
+        for context in self._idle.copy():
             # The bytes that a cut frees in layers with a sliding window are known only afterwards.
             while context is not spared and context in self._idle:
-                excess, use, cells = self.num_bytes + need - self.memory, self._idle[context], self._cells[0]
+                excess, target = self.num_bytes + need - self.memory, context.target
                 if excess <= 0:
                     return
-                length = max(0, len(use.tokens) - -(-excess // max(1, cells.cell_bytes)))
-                length = context.target.reachable(length)
+                length = target.reachable(max(0, len(context.tokens) - -(-excess // max(1, target.cell_bytes))))
                 if length < _LEAST_KEPT:
                     self._free(context)
                     continue
-                use.tokens = use.tokens[:length]  # first, because a cut may fail
+                context.tokens = context.tokens[:length]  # first, because a cut may fail
                 context.cut(length)
-                self._idle[context] = self._held(context)
+                context.rest()
 
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
@@ -248,12 +233,11 @@ class ContextPool:
         except (DeviceError, MemoryError):
             if not self._idle:
                 raise
-        for context in list(self._idle):  # a device may have less memory than the bound
-            self._free(context)
+        self.forget()  # a device may have less memory than the bound
         return self._make(source, 0)
 
     def _free(self, context: Context) -> None:
-        del self._idle[context]
+        self._idle.remove(context)
         context.close()
 
     def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Context | None, int, int]:
@@ -262,52 +246,41 @@ class ContextPool:
         then the one used last."""
         best: Context | None = None
         most, longest = (0, False, False), 0
-        for context in (*self._lent, *self._idle):
+        for i, context in enumerate((*self._lent, *self._idle)):
             with suppress(*_OUT_OF_REACH):
-                idle = self._idle.get(context)
-                tokens = idle.tokens if idle else context.target.tokens
+                is_idle = i >= len(self._lent)
+                tokens = context.tokens if is_idle else context.target.tokens
                 common = common_prefix(tokens, prompt)
                 length, longest = context.target.reachable(common), max(longest, common)
-                if (rank := (length, idle is not None, _survives(len(tokens), length))) >= most:
+                if (rank := (length, is_idle, _survives(len(tokens) - length, length))) >= most:
                     best, most = context, rank
         return best, most[0], longest
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Whether another text is prefilling so much more of a prompt that waiting for a copy is faster."""
-        for context, use in self._lent.items():
-            common = common_prefix(use.tokens[:-1], prompt)
+        for context in self._lent:
+            common = common_prefix(context.tokens[:-1], prompt)
             if common >= length + _WORTH_WAITING:
                 with suppress(*_OUT_OF_REACH):
                     # It has read them already; if `length` is less, it cannot rewind to them.
                     if common_prefix(context.target.tokens, prompt) >= common:
                         continue
-                    use.partings.add(common)
-                    self._keep_states(context)
+                    context.partings.add(common)
+                    context.keep_states(self._num_kept)
                 return True
         return False
 
-    def _keep_states(self, context: Context) -> None:
-        """Let the recurrent layers of a lent context keep states that later prompts may go on from."""
-        use, anchor = self._lent[context], context.anchor
-        assert anchor is not None
-        # A prefill keeps all of them until it ends, so their number is limited here, too.
-        partings = nlargest(self._num_kept, use.partings)
-        wanted = [*partings, *(len(use.tokens) - 1 - before for before in _BEFORE_END)]
-        for session in context.sessions:
-            if session.kept_state_bytes:
-                session.keep_states(wanted, self._num_kept, anchor)
-
     def _needed(self, tokens: int) -> int:
         """Bytes of a context with this many tokens."""
-        return sum(cells.needed(tokens) for cells in self._cells)
+        needed = 0
+        for session in self._sessions:
+            held = min(tokens, session.n_ctx)
+            needed += session.state_bytes + self._num_kept * session.kept_state_bytes
+            needed += session.cell_bytes * (SPARE_CELLS + held)
+            needed -= session.windowed_cell_bytes * max(0, held - session.most_windowed)
+        return needed
 
-    def _held(self, context: Context) -> _Use:
-        """What an idle context holds."""
-        tokens = [session.tokens for session in context.sessions]  # of all sessions, to raise if any is in a call
-        num_bytes = [cells.held(session) for cells, session in zip(self._cells, context.sessions, strict=True)]
-        return _Use(tokens[0], sum(num_bytes))
 
-
-def _survives(held: int, length: int) -> bool:
+def _survives(dropped: int, length: int) -> bool:
     """Whether the first `length` tokens are nearly all that a context holds."""
-    return 0 <= held - length <= max(16, held // 16)
+    return 0 <= dropped <= max(16, (length + dropped) // 16)

@@ -36,7 +36,7 @@ class Stream(Iterator[Piece]):
         self._then = weakref.finalize(self, then)
         self._turn = threading.Lock()
         self._reader: int | None = None  # id of the thread that is reading
-        self._is_open = self._cancelled = self._over = False
+        self._over = False
 
     def __next__(self) -> Piece:
         self._scheduler.check_caller()
@@ -52,16 +52,13 @@ class Stream(Iterator[Piece]):
         except BaseException:
             self.close()
             raise
-        if self._cancelled:
+        if self.text.is_cancelled:
             self.close()
         return piece
 
     def _next(self) -> Piece:
         if self._over:
             raise StopIteration
-        if not self._is_open:
-            self._is_open = True
-            weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
         while isinstance(item := self._get(), PrefillProgress):
             item.report()
         if item is None:
@@ -73,6 +70,7 @@ class Stream(Iterator[Piece]):
     def _get(self) -> Piece | PrefillProgress | None:
         """The next item of the text."""
         if not self.text.is_open:
+            weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
             self._scheduler.open(self.text, self._queue)
         if self.text.is_over and self._queue.empty():  # Ctrl-C interrupted an earlier read of the end
             return None
@@ -81,7 +79,7 @@ class Stream(Iterator[Piece]):
     @property
     def result(self) -> GenerationResult:
         """The whole result, once the stream is exhausted or closed. Raises RuntimeError before."""
-        if self._cancelled and not self._over:
+        if self.text.is_cancelled and not self._over:
             self.close()
         if not self._over:
             raise RuntimeError("the stream has not been read to its end")
@@ -97,12 +95,10 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """Stop after the current step. If another thread is reading, or a policy calls this inside the step, the result
         is complete after that step."""
-        self._cancelled = True
-        if self._is_open:
-            self._scheduler.cancel(self.text)
+        self._scheduler.cancel(self.text)
         if self._scheduler.can_wait and self._turn.acquire(blocking=False):
             try:
-                while self._is_open and not self._over:
+                while (self.text.queue or self.text.is_over) and not self._over:  # once it was opened
                     self._over = self._get() is None
                 self._over = True
             finally:

@@ -125,9 +125,10 @@ class Stepper:
 
     def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Verify]) -> None:
         """Set the rows of each prefill request beside these steps."""
-        room = MOST_ROWS
-        beside = sum(request.num_rows for request in steps)
-        if beside and requests:
+        if not requests:
+            return
+        room, beside = MOST_ROWS, sum(request.num_rows for request in steps)
+        if beside:
             past = sum(request.past for request in requests) / len(requests)
             room = _LEAST_PIECE if self._cost else _UNPRICED_PIECE
             while self._cost and room < MOST_ROWS and self._cost(beside + room + 1, past) <= self._prefill_budget:

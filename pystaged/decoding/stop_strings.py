@@ -33,11 +33,6 @@ class TextBuffer:
         self._read, self._block = 0, -1  # characters that the reader has told of, and its last block
         self.met: str | None = None  # the stop string that ended the text
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self.met is not None
-
     def push(self, data: bytes) -> str:
         """Add the bytes of a token; returns the text that is certain now."""
         text = self._decoder.decode(data)
@@ -50,12 +45,12 @@ class TextBuffer:
             cut: whether the text was cut off, so that an incomplete character is dropped, not replaced.
         """
         text = self._take("" if cut else self._decoder.decode(b"", final=True), ended=True, cut=cut)
-        if not self.stopped:
+        if self.met is None:
             text, self._held = text + self._held, ""
         return text
 
     def _take(self, text: str, *, ended: bool = False, cut: bool = False) -> str:
-        if self.stopped:
+        if self.met is not None:
             return ""
         found = [self._anywhere.find(text, self._begin + len(self._held))]
         self._held += text

@@ -398,7 +398,7 @@ class Text:
             recycled.learn(before, tree.tokens, *candidates)
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
-        stages = [*(Stage(tree.stages[node]) for node in path[1:]), Stage.TARGET]
+        stages = [Stage(tree.stages[node]) for node in path[1:]] + [Stage.TARGET]
         if self._drafter:
             self._drafter.advance(tokens)
         telling, certain = meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)

@@ -83,10 +83,12 @@ class TreeBuilder:
     def __init__(self, root: int) -> None:
         self.nodes = [Node(root, -1, 0, 1.0, Stage.TARGET)]
         self.children: list[dict[int, int]] = [{}]  # by token
+        self._ranked: list[int] | None = None
 
     def add(self, parent: int, token: int, score: float, stage: Stage, cells: tuple[Cell, ...] = ()) -> int:
         """Add a child of `parent` and return it. If one has the token already, it and what is below it get the new
         score, stage and cells."""
+        self._ranked = None
         node = self.children[parent].get(token)
         if node is not None:
             known = self.nodes[node]
@@ -106,6 +108,13 @@ class TreeBuilder:
             self.nodes[child].score = min(self.nodes[child].score * factor, self.nodes[node].score)
             self._scale_below(child, factor)
 
+    def ranked(self) -> list[int]:
+        """All nodes but the root, the likeliest first and parents before children."""
+        if self._ranked is None:
+            scores = [-node.score for node in self.nodes]
+            self._ranked = sorted(range(1, len(scores)), key=scores.__getitem__)
+        return self._ranked
+
     def path(self, node: int) -> list[int]:
         """Tokens from the child of the root to the node."""
         tokens = []
@@ -120,7 +129,7 @@ class TreeBuilder:
         nodes = [self.nodes[0], *(self.nodes[node] for node in kept)]
         return TokenTree(
             np.array([node.token for node in nodes], np.int32),
-            np.array([-1, *(index[node.parent] for node in nodes[1:])], np.int32),
+            np.array([-1] + [index[node.parent] for node in nodes[1:]], np.int32),
             np.array([node.score for node in nodes], np.float32),
             np.array([node.stage for node in nodes], np.uint8),
         )

@@ -55,7 +55,7 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
 
 def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
     """The scores of the k best tokens at a position of a sequence, as in Candidates; ties go to the lowest token."""
-    if sampling.is_greedy or not chances:
+    if sampling.temperature == 0 or not chances:
         likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
         return {token: math.log(-chance) for chance, token in likeliest}
     noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()

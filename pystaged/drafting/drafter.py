@@ -23,13 +23,13 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
-from pystaged.decoding.requests import AnyRequest
+from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
 from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
 from pystaged.drafting.lookups import Lookup
 from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint
+from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
@@ -76,9 +76,6 @@ class TreeDrafter:
         self._costly = next((proposer for proposer in proposers if not isinstance(proposer, Lookup)), None)
         self._meter = meter or Meter()
         self._looking_up, self._passes = DrafterStats(), DrafterStats()
-        for proposer in proposers:
-            proposer.stats = self._looking_up if isinstance(proposer, Lookup) else self._passes
-            proposer.meter = self._meter
         self._policy = policy
         self._gain = policy if isinstance(policy, GainPolicy) else None
         self._chains = chains
@@ -94,6 +91,7 @@ class TreeDrafter:
         self._late: Sequence[Proposer] = ()  # proposers that read the sequence now, until `_deadline` of the meter
         self._deadline = math.inf
         self._asking: Proposer | None = None  # whose pass is being made
+        self._asked = 0.0  # when preparing that pass began
 
     def work(self) -> dict[str, DrafterStats]:
         found = {"ngram": replace(self._looking_up)}
@@ -184,8 +182,8 @@ class TreeDrafter:
         try:
             # Read what proposers lack of the text.
             while self._late:
-                self._asking = self._late[0]
-                if read := self._asking.catch_up(self._deadline - self._meter()):
+                self._asking, self._asked = self._late[0], self._meter()
+                if read := self._asking.catch_up(self._deadline - self._asked):
                     self._meter.stop()
                     return read
                 self._late = self._late[1:]
@@ -203,8 +201,8 @@ class TreeDrafter:
             while True:
                 if tree.rows:
                     asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
+                    self._asking, self._asked = costly, self._meter()
                     if costly and asked and (request := costly.request(tree, asked)):
-                        self._asking = costly
                         self._meter.stop()
                         return request
                     self._grow(tree, tree.rows, asked)
@@ -225,6 +223,13 @@ class TreeDrafter:
         self._meter.go_on(request)
         assert self._asking
         self._asking.take(request)
+        if request.error is not None or (isinstance(request, Read) and request.hidden is None):
+            return  # the prefill of a draft model is no drafting
+        self._passes.native_seconds += request.share * request.seconds
+        self._passes.weight_bytes += round(request.share * request.session.weight_bytes)
+        if (cost := self._asking.cost) and not isinstance(request, Read):  # reading takes less than a pass of its rows
+            others = (1 - request.share) * request.processor_seconds
+            cost.observe(request.pass_rows, request.pass_past, self._meter() - self._asked + others, request.share)
 
     def _finish(self, tree: GrowingTree) -> None:
         """Keep the nodes to verify, parents before children, and count the work."""
@@ -325,10 +330,7 @@ class TreeDrafter:
             if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            found = []
-            for lookup in self._lookups:
-                found.append(lookup.after(tree.tail(node)))
-            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
+            for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
                 child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
@@ -337,8 +339,11 @@ class TreeDrafter:
         if not tree.passes and tree.first == 0:
             self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
-        """The cells of the best tokens after a node that lookups found."""
+    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups find."""
+        tail, found = tree.tail(node), []
+        for lookup in self._lookups:
+            found.append(lookup.after(tail))
         mixed = mix(found)
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
         cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
@@ -347,7 +352,11 @@ class TreeDrafter:
         return guesses
 
     def _ranked(self, tree: GrowingTree, node: int, found: Proposal) -> dict[int, float]:
-        allowed = tree.allowed(found.chances, tree.path(node) if tree.constraint else ())
+        """The scores of the best of the proposed tokens that are allowed after a node."""
+        allowed = {token: chance for token, chance in found.chances.items() if token < self._vocab_size and chance > 0}
+        if tree.constraint:
+            mask = tree.constraint.mask(tree.path(node))
+            allowed = {} if mask is None else {token: allowed[token] for token in allowed if allows(mask, token)}
         return rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
 
     def _grow(self, tree: GrowingTree, rows: list[int], asked: list[int]) -> None:
@@ -364,8 +373,7 @@ class TreeDrafter:
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
-                tail = tree.tail(node)
-                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
+                guesses = self._guess(tree, node) if self._lookups else {}
             scores = found.get(node, nobody).scores
             for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
                 if i < tree.most_children or token in tree.children[node]:

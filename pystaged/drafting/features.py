@@ -16,7 +16,7 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.calibration import FEATURES
-from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
 
 _CANDIDATES = 16  # per node
@@ -27,7 +27,7 @@ _MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a 
 _GREEDY = SamplingConfig().native
 
 
-class FeatureProposer(Proposer):
+class FeatureProposer(PassProposer):
     """Reads one row, the target's hidden states, for each token of the sequence except the root.
 
     Rows are queued, and read when a tree is drafted or when many are queued. Only committed tokens stay in the draft's
@@ -44,19 +44,12 @@ class FeatureProposer(Proposer):
     ahead = 0  # positions from a row's hidden states to the row's token
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
-        self.session = session
-        self._model, self._target, self._cost = model, target, cost
+        super().__init__(session, cost)
+        self._model, self._target = model, target
         self._head_tokens = model.head_tokens
         self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
-        self._length = 0  # rows read
         self._tokens: list[int] = []  # of the rows after them that are not read yet
         self._hidden: HiddenRows | None = None  # theirs
-        self._began = 0.0  # when preparing the current pass began
-        self._is_lost = False  # whether hidden states are missing, so that it cannot draft in this sequence
-        self._root = 0
-
-    def sessions(self) -> list[Session]:
-        return [self.session]
 
     def inherit(self, other: Proposer) -> None:
         if isinstance(other, FeatureProposer):
@@ -97,10 +90,7 @@ class FeatureProposer(Proposer):
     def lag(self) -> float:
         if self._is_lost:
             return math.inf
-        return self._reading(self._cost, len(self._tokens)) if self._cost and self._tokens else 0.0
-
-    def price(self, num_nodes: int) -> float:
-        return self._cost(num_nodes, self._length) if self._cost else 0.0
+        return self._reading(self.cost, len(self._tokens)) if self.cost and self._tokens else 0.0
 
     def _reading(self, cost: PassCost, unread: int) -> float:
         """Estimated seconds that unread rows add to a tree."""
@@ -111,21 +101,12 @@ class FeatureProposer(Proposer):
         unread = len(self._tokens) - 1  # the last row belongs to the first pass of the next tree
         return self._read(unread) if unread >= _LEAST_READ else None
 
-    def take(self, request: AnyRequest) -> None:
-        if isinstance(request.error, ModelError):  # the draft's values overflow; it drafts no more in this sequence
-            self._drop(lost=True)
-            self._forget()
-            return
-        request.check()
-        self.note_pass(request, self._cost, self._began)
-        if isinstance(request, Read):
-            self._consume(request.result)
-        else:
-            self._keep(request)
+    def lose(self) -> None:
+        self._drop(lost=True)
+        self._forget()
 
-    def _keep(self, request: AnyRequest) -> None:
-        """Keep what a pass for a tree found."""
-        raise NotImplementedError
+    def note_read(self, request: Read) -> None:
+        self._consume(request.result)
 
     def _read(self, count: int) -> Read:
         """The pass that reads the first unread rows."""
@@ -197,7 +178,6 @@ class EagleProposer(FeatureProposer):
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
         self._judged: dict[int, tuple[Proposal, HiddenRows, int]] = {}  # after each node, and its pending row
-        self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         # The row of the root is read when a tree is drafted.
@@ -241,10 +221,10 @@ class EagleProposer(FeatureProposer):
     def _evaluate(
         self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
     ) -> Propose:
-        self._began, self._asked, k = self.meter(), nodes, self._num_candidates
+        self._asked, k = nodes, self._num_candidates
         return Propose(self.session, self._length, tokens, parents, judged, k, _GREEDY, hidden=hidden)
 
-    def _keep(self, request: AnyRequest) -> None:
+    def keep(self, request: AnyRequest) -> None:
         found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
         first = self.session.num_pending - len(self._asked)
         for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
@@ -322,7 +302,7 @@ class BlockProposer(FeatureProposer):
 
     def price(self, num_nodes: int) -> float:
         del num_nodes
-        return self._cost(self._model.block_size, self._length) if self._cost and not self._is_evaluated else 0.0
+        return self.cost(self._model.block_size, self._length) if self.cost and not self._is_evaluated else 0.0
 
     def _reading(self, cost: PassCost, unread: int) -> float:
         # A pass of its own over less than half of the weights.
@@ -340,7 +320,6 @@ class BlockProposer(FeatureProposer):
             return self._read(len(self._tokens))
         size = self._model.block_size
         block = [self._root, *[self._model.mask_token] * (size - 1)]
-        self._began = self.meter()
         return Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
@@ -351,11 +330,10 @@ class BlockProposer(FeatureProposer):
                 found = self.session.likeliest(rows, before, self._num_candidates)
                 return [self._proposal(*each) for each in zip(*found, strict=True)]
             except ModelError:
-                self._drop(lost=True)
-                self._forget()
+                self.lose()
         return [Proposal({}, FEATURES) for _ in nodes]
 
-    def _keep(self, request: AnyRequest) -> None:
+    def keep(self, request: AnyRequest) -> None:
         del request
         self._is_evaluated = True
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import RecycledCandidates
-from pystaged.decoding.cost import PassCost
 from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
@@ -22,7 +21,8 @@ _LONGER = (16, 8)  # where the last 4 tokens match, these lengths are also tried
 _WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 _CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
 _KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often
-_TIMED_TEXT = 64  # fewest tokens whose reading takes long enough to be timed
+# Processor seconds on a laptop: of a lookup with the Python around it, refined while running; of reading a token.
+LOOKUP_SECONDS, READ_SECONDS = 5e-5, 2e-6
 
 
 class Lookup(Proposer):
@@ -65,119 +65,67 @@ class TableProposer(Lookup):
         return Proposal(self._look_up(*last) if max(last) < self._vocab_size else {}, TABLE)
 
 
-class ContextNgrams:
-    """The n-grams of orders 1 to 4 of the committed tokens, and the positions of the tokens that followed them.
-
-    The `tail` of a lookup is the committed tokens, perhaps followed by a guessed path; its last 16 tokens suffice.
-    """
+class ContextProposer(Lookup):
+    """Proposes the tokens that followed the longest n-gram, of 1, 2, 3, 4, 8 or 16 tokens, that ends the sequence and
+    occurred before in it or in its prediction."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._tokens: list[int] = []  # of the prediction, then of the sequence
+        self._num_read = 0  # those whose n-grams are known
+        self._followers: dict[tuple[int, ...], list[int]] = {}  # positions after each n-gram of 1 to 4 tokens
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Commit tokens, each in constant time."""
-        for token in tokens:
-            position, last = len(self.tokens), tuple(self.tokens[-_LONGEST:])
+    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
+        self._tokens, self._num_read, self._followers = [*prediction, *context.tolist()], 0, {}
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def end(self) -> None:
+        self._tokens, self._num_read, self._followers = [], 0, {}
+
+    @property
+    def is_ready(self) -> bool:
+        return self._num_read == len(self._tokens)
+
+    def lag(self) -> float:
+        return READ_SECONDS * (len(self._tokens) - self._num_read)
+
+    def catch_up(self, seconds: float = math.inf) -> None:
+        first, tokens = self._num_read, self._tokens
+        self._num_read = int(min(len(tokens), first + max(0.0, seconds / READ_SECONDS)))
+        for position in range(first, self._num_read):
+            last = tuple(tokens[max(0, position - _LONGEST) : position])
             for i in range(len(last)):
                 self._followers.setdefault(last[i:], []).append(position)
-            self.tokens.append(int(token))
 
-    def chances(self, tail: Sequence[int], k: int) -> tuple[dict[int, float], int]:
-        """The tokens that followed the longest suffix of `tail` that occurred before, among those of 1, 2, 3, 4, 8 and
-        16 tokens.
-
-        Returns:
-            at most k tokens, k >= 1, the most frequent first, then the most recent, each with count / (occurrences + 1)
-            among the 32 most recent occurrences of the last 4 tokens; and the length of the suffix, 0 for no match.
-        """
-        last, positions = tuple(tail[-_LONGEST:]), list[int]()
+    def after(self, tail: list[int]) -> Proposal:
+        """At most 8 tokens, the most frequent first, then the most recent, each with count / (occurrences + 1) among
+        the 32 most recent occurrences of the last 4 tokens."""
+        last, positions, order = tuple(tail[-_LONGEST:]), list[int](), 0
         while last and not positions:
             positions, order = self._followers.get(last, [])[-_WINDOW:], len(last)
             last = last[1:]
         if not positions:
-            return {}, 0
+            return Proposal({}, CONTEXT[0])
         for length in _LONGER if order == _LONGEST else ():
-            end = list(tail[-length:])
-            longer = [position for position in positions if self.tokens[max(0, position - length) : position] == end]
+            end = tail[-length:]
+            longer = [position for position in positions if self._tokens[max(0, position - length) : position] == end]
             if longer and len(end) == length:
                 positions, order = longer, length
                 break
         counts: dict[int, int] = {}
         for position in reversed(positions):
-            token = self.tokens[position]
+            token = self._tokens[position]
             counts[token] = counts.get(token, 0) + 1
-        best = sorted(counts.items(), key=itemgetter(1), reverse=True)[:k] if len(counts) > 1 else counts.items()
-        return {token: count / (len(positions) + 1) for token, count in best}, order
-
-
-class ContextProposer(Lookup):
-    """Proposes the tokens that followed the longest matching n-gram in the sequence or its prediction.
-
-    Args:
-        read: processor seconds to read a number of tokens, refined here; None counts 0.
-    """
-
-    def __init__(self, read: PassCost | None = None) -> None:
-        self._read = read
-        self._grams = ContextNgrams()
-        self._text: list[int] = []  # the prediction, then the sequence
-
-    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        self._text = [*prediction, *context.tolist()]
-        self._grams = ContextNgrams()
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._text += tokens
-
-    def end(self) -> None:
-        self._text, self._grams = [], ContextNgrams()
-
-    @property
-    def is_ready(self) -> bool:
-        return self._unread == 0
-
-    def lag(self) -> float:
-        unread = self._unread
-        return self._read(unread) if self._read and unread else 0.0
-
-    def catch_up(self, seconds: float = math.inf) -> None:
-        known, unread = len(self._grams.tokens), self._unread
-        if self._read and seconds < math.inf:
-            unread = min(unread, int(seconds / self._read(1)))
-        begin = self.meter()
-        self._grams.extend(self._text[known : known + max(0, unread)])
-        if self._read and unread >= _TIMED_TEXT:
-            self._read.observe(unread, 0, self.meter() - begin)
-
-    def after(self, tail: list[int]) -> Proposal:
-        chances, order = self._grams.chances(tail, _CANDIDATES)
+        best = sorted(counts.items(), key=itemgetter(1), reverse=True) if len(counts) > 1 else counts.items()
+        chances = {token: count / (len(positions) + 1) for token, count in islice(best, _CANDIDATES)}
         return Proposal(chances, CONTEXT[order])
 
-    @property
-    def _unread(self) -> int:
-        """Number of tokens whose n-grams are not known yet."""
-        return len(self._text) - len(self._grams.tokens)
 
-
-@dataclass(frozen=True, slots=True)
-class NgramCost:
-    """Processor seconds of lookups by number of nodes, with the Python around them, and of reading by number of tokens.
-
-    The initial values are those of a laptop; they are refined while running.
-    """
-
-    lookup: PassCost = field(default_factory=lambda: PassCost({1: 5e-5}))
-    read: PassCost = field(default_factory=lambda: PassCost({1: 2e-6}))
-
-
-def lookups(
-    table: NgramTable | None = None, recycled: RecycledCandidates | None = None, cost: NgramCost | None = None
-) -> list[Lookup]:
-    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence. Without a cost,
-    the time of reading tokens counts 0."""
+def lookups(table: NgramTable | None = None, recycled: RecycledCandidates | None = None) -> list[Lookup]:
+    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
         *([TableProposer(table)] if table else []),
-        ContextProposer(cost.read if cost else None),
+        ContextProposer(),
     ]

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ModelError, Session
+from pystaged._core import Session
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.decoding.tree import Stage
 from pystaged.drafting.calibration import DRAFT, LATER
-from pystaged.drafting.proposer import Candidates, GrowingTree, Proposer
+from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer, Proposer
 from pystaged.sampling.constraint import Constraint, allows
 
 _LONGEST_PREFIX_ROWS = 16  # most missing tokens that are read in the root's pass rather than by prefill
@@ -24,12 +24,11 @@ PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 Path = tuple[int, ...]  # tokens below the root
 
 
-class ModelProposer(Proposer):
+class ModelProposer(PassProposer):
     """Evaluates the requested nodes in one pass and ranks the draft's candidates under the sequence's sampling.
 
     Args:
-        session: the draft's own context.
-        cost: processor seconds of a pass, refined here; None counts 0.
+        session, cost: as in PassProposer.
         substitutes: the draft's token for each token of the target that the draft lacks or has with another meaning;
             those tokens are never proposed.
     """
@@ -40,22 +39,14 @@ class ModelProposer(Proposer):
     def __init__(
         self, session: Session, cost: PassCost | None = None, substitutes: Mapping[int, int] | None = None
     ) -> None:
-        self.session = session
-        self._cost = cost
+        super().__init__(session, cost)
         self._substitutes = substitutes or {}
         self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
-        self._length = 0  # tokens committed in the session
         self._missing: list[int] = []  # tokens of the sequence before the root that the session has not read
-        self._root = 0
         self._rows: dict[Path, int] = {}  # pending rows of the current tree
         self._num_rows = 0
         self._after: dict[int, Candidates] = {}  # by node of the current tree
-        self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
-        self._began, self._vocab_size = 0.0, 0  # when preparing that began; the target's
-        self._is_lost = False  # whether its values overflowed: it drafts no more in this sequence
-
-    def sessions(self) -> list[Session]:
-        return [self.session]
+        self._vocab_size = 0  # the target's
 
     def inherit(self, other: Proposer) -> None:
         if isinstance(other, ModelProposer):
@@ -86,28 +77,25 @@ class ModelProposer(Proposer):
         room = min(self.session.n_ctx - self._length, self.session.most_pending - self._places)
         return room - len(self._missing)
 
-    def price(self, num_nodes: int) -> float:
-        return self._cost(num_nodes, self._length) if self._cost else 0.0
-
     def lag(self) -> float:
         missing = len(self._missing)
         if self._is_lost or missing >= self.session.n_ctx - self._length:
             return math.inf  # or the sequence is longer than the draft's context
-        if self._cost is None or missing == 0:
+        if self.cost is None or missing == 0:
             return 0.0
         if self.is_ready:  # they are read in the root's pass
-            return self._cost(missing + 1, self._length) - self._cost(1, self._length)
-        return self._reading(self._cost, missing)
+            return self.cost(missing + 1, self._length) - self.cost(1, self._length)
+        return self._reading(self.cost, missing)
 
     def catch_up(self, seconds: float = math.inf) -> Read | None:
         piece = len(self._missing)
         if not piece or self._is_lost or piece > self.session.n_ctx - self._length:
             return None
-        if self._cost and seconds < math.inf:
+        if self.cost and seconds < math.inf:
             # If not all seem to fit, the time of one piece corrects the estimate.
-            if self._reading(self._cost, piece) > seconds:
+            if self._reading(self.cost, piece) > seconds:
                 piece = min(_PIECE, piece)
-            if self._reading(self._cost, piece) > seconds:
+            if self._reading(self.cost, piece) > seconds:
                 return None
         return Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
 
@@ -120,22 +108,17 @@ class ModelProposer(Proposer):
         del tree
         return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
 
-    def take(self, request: AnyRequest) -> None:
-        if isinstance(request, Read):
-            request.check()
-            self._note_read(request)
-        elif isinstance(request.error, ModelError):  # the text goes on without it
-            self.discard()
-            self._is_lost = True
-        else:
-            request.check()
-            self._num_rows += request.num_rows
-            self._keep([self._candidates(*each) for each in zip(*request.result, strict=True)])
-            self.note_pass(request, self._cost, self._began)
+    def lose(self) -> None:
+        self.discard()
+        self._is_lost = True
+
+    def keep(self, request: AnyRequest) -> None:
+        self._num_rows += request.num_rows
+        self._store([self._candidates(*each) for each in zip(*request.result, strict=True)])
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
         """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""
-        self._began, self._asked, self._vocab_size = self.meter(), nodes, tree.vocab_size
+        self._asked, self._vocab_size = nodes, tree.vocab_size
         paths = [tuple(tree.path(node)) for node in nodes]
         tokens: list[int] = []
         parents: list[int] = []
@@ -159,7 +142,7 @@ class ModelProposer(Proposer):
         k, sampling = tree.num_candidates, tree.sampling.native
         return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
 
-    def _keep(self, found: list[Candidates]) -> None:
+    def _store(self, found: list[Candidates]) -> None:
         """Keep the candidates after each row that was judged."""
         self._after |= zip(self._asked, found, strict=True)
 
@@ -208,10 +191,10 @@ class ModelProposer(Proposer):
         """Estimated seconds to prefill a number of the missing tokens."""
         return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
-    def _note_read(self, request: Read) -> None:
+    def note_read(self, request: Read) -> None:
         piece: int = request.result
-        if self._cost and piece >= _PIECE:
-            seconds, believed = request.share * request.processor_seconds, self._reading(self._cost, piece)
+        if self.cost and piece >= _PIECE:
+            seconds, believed = request.share * request.processor_seconds, self._reading(self.cost, piece)
             # Noise only adds time, so a shorter time counts fully.
             self._pace *= min(max(seconds / believed, 0.1), 1 + 0.5 * surprise(seconds, believed))
         self._length += piece
@@ -261,7 +244,7 @@ class ParallelModelProposer(ModelProposer):
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._at(tree, node) for node in nodes]
 
-    def _keep(self, found: list[Candidates]) -> None:
+    def _store(self, found: list[Candidates]) -> None:
         self._found = found
         for place, candidates in enumerate(found[1:]):
             candidates.source = LATER[place]

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import RecycledCandidates, Session
-from pystaged.decoding.account import Meter
+from pystaged._core import ModelError, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TreeBuilder
 from pystaged.options.config import SamplingConfig
-from pystaged.sampling.constraint import Constraint, allows
-from pystaged.stats import DrafterStats
+from pystaged.sampling.constraint import Constraint
 
 TAIL = 16  # tokens of the longest n-gram
 _CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
@@ -61,18 +59,6 @@ class GrowingTree(TreeBuilder):
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
         self._tails = {0: list(tail)}
-        self._ranked: list[int] | None = None
-
-    def ranked(self) -> list[int]:
-        """All nodes but the root, the likeliest first and parents before children."""
-        if self._ranked is None:
-            scores = [-node.score for node in self.nodes]
-            self._ranked = sorted(range(1, len(scores)), key=scores.__getitem__)
-        return self._ranked
-
-    def add(self, parent: int, token: int, score: float, stage: Stage, cells: tuple[Cell, ...] = ()) -> int:
-        self._ranked = None
-        return super().add(parent, token, score, stage, cells)
 
     def tail(self, node: int) -> list[int]:
         """The last TAIL tokens of the sequence up to a node."""
@@ -81,14 +67,6 @@ class GrowingTree(TreeBuilder):
             guess = self.nodes[node]
             found = self._tails[node] = [*self.tail(guess.parent)[1 - TAIL :], guess.token]
         return found
-
-    def allowed(self, chances: dict[int, float], path: Sequence[int]) -> dict[int, float]:
-        """The chances of the tokens that are allowed after a path below the root."""
-        possible = {token: chance for token, chance in chances.items() if token < self.vocab_size and chance > 0}
-        if not self.constraint:
-            return possible
-        mask = self.constraint.mask(path)
-        return {} if mask is None else {t: chance for t, chance in possible.items() if allows(mask, t)}
 
 
 @dataclass(slots=True)
@@ -120,15 +98,14 @@ class Proposer:
     is none. Their session is its own.
 
     stage: stage of its tokens. by_levels: whether a node's parent must have been in an earlier pass. recycled: the
-    candidates that it looks up and that learn from the target's rows, or None. stats, meter: those of its drafter,
-    which sets them.
+    candidates that it looks up and that learn from the target's rows, or None. cost: processor seconds of its passes,
+    which its drafter refines, or None.
     """
 
     stage = Stage.NGRAM
     by_levels = False
     recycled: RecycledCandidates | None = None
-    stats: DrafterStats
-    meter: Meter
+    cost: PassCost | None = None
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
         """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
@@ -139,14 +116,6 @@ class Proposer:
     def take(self, request: AnyRequest) -> None:
         """Take the result of a pass. Raises the pass's error if the sequence cannot go on without it."""
         request.check()
-
-    def note_pass(self, request: AnyRequest, cost: PassCost | None, began: float) -> None:
-        """Count a pass that was made, and refine its cost by the time since preparing it began."""
-        self.stats.native_seconds += request.share * request.seconds
-        self.stats.weight_bytes += round(request.share * request.session.weight_bytes)
-        if cost and not isinstance(request, Read):  # reading takes less than a pass of as many rows
-            others = (1 - request.share) * request.processor_seconds
-            cost.observe(request.pass_rows, request.pass_past, self.meter() - began + others, request.share)
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
         """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
@@ -204,3 +173,47 @@ class Proposer:
 
     def inherit(self, other: Proposer) -> None:
         """Copy the learnt state of a proposer of the same kind."""
+
+
+class PassProposer(Proposer):
+    """Proposes by passes of a draft.
+
+    Args:
+        session: the draft's own context.
+        cost: processor seconds of a pass, refined by the drafter; None counts 0.
+    """
+
+    def __init__(self, session: Session, cost: PassCost | None = None) -> None:
+        self.session, self.cost = session, cost
+        self._length = 0  # tokens of the sequence that the session holds
+        self._root = 0
+        self._is_lost = False  # whether it cannot draft in this sequence
+        self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
+
+    def sessions(self) -> list[Session]:
+        return [self.session]
+
+    def price(self, num_nodes: int) -> float:
+        return self.cost(num_nodes, self._length) if self.cost else 0.0
+
+    def take(self, request: AnyRequest) -> None:
+        if isinstance(request.error, ModelError):  # its values overflow; the sequence goes on without it
+            self.lose()
+            return
+        request.check()
+        if isinstance(request, Read):
+            self.note_read(request)
+        else:
+            self.keep(request)
+
+    def lose(self) -> None:
+        """Drop the current tree, and draft no more in this sequence."""
+        raise NotImplementedError
+
+    def note_read(self, request: Read) -> None:
+        """Go on after a pass that read a part of the sequence."""
+        raise NotImplementedError
+
+    def keep(self, request: AnyRequest) -> None:
+        """Keep what a pass for a tree found."""
+        raise NotImplementedError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from pystaged._core import DeviceError, Model, ModelError, Tokenizer, UnsupportedModelError
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.cost import chain_speedup
-from pystaged.drafting.lookups import NgramCost
+from pystaged.drafting.lookups import LOOKUP_SECONDS
 from pystaged.drafting.model import PLACES
 from pystaged.loading import names
 from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
@@ -177,12 +177,12 @@ class Bundle:
         pairs = list(itertools.product(targets, drafts or ["cpu"]))
         if len(pairs) == 1:
             return pairs[0]
-        lookup, places = NgramCost().lookup(1), PLACES if self.draft_mask >= 0 else 1
+        places = PLACES if self.draft_mask >= 0 else 1
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self.costs.of(self.path, pair[0], targets[pair[0]], compared=True)
             plain = target_cost(1, _USUAL_LENGTH)
-            guesses = [(NGRAM_RATE, lookup, 1)]
+            guesses = [(NGRAM_RATE, LOOKUP_SECONDS, 1)]
             if self.draft_path:
                 draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]], compared=True)
                 guesses.append((DRAFT_RATE, draft_cost(places, _USUAL_LENGTH), places))

@@ -11,7 +11,7 @@ from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
-from pystaged.drafting.lookups import NgramCost, lookups
+from pystaged.drafting.lookups import LOOKUP_SECONDS, lookups
 from pystaged.drafting.model import draft_proposer
 from pystaged.drafting.proposer import Proposer
 from pystaged.loading.bundle import Bundle
@@ -22,7 +22,7 @@ class ContextFactory:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
-        self._ngram_cost = NgramCost()
+        self._lookup_cost = PassCost({1: LOOKUP_SECONDS})
         self._chains = any(model.is_chained for model in (bundle.target, bundle.draft) if model)
 
     def target_cost(self) -> PassCost:
@@ -62,13 +62,13 @@ class ContextFactory:
 
     def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:
         bundle, batch, meter = self._bundle, BatchLoad(), Meter()
-        cost = draft_cost = ngram_cost = experts = None
+        cost = draft_cost = lookup_cost = experts = None
         if isinstance(policy, GainPolicy):  # a user's, which needs the prices of passes
-            draft_cost, ngram_cost = self.draft_cost(), self._ngram_cost
+            draft_cost, lookup_cost = self.draft_cost(), self._lookup_cost
         elif policy is None:
-            cost, draft_cost, ngram_cost = self.target_cost(), self.draft_cost(), self._ngram_cost
+            cost, draft_cost, lookup_cost = self.target_cost(), self.draft_cost(), self._lookup_cost
             policy, experts = GainPolicy(cost, batch=batch), cost if isinstance(cost, ExpertCost) else None
-        proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled, ngram_cost)]
+        proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
         if draft and bundle.features:
             proposers.append(feature_proposer(draft, bundle.features, target, draft_cost))
         elif draft:
@@ -77,7 +77,7 @@ class ContextFactory:
             proposers,
             policy,
             bundle.target.vocab_size,
-            cost=ngram_cost.lookup if ngram_cost else None,
+            cost=lookup_cost,
             meter=meter,
             experts=experts,
             chains=self._chains,

@@ -408,7 +408,7 @@ def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: s
 def test_a_stop_string_ends_the_text_that_is_shown(form: CallForm, text: str, stop: str, sizes: list[int]) -> None:
     options: dict[str, Any] = {"form": form, "thinking": CHANNELS if form is HARMONY else THINK, "schemas": SCHEMAS}
     buffer, told, data = TextBuffer((stop,), TurnReader(**options)), "", text.encode()
-    while data and not buffer.stopped:
+    while data and buffer.met is None:
         size = sizes.pop() if sizes else 1
         told, data = told + buffer.push(data[:size]), data[size:]
     told += buffer.finish()
@@ -635,7 +635,7 @@ def test_a_stop_string_is_no_part_of_a_call_that_is_cut(stop: str) -> None:
     buffer = TextBuffer((stop,), TurnReader(form=HERMES))
     assert buffer.push(b'<tool_call>\n{"name') == ""
     buffer.finish(cut=True)
-    assert not buffer.stopped
+    assert buffer.met is None
 
 
 @pytest.mark.parametrize(("stop", "text"), [("\n", "Hi\n"), (" ", "Hi "), ("<", "Hi<"), ("}", "Hi}\n")])

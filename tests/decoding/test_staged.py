@@ -24,7 +24,7 @@ from pystaged.decoding.drafter import fulfil_all
 from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
 from pystaged.decoding.requests import Clocks, Verify, fulfil, perform
 from pystaged.drafting.drafter import TreeDrafter
-from pystaged.drafting.lookups import ContextProposer, NgramCost, lookups
+from pystaged.drafting.lookups import LOOKUP_SECONDS, ContextProposer, lookups
 from pystaged.drafting.model import ModelProposer
 from pystaged.drafting.proposer import Proposal
 from pystaged.drafting.table import NgramTable
@@ -476,7 +476,8 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_lookups_stop_where_the_next_one_would_not_fit(number: int) -> None:
+def test_lookups_stop_where_the_next_one_would_not_fit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pystaged.drafting.lookups, "READ_SECONDS", 0.01)
     now = [0.0]
 
     class Ticking(ContextProposer):
@@ -485,7 +486,7 @@ def test_lookups_stop_where_the_next_one_would_not_fit(number: int) -> None:
             return super().after(tail)
 
     meter = Meter(lambda: now[0])
-    proposer = Ticking(PassCost({1: 0.01}))
+    proposer = Ticking()
     drafter = TreeDrafter([proposer], CHAIN, 300, cost=PassCost({1: 1.0}), meter=meter)
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
@@ -504,10 +505,8 @@ def test_lookups_of_a_tree_are_paid_for() -> None:
 
 
 def test_costs_of_lookups_are_refined_where_they_are_made() -> None:
-    cost = NgramCost()
-    lookup, read = cost.lookup(1), cost.read(1)
-    drafter = TreeDrafter(lookups(cost=cost), CHAIN, 300, cost=cost.lookup)
+    cost = PassCost({1: LOOKUP_SECONDS})
+    drafter = TreeDrafter(lookups(), CHAIN, 300, cost=cost)
     drafter.start(np.array([1, 2, 3] * 40, np.int32))
     drafted(drafter, GREEDY, 20)
-    assert cost.lookup(1) != lookup
-    assert cost.read(1) != read
+    assert cost(1) != LOOKUP_SECONDS

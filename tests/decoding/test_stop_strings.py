@@ -29,7 +29,7 @@ def chunks(draw: st.DrawFn) -> list[bytes]:
 
 def pieces_of(chunks: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:
     buffer = TextBuffer(stop)
-    return [*map(buffer.push, chunks), buffer.finish()], buffer.stopped
+    return [*map(buffer.push, chunks), buffer.finish()], buffer.met is not None
 
 
 def twin(chunks: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:

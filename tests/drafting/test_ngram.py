@@ -9,7 +9,7 @@ import sys
 import tracemalloc
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
 
@@ -29,10 +29,11 @@ from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import GainPolicy
+from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.corpus import sample_answers, sample_documents
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.katz import estimate
-from pystaged.drafting.lookups import ContextNgrams, lookups
+from pystaged.drafting.lookups import ContextProposer, lookups
 from pystaged.drafting.table import NgramTable
 from pystaged.loading import names
 from pystaged.loading.tables import find_table, table_path
@@ -641,35 +642,45 @@ def slow_candidates(tokens: list[int], tail: list[int], k: int) -> tuple[list[in
 few_tokens = st.lists(st.integers(0, 2), max_size=50)
 
 
+def said(context: ContextProposer, tail: Sequence[int]) -> tuple[dict[int, float], int]:
+    """What was found after a tail, and the length of its suffix."""
+    found = context.after(list(tail))
+    return found.chances, next(order for order, source in CONTEXT.items() if source == found.source)
+
+
 @settings(max_examples=150)
 @given(st.lists(few_tokens, max_size=4), st.lists(st.integers(0, 3), max_size=6))
 def test_context_agrees_with_a_scan(parts: list[list[int]], path: list[int]) -> None:
-    context = ContextNgrams()
+    context = ContextProposer()
     tokens: list[int] = []
     for added in parts:
-        context.extend(added)
+        context.advance(added)
+        context.catch_up()
         tokens = tokens + added
-        assert len(context.tokens) == len(tokens)
         for tail in (tokens, tokens + path, (tokens + path)[-16:], path):
             for k in (1, 3):
-                found, order = context.chances(tail, k)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(pystaged.drafting.lookups, "_CANDIDATES", k)
+                    found, order = said(context, tail)
                 expected, expected_chances, expected_order = slow_candidates(tokens, tail, k)
                 assert (list(found), order) == (expected, expected_order)
                 assert list(found.values()) == expected_chances
 
 
 def test_only_recent_occurrences_count() -> None:
-    context = ContextNgrams()
-    context.extend([1, 2] * 5 + [1, 3] * 33)
-    assert context.chances([9, 1], 8) == ({3: 32 / 33}, 1)
+    context = ContextProposer()
+    context.advance([1, 2] * 5 + [1, 3] * 33)
+    context.catch_up()
+    assert said(context, [9, 1]) == ({3: 32 / 33}, 1)
 
 
 def test_a_long_match_goes_on_where_it_was() -> None:
-    context = ContextNgrams()
-    context.extend([*range(20), 50, 1, *range(16, 20), 60, 2, *range(12, 20), 70])
-    assert context.chances(range(16, 20), 8) == ({70: 1 / 4, 60: 1 / 4, 50: 1 / 4}, 4)
-    assert context.chances([3, *range(12, 20)], 8) == ({70: 1 / 3, 50: 1 / 3}, 8)
-    assert context.chances(range(20), 8) == ({50: 1 / 2}, 16)
+    context = ContextProposer()
+    context.advance([*range(20), 50, 1, *range(16, 20), 60, 2, *range(12, 20), 70])
+    context.catch_up()
+    assert said(context, range(16, 20)) == ({70: 1 / 4, 60: 1 / 4, 50: 1 / 4}, 4)
+    assert said(context, [3, *range(12, 20)]) == ({70: 1 / 3, 50: 1 / 3}, 8)
+    assert said(context, range(20)) == ({50: 1 / 2}, 16)
 
 
 def test_an_edit_takes_few_steps() -> None:
