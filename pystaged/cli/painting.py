@@ -22,7 +22,7 @@ from pystaged.cli.options import Color
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.tree import Stage, TokenTree
-from pystaged.platform.ctrl_c import uninterrupted
+from pystaged.platform.ctrl_c import Interrupts
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
 
@@ -60,7 +60,7 @@ def show(
         with stream, view:
             for piece in stream:
                 # Otherwise half a drawing could stay on the screen.
-                with uninterrupted():
+                with Interrupts():
                     view.show(piece)
                     keep(piece)
     except KeyboardInterrupt:

@@ -135,7 +135,7 @@ def serve(
                     stack.callback(served.close)
                     words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
                     app, greet = application(served), partial(report, words + ", ".join(files))
-            ctrl_c.is_handled()  # by the server, and by what comes after it
+            ctrl_c.let_tidy_up(1)  # it is handled by the server, and by what comes after it
             serve(
                 app,
                 listener,

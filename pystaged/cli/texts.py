@@ -25,7 +25,7 @@ from pystaged.loading.names import default_model
 from pystaged.options.config import GenerationConfig
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.options.table import SAMPLING, TEXT
-from pystaged.platform.ctrl_c import uninterrupted
+from pystaged.platform.ctrl_c import Interrupts
 from pystaged.platform.files import destination
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.sampling.text import Prompt
@@ -253,7 +253,7 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
 
     def write(number: int) -> None:
         nonlocal num_written
-        with uninterrupted():  # completely, and once
+        with Interrupts():  # completely, and once
             hide()
             typer.echo(shown(number, done.pop(number)))
             sys.stdout.flush()
