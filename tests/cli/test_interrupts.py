@@ -167,10 +167,12 @@ def test_the_handler_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         honest(self, number, frame)
 
     monkeypatch.setattr(Interrupts, "_press", disturbed)
-    with pytest.raises(KeyboardInterrupt), Interrupts() as entered:
+    with Interrupts() as outer, Interrupts() as entered:
         with pytest.raises(KeyboardInterrupt), entered.allowed():
             press()
-        burst()  # passed on at the end
+        burst()
+    assert outer._waiting  # what waits at the end is passed on
+    outer._waiting = False
 
 
 def test_a_drawing_is_finished(interrupts: Interrupts) -> None:
