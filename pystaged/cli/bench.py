@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
 
 from pystaged._core import Session
 from pystaged.bench import methods, models, pairs
@@ -21,9 +21,9 @@ from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import Benchmark
 from pystaged.bench.prompts import choose
-from pystaged.cli.command import Command, UsageError
+from pystaged.cli.command import Command, Group
 from pystaged.cli.console import draft_name, errors, progress_bars, report
-from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
+from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, at_least, usage
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
@@ -33,15 +33,8 @@ from pystaged.loading.factory import ContextFactory
 from pystaged.stats import DrafterStats
 
 
-class _Parts(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's."""
-        try:
-            return super().resolve_command(ctx, args)
-        except UsageError as error:
-            if error.message == f"No such command {args[0]!r}.":
-                error.message += " Name a model with --model"
-            raise
+class _Parts(Group):
+    hint = " Name a model with --model"
 
 
 app = typer.Typer(cls=_Parts)
@@ -70,18 +63,11 @@ Prompts = Annotated[
     Path | None,
     typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or a file like them; else the packaged ones."),
 ]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.", callback=check)
-]
+Limit = Annotated[int | None, at_least(1, "Maximum number of prompts, taken evenly from all categories.")]
 Warm = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Draft with recycled candidates from this many other prompts of the file; 0 for none.",
-        callback=check,
-    ),
+    int, at_least(0, "Draft with recycled candidates from this many other prompts of the file; 0 for none.")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", callback=check)]
+MaxTokens = Annotated[int, at_least(1, "New tokens per prompt.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -92,12 +78,8 @@ def bench(
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     limit: Limit = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.", callback=check)
-    ] = 128,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Minutes for all prompts; no prompt begins later.", callback=check)
-    ] = 20,
+    max_tokens: Annotated[int, at_least(2, "New tokens per prompt, unless its text ends.")] = 128,
+    minutes: Annotated[float, at_least(0, "Minutes for all prompts; no prompt begins later.")] = 20,
     threads: Threads = 0,
     baselines: Annotated[
         str,
@@ -157,12 +139,8 @@ def bench(
         found = benchmark.run(progress)
     if out:
         report(f"{', '.join(found.write(out))} are in {out}")
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-    else:
-        console = _console()
-        for part in found.terminal(console.width):
-            console.print(part, soft_wrap=not console.is_terminal)
+    console = _console()
+    _show(found, found.terminal(console.width), as_json, soft_wrap=not console.is_terminal)
     if not found.outcome.complete:
         report("stopped early: these are the results until then")
         raise typer.Exit(130)
@@ -175,7 +153,7 @@ def passes(
     context: Annotated[
         str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
+    repeats: Annotated[int, at_least(1, "Timed passes per row count and context.")] = 11,
     threads: Threads = 0,
     baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     again: Annotated[
@@ -204,10 +182,7 @@ def passes(
             cost=lambda loaded: Costs(report).of(path, "cpu", loaded, again=again),
             progress=progress,
         )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-    else:
-        _console().print(found.table())
+    _show(found, [found.table()], as_json)
 
 
 @app.command(cls=Command)
@@ -217,7 +192,7 @@ def texts(
     quantization: Quantization = "Q8_0",
     prompts: Prompts = None,
     counts: Annotated[str, typer.Option("--texts", help="Sequences at once: one number or several.")] = "1,2,4,8,16",
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.", callback=check)] = 96,
+    max_tokens: Annotated[int, at_least(2, "New tokens per sequence.")] = 96,
     threads: Threads = 0,
     llama_cpp: Annotated[
         Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
@@ -243,10 +218,7 @@ def texts(
         llama_server=server,
         progress=report,
     )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-        return
-    _console().print(found.table())
+    _show(found, [found.table()], as_json)
 
 
 @app.command(cls=Command)
@@ -305,9 +277,7 @@ def parts(
     limit: Limit = None,
     max_tokens: MaxTokens = 96,
     warm: Warm = 0,
-    costs: Annotated[
-        float, typer.Option(min=1, help="How many times cheaper a pass of the draft is than the target's.")
-    ] = 10,
+    costs: Annotated[float, at_least(1, "How many times cheaper a pass of the draft is than the target's.")] = 10,
 ) -> None:
     """Count what each part of drafting adds: tokens per step, passes of the draft, acceptance, and the speed over plain
     decoding that follows if passes have the costs T(n) = 1 + 0.012 (n - 1) of the target and (1 + 0.02 (n - 1)) / COSTS
@@ -368,6 +338,15 @@ def _console() -> Console:
     """A console for standard output, wide enough for the tables if that is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+
+
+def _show(found: Any, parts: Iterable[Any], as_json: bool, *, soft_wrap: bool = False) -> None:
+    """Print results: `parts` of them for people, or all as JSON."""
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    for part in parts:
+        _console().print(part, soft_wrap=soft_wrap)
 
 
 def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list[int]:

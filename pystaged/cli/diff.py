@@ -18,7 +18,7 @@ from rich.table import Table
 import pystaged
 from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
-from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, check, check_kv
+from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, at_least, check_kv
 from pystaged.cli.prompts import read_prompts
 from pystaged.platform.files import destination, whole_file
 from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
@@ -32,14 +32,9 @@ def diff(
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.", callback=check)] = 20,
+    limit: Annotated[int, at_least(1, "Maximum number of prompts.")] = 20,
     max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.",
-            callback=check,
-        ),
+        int, at_least(0, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.")
     ] = 64,
     kv: KeysAndValues = "f16",
     kv_b: Annotated[

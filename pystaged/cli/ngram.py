@@ -17,7 +17,7 @@ import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import errors, model_name, report
-from pystaged.cli.options import ModelArgument, ModelToo, Threads, either, usage
+from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
@@ -37,11 +37,11 @@ def build(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(
-            min=1,
+        at_least(
+            1,
+            "Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, larger "
+            "models proportionally fewer.",
             max=MOST_TOKENS,
-            help="Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, "
-            "larger models proportionally fewer.",
         ),
     ] = 1_000_000,
     temperature: Annotated[

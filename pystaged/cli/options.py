@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,14 +43,6 @@ def token_limit(tokens: int | None) -> int | None:
     from pystaged.options.config import NO_LIMIT  # noqa: PLC0415
 
     return NO_LIMIT if check(tokens) in (0, -1) else tokens
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextmanager
@@ -186,6 +177,11 @@ def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
         usual["rich_help_panel"] = "Model and drafts"
         usual["min"] = option.ge  # that of others is checked by their config
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
+
+
+def at_least(least: float, help: str, *names: str, **settings: Any) -> Any:
+    """An option for Typer that is a number; settings as in `spelled`."""
+    return typer.Option(*names, min=least, help=help, callback=check, **settings)
 
 
 LIMIT_HELP = "Maximum number of new tokens; 0 or -1 for as many as the context has room for"

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from pystaged.cli.console import errors, model_name, open_engine, report, size_words
-from pystaged.cli.options import MODEL_HELP, OF_LOADING, Given, Host, ModelToo, Think, check, is_loopback, takes, usage
+from pystaged.cli.console import model_name, open_engine, report, size_words, warn_of_strangers
+from pystaged.cli.options import MODEL_HELP, OF_LOADING, Given, Host, ModelToo, Think, at_least, check, takes, usage
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
@@ -56,9 +56,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
-    grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that sequences in progress may take when the server stops.")
-    ] = 30,
+    grace: Annotated[int, at_least(0, "Seconds that sequences in progress may take when the server stops.")] = 30,
     alias: Annotated[
         str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
     ] = None,
@@ -108,11 +106,8 @@ def serve(
     if given.get("reasoning_budget") == -1:
         del given["reasoning_budget"]
     with bound(host, port) as listener:
-        if not is_loopback(host) and not keys:
-            errors.print(
-                f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this server; --api-key "
-                "asks for a key"
-            )
+        if not keys:
+            warn_of_strangers(host, f"whoever reaches {host}:{port} can use this server; --api-key asks for a key")
         of_server = given.only(SERVER) | {"api_keys": keys, "allowed_hosts": [*given.get("allowed_hosts", []), host]}
         settings = Settings(
             alias or names.name_of(name) if is_one else "",
