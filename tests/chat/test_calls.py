@@ -264,19 +264,7 @@ def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
     assert json.loads(arguments) == {"extra": expected, "size": 2}
 
 
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [
-        ("'it's'", "it's"),
-        (r"'\d+'", r"\d+"),
-        ("'a\nb'", "a\nb"),
-        ("true", True),
-        ("null", None),
-        ("plain", "plain"),
-        ("'a]<|tool_call_end|>('", "a]<|tool_call_end|>("),
-        ("{a: 1}", {"a": 1}),
-    ],
-)
+@pytest.mark.parametrize(("written", "value"), table("nearly_python"))
 def test_values_that_are_nearly_python(written: str, value: Any) -> None:
     ((name, arguments, is_whole),) = split(f"<|tool_call_start|>[write(extra={written})]<|tool_call_end|>", form=LFM2)
     assert (name, is_whole, json.loads(arguments)) == ("write", True, {"extra": value})

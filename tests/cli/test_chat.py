@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.commands import assert_refused, here, run
+from support.paths import table
 
 import pystaged
 from pystaged.chat.messages import Message
@@ -257,28 +258,7 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
         made.take("/nonsense")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("/seed", "write /seed N"),
-        ("/seed abc", "seed must be an integer, not abc"),
-        ("/seed -5", "seed must be between"),
-        ("/set temperature", "write /set NAME VALUE"),
-        ("/set temprature 0.3", r"there is nothing called temprature; did you mean temperature\?"),
-        ("/set num_ctx 99", "num_ctx is fixed when a chat starts, by --n-ctx"),
-        ("/set stop x", "stop is fixed when a chat starts, by --stop"),
-        ("/set speculate off", "there is nothing called speculate; "),
-        ("/set verbose", "/set verbose: write /stats on"),
-        ("/set think high", "write /think on or /think off"),
-        ("/set zzz 0.3", "there is nothing called zzz; what can be set is temperature, "),
-        ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
-        ("/set top_p x", "top_p must be a number, not x"),
-        ("/set stop_loops maybe", "stop_loops must be on or off, not maybe"),
-        ("/set max_tokens -2", "max_tokens must be at least -1 and below"),
-        ("/show modelfile", "/show modelfile: pystaged info MODEL says"),
-        ("/exitt", r"there is no command /exitt; did you mean /exit\?"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), table("settings_refused"))
 def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
     made = session()
     before = dict(made.given)

@@ -455,20 +455,7 @@ def test_what_an_address_stands_for(address: str, name: str) -> None:
     assert hub_id(address) == name
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [
-        "",
-        "/someone",
-        "/datasets/someone/tiny",
-        "/spaces/someone",
-        "/someone/tiny/resolve/0123abcd/a.gguf",
-        "/someone/tiny/tree/dev",
-        "/someone/tiny/blob/main",
-        "/someone/tiny/commits/main",
-        "/someone/tiny/discussions/1",
-    ],
-)
+@pytest.mark.parametrize("rest", table("other_addresses"))
 def test_other_addresses_of_the_hub_are_refused(online: Hub, rest: str) -> None:
     with pytest.raises(ValueError, match=r"huggingface.co\S* is not the address of a model; give hf.co/OWNER/NAME,"):
         names.resolve(f"https://huggingface.co{rest}")
