@@ -236,33 +236,19 @@ class Answer(ABC):
         for part in parts:
             await self._sender.event(self.framed(part, self._so_far() if figures is None else figures))
 
-    def ours(self, result: GenerationResult) -> dict[str, Any]:
+    def ours(self, i: int, found: GenerationResult | Piece) -> dict[str, Any]:
         """Members of a choice for a request with "pystaged": true: its text in parts, each with the stage that proposed
-        it, and figures."""
+        it, and figures; of a piece also the last tree that was verified, root first."""
         if not self.request.pystaged:
             return {}
-        spans = StageSpans().split(result.text, result.pieces, result.stages)
-        stats = result.stats
-        found = {
-            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in spans],
-            "texts": stats.texts_per_pass,
-            "rows": stats.rows_per_pass,
-            "speedup": stats.speedup_estimate,
-        }
-        return {"token_ids": list(result.tokens), "pystaged": found}
-
-    def ours_of(self, i: int, piece: Piece) -> dict[str, Any]:
-        """The members of `ours` for a piece, and the last tree that was verified, root first."""
-        if not self.request.pystaged:
-            return {}
-        words = [self.sequences[i].token_bytes(token) for token in piece.tokens]
-        found = {
-            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
-            "tree": self._tree(piece),
-            "texts": float(self.state.gate.num_inside),
-            "speedup": self.sequences[i].stats.speedup_estimate,
-        }
-        return {"token_ids": list(piece.tokens), "pystaged": found}
+        text, stats = self.sequences[i], self.sequences[i].stats
+        spans = self._spans[i].split(found.text, map(text.token_bytes, found.tokens), found.stages)
+        told: dict[str, Any] = {"pieces": [(part, STAGE_NAMES[stage]) for part, stage in spans]}
+        if isinstance(found, Piece):
+            told |= {"tree": self._tree(found), "texts": float(self.state.gate.num_inside)}
+        else:
+            told |= {"texts": stats.texts_per_pass, "rows": stats.rows_per_pass}
+        return {"token_ids": list(found.tokens), "pystaged": told | {"speedup": stats.speedup_estimate}}
 
     def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)

@@ -144,8 +144,7 @@ def _can_think(state: State) -> bool:
 
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
-    refuse({"dimensions": request.dimensions}, {"dimensions": ()})
-    vectors, count = await embedded(state, completions.listed(request.input))
+    vectors, count = await embedded(state, request)
     return {
         "model": state.name,
         "embeddings": vectors.tolist(),
