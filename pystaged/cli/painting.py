@@ -18,7 +18,7 @@ from rich.tree import Tree
 
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
-from pystaged.cli.options import Color
+from pystaged.cli.options import Given
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.tree import Stage, TokenTree
@@ -36,9 +36,8 @@ _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether th
 def show(
     stream: Stream,
     tokenizer: Tokenizer,
-    color: Color,
+    given: Given,
     *,
-    show_tree: bool,
     keep: Callable[[Piece], object] = lambda _: None,
     wrap: bool = False,
 ) -> GenerationResult:
@@ -46,13 +45,13 @@ def show(
 
     Args:
         tokenizer: of the target.
-        show_tree: also draw each step's tree.
+        given: whether tokens are coloured, and whether each step's tree is drawn.
         keep: called with each piece that was written.
         wrap: break lines between words, in a terminal.
     """
-    console, paint = Console(highlight=False), color is Color.STAGES
+    console, paint = Console(highlight=False), given.paints
     view: Flowing | WithTree
-    if show_tree:
+    if given.get("show_tree"):
         view = WithTree(console, tokenizer, paint=paint)
     else:
         view = Flowing(console, tokenizer, paint=paint, wrap=wrap and _is_screen(console))
@@ -70,10 +69,10 @@ def show(
     return stream.result
 
 
-def summary(stats: GenerationStats, color: Color) -> Text:
+def summary(stats: GenerationStats, *, paint: bool) -> Text:
     """One line of statistics."""
     line = Text(str(stats), "dim")
-    if color is Color.STAGES:
+    if paint:
         for stage in shown_stages(stats):
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", STAGE_STYLES[stage])

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import model_name, open_engine, report, size_words, warn_of_strangers
-from pystaged.cli.options import MODEL_HELP, OF_LOADING, Given, Host, ModelToo, Think, at_least, check, takes, usage
+from pystaged.cli.options import MODEL_HELP, OF_LOADING, SHOWN, Given, Host, ModelToo, at_least, check, takes, usage
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
@@ -28,7 +28,9 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
 
 
 @takes(
-    SERVER | {name: TEXT[name] for name in ("max_tokens", "stop_loops")} | SAMPLING | OF_LOADING,
+    {"think": SHOWN["think"], **SERVER, "max_tokens": TEXT["max_tokens"], "stop_loops": TEXT["stop_loops"]}
+    | SAMPLING
+    | OF_LOADING,
     max_tokens={
         "help": "Default and maximum of a request's max_tokens, 0 or -1 for the context length; 2048 by default."
     },
@@ -60,7 +62,6 @@ def serve(
     alias: Annotated[
         str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
     ] = None,
-    think: Think = None,
     given: Given,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
 ) -> None:
@@ -112,7 +113,7 @@ def serve(
         settings = Settings(
             alias or names.name_of(name) if is_one else "",
             defaults=given.only([*SAMPLING, "stop_loops", "max_tokens"]),
-            think=think,
+            think=given.get("think"),
             log=report if log_requests else None,
             **of_server,
         )

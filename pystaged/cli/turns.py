@@ -19,7 +19,7 @@ from pystaged.chat.messages import marked_messages
 from pystaged.chat.turn import quoted
 from pystaged.cli.console import errors, open_engine, read_prompt, read_question, reading_bar, report, size_words, words
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import GRAMMARS, Color, Given, read_system, usage
+from pystaged.cli.options import GRAMMARS, Given, read_system, usage
 from pystaged.cli.painting import show, stats_table, summary, write_wrapped
 from pystaged.decoding.readers import Stream
 from pystaged.loading.names import SMOLLM2
@@ -90,20 +90,14 @@ class Chat:
         given: options of the command, which /set changes; max_tokens and stop_loops are among them, and 0 tokens means
             until the context is full; context_overflow, "drop" unless given, says whether the model no longer reads the
             oldest turns where the context is full.
-        color, show_tree: see generate.
         interrupts: already entered.
         stats: whether to show the speed after each turn.
-        system: the system message; think: whether models that can think do so.
     """
 
     engine: pystaged.Engine
     given: Given
-    color: Color
     interrupts: Interrupts
-    show_tree: bool = False
     stats: bool = False
-    system: str = ""
-    think: bool | None = None
 
     def __post_init__(self) -> None:
         self._num_dropped = 0  # messages that the model no longer reads
@@ -154,10 +148,7 @@ class Chat:
         )
         drops = self.given.get("context_overflow", "drop") == "drop"
         messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
-        return self.engine.stream_chat(messages, template_options=self._template_options(), **options)
-
-    def _template_options(self) -> dict[str, bool]:
-        return {} if self.think is None else {"enable_thinking": self.think}
+        return self.engine.stream_chat(messages, template_options=self.given.of_template(), **options)
 
     def _with_system(self, messages: _Messages) -> _Messages:
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
@@ -168,7 +159,7 @@ class Chat:
         most = n_ctx - min(max_tokens, n_ctx // 4)
         while True:
             messages = self._with_system(begun[first:])
-            tokens = self.engine.chat_format.encode(messages, template_options=self._template_options())
+            tokens = self.engine.chat_format.encode(messages, template_options=self.given.of_template())
             if len(tokens) <= most or first + _TURN >= len(begun):
                 break
             first += _TURN
@@ -197,7 +188,7 @@ class Chat:
 
     def _do_load(self, words: str) -> None:
         path = _file("/load", words)
-        self.system, messages = read_conversation(path, self.engine.tokenizer)
+        self.given["system"], messages = read_conversation(path, self.engine.tokenizer)
         states = [_State([])]
         for end in range(_TURN, len(messages) + 1, _TURN):
             states.append(_State(messages[:end], (states[-1], messages[end - _TURN]["content"])))
@@ -220,7 +211,7 @@ class Chat:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
             stream = self._stream([*self._so_far, _asks(said)], progress)
-            result = show(stream, self.engine.tokenizer, self.color, show_tree=self.show_tree, wrap=True)
+            result = show(stream, self.engine.tokenizer, self.given, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self.given.get("json_schema") is not None:
             result.json()
@@ -267,7 +258,7 @@ class Chat:
         try:
             with self.interrupts.allowed(), reading_bar() as progress:
                 stream = self._stream(begun, progress)
-                show(stream, self.engine.tokenizer, self.color, show_tree=self.show_tree, keep=take, wrap=True)
+                show(stream, self.engine.tokenizer, self.given, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
         except OSError as error:
@@ -276,6 +267,11 @@ class Chat:
         if stream:
             stream.close()
         return stream.result if stream else None, about
+
+    @property
+    def system(self) -> str:
+        """The system message, "" for none."""
+        return str(self.given.get("system", ""))
 
     @property
     def _so_far(self) -> _Messages:
@@ -288,14 +284,14 @@ class Chat:
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
-        return self.system, self.think, self.given | {"seed": 0}
+        return self.given | {"seed": 0}
 
     def _tell(
         self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"
     ) -> None:
         """Show the speed of a turn if requested, and why it was cut."""
         if self.stats:
-            errors.print(speed(result.stats, self.color))
+            errors.print(speed(result.stats, paint=self.given.paints))
         if result.finish_reason == "loop":
             report(LOOP_WORDS.format(allows_loops))
         if result.finish_reason != "length":
@@ -344,11 +340,11 @@ class Chat:
         elif self._last is None:
             raise ValueError("there is no answer yet")
         else:
-            errors.print(speed(self._last.stats, self.color).append(f"; seed {self._last.seed}"))
+            errors.print(speed(self._last.stats, paint=self.given.paints).append(f"; seed {self._last.seed}"))
             errors.print(stats_table(self._last.stats))
 
     def _do_color(self, words: str) -> None:
-        self.color = Color.STAGES if _switched("color", words) else Color.NONE
+        self.given["color"] = "stages" if _switched("color", words) else "none"
 
     def _do_seed(self, words: str) -> None:
         if not words:
@@ -366,12 +362,12 @@ class Chat:
         report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self.engine.n_ctx} tokens")
         if self.system:
             report(f"system message: {self.system}")
-        if self.think is not None:
-            report(f"think {'on' if self.think else 'off'}")
+        if "think" in self.given:
+            report(f"think {'on' if self.given['think'] else 'off'}")
 
     def _do_system(self, words: str) -> None:
         if words:
-            self.system = "" if words == '""' else read_system(words)
+            self.given["system"] = "" if words == '""' else read_system(words)
             report("the system message is set" if self.system else "there is no system message any more")
         elif self.system:
             typer.echo(self.system)
@@ -381,7 +377,7 @@ class Chat:
     def _do_think(self, words: str) -> None:
         if words in _SWITCH and "enable_thinking" not in self.engine.chat_format.variables():
             raise ValueError("this model's chat template cannot switch thinking on or off")
-        self.think = _switched("think", words)
+        self.given["think"] = _switched("think", words)
 
     def _do_set(self, words: str) -> None:
         words = words.removeprefix("parameter ")  # as in Ollama
@@ -458,9 +454,9 @@ def _file(command: str, words: str) -> Path:
     return expanded(words)
 
 
-def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
+def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
     """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
-    line = summary(stats, color)
+    line = summary(stats, paint=paint)
     line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
     return line
 
@@ -470,12 +466,8 @@ def converse(
     question: str | None,
     given: Given,
     resume: Path | None,
-    color: Color,
-    system: str,
     *,
-    think: bool | None,
     stats: bool,
-    show_tree: bool,
 ) -> None:
     """Answer one question, or run what is typed in a terminal; see `chat`."""
     model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
@@ -493,9 +485,9 @@ def converse(
             raise ValueError("nothing is asked: the question is empty")
         # Raises for options that cannot be used; the stream is not read.
         engine.stream(" ", **cast(TextOptions, given.only([*GRAMMARS, *SAMPLING]) | {"min_tokens": 0}))
-        session = Chat(engine, given, color, interrupts, show_tree, stats, system, think)
+        session = Chat(engine, given, interrupts, stats)
         if resume is not None:
-            if system:
+            if given["system"]:
                 raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
             session._do_load(str(resume))
         if question is None:

@@ -22,7 +22,7 @@ import pystaged
 from pystaged.chat.messages import Message
 from pystaged.cli import turns
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import Color, Given
+from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat, read_conversation
 from pystaged.platform.ctrl_c import Interrupts
 
@@ -41,7 +41,7 @@ def engine() -> Iterator[pystaged.Engine]:
 def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
     with Interrupts() as interrupts:
         yield lambda max_tokens=6, **options: Chat(
-            engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), Color.NONE, interrupts
+            engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), interrupts
         )
 
 
@@ -210,8 +210,8 @@ def test_a_full_context_loses_the_oldest_turns(capsys: pytest.CaptureFixture[str
         answer = engine.stream_chat
         engine.stream_chat = lambda messages, **options: given.append(messages) or answer(messages, **options)
         overflow = "drop" if drops else "stop"
-        options = Given(PLAIN | {"max_tokens": 6, "stop_loops": False, "context_overflow": overflow})
-        made = Chat(engine, options, Color.NONE, interrupts, system="Go on.")
+        options = {"max_tokens": 6, "stop_loops": False, "context_overflow": overflow, "system": "Go on."}
+        made = Chat(engine, Given(PLAIN | options), interrupts)
         questions = [f"{number}: {'x ' * 12}" for number in range(4)]
         if not drops:
             made.take(questions[0])

@@ -13,7 +13,7 @@ import pytest
 import pystaged
 from pystaged import Engine
 from pystaged.cli import turns
-from pystaged.cli.options import Color, Given
+from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat
 from pystaged.decoding.readers import Stream
 from pystaged.platform import ctrl_c
@@ -66,7 +66,7 @@ def interrupts() -> Iterator[Interrupts]:
 
 @pytest.fixture
 def made(engine: Engine, interrupts: Interrupts) -> Chat:
-    return Chat(engine, Given(GIVEN), Color.NONE, interrupts, stats=True)
+    return Chat(engine, Given(GIVEN), interrupts, stats=True)
 
 
 def text_of(made: Chat, capsys: pytest.CaptureFixture[str]) -> str:
@@ -167,12 +167,13 @@ def test_the_handler_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         honest(self, number, frame)
 
     monkeypatch.setattr(Interrupts, "_press", disturbed)
-    with Interrupts() as outer, Interrupts() as entered:
-        with pytest.raises(KeyboardInterrupt), entered.allowed():
-            press()
-        burst()
-    assert outer._waiting  # what waits at the end is passed on
-    outer._waiting = False
+    with Interrupts() as outer:
+        with Interrupts() as entered:
+            with pytest.raises(KeyboardInterrupt), entered.allowed():
+                press()
+            burst()
+        assert outer._waiting  # what waits at the end is passed on
+        outer._waiting = False
 
 
 def test_a_drawing_is_finished(interrupts: Interrupts) -> None:
