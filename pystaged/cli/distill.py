@@ -13,7 +13,7 @@ from pystaged.cli.console import model_name, progress_bars, report
 from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
-from pystaged.platform.files import alone, destination, part_file
+from pystaged.platform.files import alone, destination, writable
 from pystaged.platform.process import orderly_end
 
 _TYPES = ("q8_0", "q4_0", "f16", "f32")
@@ -71,14 +71,10 @@ def distill(
     from pystaged.distill.job import Job  # noqa: PLC0415  needs torch
 
     path = names.resolve(model_name(name))
-    if out is None:
-        DISTILLED.path(path).parent.mkdir(parents=True, exist_ok=True)
-    target = destination(out or DISTILLED.path(path))
+    target = writable(out, DISTILLED.path(path))
     for read in filter(None, (path, prompts)):
         if target == read.resolve():
             raise typer.BadParameter(f"--out {out} would replace {read}, which is read; name another file")
-    with part_file(target):
-        pass  # fails now, not after the work, if no file can be made there
     work = folder or work_folder(path)
     work.mkdir(parents=True, exist_ok=True)
     with alone(work), orderly_end(), progress_bars() as progress:

@@ -22,7 +22,7 @@ from pystaged.drafting.corpus import check_sampling, sample_answers, sample_docu
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
-from pystaged.platform.files import destination, part_file
+from pystaged.platform.files import writable
 
 app = typer.Typer(cls=Group, help="Build tables of n-grams to draft from.", no_args_is_help=True)
 
@@ -65,11 +65,7 @@ def build(
     if out is None and name in names.PACKAGED:
         raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
     path = names.resolve(model_name(name))
-    if out is None:
-        table_path(path).parent.mkdir(parents=True, exist_ok=True)
-    target = destination(out or table_path(path))
-    with part_file(target):
-        pass  # fails now, not after the work, if no file can be made there
+    target = writable(out, table_path(path))
     tokenizer = _core.Tokenizer(os.fsencode(path))
     before = _counted(target, tokenizer.fingerprint)
     if before >= 2 * tokens:

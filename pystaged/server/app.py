@@ -77,12 +77,9 @@ def application(models: Models) -> Starlette:
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(server.computed, answer, request_of(answer)), methods=["POST"])
-            for path, answer in _COMPUTED.items()
-        ),
-        *(
-            Route(path, partial(server.written, begin, request_of(begin)), methods=["POST"])
-            for path, begin in _WRITTEN.items()
+            Route(path, partial(endpoint, answer, request_of(answer)), methods=["POST"])
+            for answers, endpoint in ((_COMPUTED, server.computed), (_WRITTEN, server.written))
+            for path, answer in answers.items()
         ),
         Route("/", about.page(), methods=["GET"]),
         Route("/metrics", server.metrics),
