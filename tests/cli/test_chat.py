@@ -422,24 +422,7 @@ def test_save_and_load(
     assert engine.tokenizer.fingerprint == kept["vocabulary"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"system": "", "messages": 3}',
-        '{"system": 1, "messages": []}',
-        '{"system": "", "messages": [1, 2]}',
-        '{"system": "", "messages": [{"role": "user", "content": "a"}]}',
-        '{"system": "", "messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]}',
-        "[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("text", [*table("no_conversations"), "[" * 100_000])
 def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., Chat]) -> None:
     file = tmp_path / "talk.json"
     file.write_text(text, "utf-8")
