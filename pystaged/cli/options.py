@@ -185,9 +185,10 @@ def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
     elif name in SAMPLING:
         usual["rich_help_panel"] = "Penalties and other rules"
         usual["show_default"] = str(option.default) if option.default else False
-    elif name in LOADING:
+    elif name not in TEXT:  # that of others is checked by their config
+        usual["min"] = option.ge
+    if name in LOADING:
         usual["rich_help_panel"] = "Model and drafts"
-        usual["min"] = option.ge  # that of others is checked by their config
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
@@ -244,9 +245,10 @@ class Given(dict[str, Any]):
         return {name: self[name] for name in names if name in self}
 
 
-def takes(
-    options: Mapping[str, Option], **changed: Mapping[str, Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Adapts = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def takes(options: Mapping[str, Option], **changed: Mapping[str, Any]) -> Adapts:
     """Replace a command's parameter `given`, a Given, by options.
 
     Args:
@@ -290,7 +292,7 @@ def _parameter(name: str, option: Option, **settings: Any) -> inspect.Parameter:
     is_list = isinstance(option.default, tuple) or name == "logit_bias"
     usual = None if is_list or name in TEXT or name in SAMPLING else option.default
     default = settings.pop("default", usual)
-    kind = list[str] if is_list else Path if name == "ngrams" else option.plain
+    kind = list[str] if is_list else Path if name in ("ngrams", "prompts") else option.plain
     kind = kind | None if default is None else kind
     hint: Any = Annotated[kind, spelled(name, option, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
