@@ -21,28 +21,35 @@ from pystaged.bench.suite import Outcome, Suite
 from pystaged.loading import drafts
 from pystaged.loading.metadata import reads_target
 from pystaged.loading.tables import find_table
+from pystaged.options.table import declared, declared_in
 
 _TREE_ROOM = 64  # positions for the last draft tree
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What to measure; for each field see the option of `pystaged bench`.
+    """What to measure, the options of `pystaged bench`."""
 
-    warm: number of the file's prompts that are continued first, unmeasured, to fill the recycled candidates.
-    """
-
-    model: str = "bundled"
-    draft: str | Path | None = "auto"
-    quantization: str = "Q8_0"
-    prompts: Path | None = None
-    limit: int | None = None
-    max_tokens: int = 128
-    minutes: float = 20.0
-    threads: int = 0
-    baselines: str = "all"
-    llama_cpp: Sequence[Path] = ()
-    warm: int = 0
+    # fmt: off
+    model: str = declared("bundled", flags=("--model", "-m"), help=
+        "GGUF file, 'bundled', 'smollm2', or made once: 'grown-smollm2' has SmolLM2's output at the cost of a billion "
+        "weights; 'pair' is the same, drafted by SmolLM2 with noise of 0.08 ('pair:0.15': of 0.15); 'random' (GPT-2 "
+        "Large) and 'llama1b' have random weights.")
+    draft: str | Path | None = declared("auto", "Path of a draft, 'bundled', 'auto', or 'none' for n-grams alone.")
+    quantization: str = declared("Q8_0", "Type of a model to make.", flags=("--type",))
+    prompts: Path | None = declared(None, help=
+        "HumanEval's file, Spec-Bench's question.jsonl, or a file like them; else the packaged ones.")
+    limit: int | None = declared(None, "Maximum number of prompts, taken evenly from all categories.", ge=1)
+    max_tokens: int = declared(128, "New tokens per prompt, unless its text ends.", ge=2)
+    minutes: float = declared(20.0, "Minutes for all prompts; no prompt begins later.", ge=0)
+    num_threads: int = 0
+    baselines: str = declared("all", help=
+        "Other engines to compare with: 'all', 'none', or beginnings of names, like ik,llama.cpp.")
+    llama_cpp: Sequence[Path] = declared((), help=
+        "Folder of a llama.cpp or ik_llama.cpp build to measure, too; may be repeated.")
+    warm: int = declared(0, ge=0, help=
+        "Draft with recycled candidates from this many other prompts of the file; 0 for none.")
+    # fmt: on
 
     def run(self, progress: Callable[[str, float, float], None]) -> Report:
         """Measure until everything is done, the time is over, or Ctrl-C.
@@ -65,10 +72,10 @@ class Benchmark:
         longest = max(len(prompt.tokens) for prompt in [*found_prompts, *misleading])
         setup, kernel = self._setup(path, draft, longest)
         remembered = {"warm": [prompt.tokens.tolist() for prompt in warm], "max_tokens": self.max_tokens}
-        chosen_methods = methods.ours(setup | remembered | {"threads": self.threads})
+        chosen_methods = methods.ours(setup | remembered | {"threads": self.num_threads})
         chosen_methods += methods.baselines(setup, self.llama_cpp, self.baselines)
         progress("passes of the target", 0.0, 0.0)
-        times = passes.measure(path, repeats=5, num_threads=self.threads, baseline=False)
+        times = passes.measure(path, repeats=5, num_threads=self.num_threads, baseline=False)
         outcome = Suite(chosen_methods, chosen, misleading, self.max_tokens, 60 * self.minutes, progress).run()
         progress("agreement of the draft", outcome.seconds, 0.0)
         agreement = self._agreement(path, draft, chosen, outcome)
@@ -106,14 +113,14 @@ class Benchmark:
         if draft is None or reads_target(draft) or not outcome.complete:
             return ""
         substitutes = drafts.substitutes(*(Tokenizer(os.fsencode(each)) for each in (path, draft)))
-        model = Model(str(draft), os.environ.get("PYSTAGED_KERNEL", ""), self.threads)
+        model = Model(str(draft), os.environ.get("PYSTAGED_KERNEL", ""), self.num_threads)
         share = pairs.agreement(model, texts, substitutes)
         return f"its first choice is the target's for {share:.0%} of plain greedy tokens" if share is not None else ""
 
     def _setup(self, path: Path, draft: Path | None, longest: int) -> tuple[Setup, str]:
         """The setup for all methods, and the kernel's name."""
         kernel = os.environ.get("PYSTAGED_KERNEL", "")
-        target = Model(str(path), kernel, self.threads)
+        target = Model(str(path), kernel, self.num_threads)
         if longest + self.max_tokens > target.max_context:
             raise ValueError(
                 f"the longest prompt has {longest} tokens; with {self.max_tokens} more that is beyond the model's "
@@ -126,3 +133,6 @@ class Benchmark:
             "n_ctx": min(target.max_context, longest + self.max_tokens + _TREE_ROOM),
         }
         return setup, target.kernel
+
+
+BENCH = declared_in(Benchmark)

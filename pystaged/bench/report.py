@@ -22,15 +22,7 @@ _STAGED = "staged"
 def _figure(field: str, form: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         value = getattr(row, field)
-        return "-" if value is None else format(value, form)
-
-    return cell
-
-
-def _interval(field: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        found = getattr(row, field)
-        return "{:.2f}-{:.2f}".format(*found) if found else "-"
+        return "-" if value is None else form.format(*value if isinstance(value, tuple) else [value])
 
     return cell
 
@@ -41,17 +33,17 @@ def _megabytes(row: Row) -> str:
 
 # Cell and meaning by heading, the most important first: a narrow terminal shows only the first columns.
 _COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
-    "tokens/s": (_figure("tokens_per_second", ".1f"), "new tokens per second of decoding, without prefill"),
-    "x plain": (_figure("speedup", ".2f"), "speed-up over plain decoding on the same prompts, by total tokens/s"),
-    "95 %": (_interval("interval"), "its 95 % confidence interval, by the bootstrap over prompts"),
-    "least": (_figure("least", ".2f"), "smallest speed-up of a single prompt"),
-    "per step": (_figure("tokens_per_step", ".2f"), "tokens per pass of the target"),
+    "tokens/s": (_figure("tokens_per_second", "{:.1f}"), "new tokens per second of decoding, without prefill"),
+    "x plain": (_figure("speedup", "{:.2f}"), "speed-up over plain decoding on the same prompts, by total tokens/s"),
+    "95 %": (_figure("interval", "{:.2f}-{:.2f}"), "its 95 % confidence interval, by the bootstrap over prompts"),
+    "least": (_figure("least", "{:.2f}"), "smallest speed-up of a single prompt"),
+    "per step": (_figure("tokens_per_step", "{:.2f}"), "tokens per pass of the target"),
     "x best baseline": (
-        _figure("over_best_baseline", ".2f"),
+        _figure("over_best_baseline", "{:.2f}"),
         "speed-up over the fastest baseline, on prompts that both had",
     ),
-    "its 95 %": (_interval("over_best_baseline_interval"), "95 % confidence interval of that"),
-    "first ms": (_figure("first_token_ms", ".0f"), "median time to the first token"),
+    "its 95 %": (_figure("over_best_baseline_interval", "{:.2f}-{:.2f}"), "95 % confidence interval of that"),
+    "first ms": (_figure("first_token_ms", "{:.0f}"), "median time to the first token"),
     "MB": (_megabytes, "peak memory of a process with this method only"),
     "prompts": (lambda row: str(row.prompts or "-"), "number of prompts"),
 }

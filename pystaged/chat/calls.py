@@ -209,16 +209,7 @@ def _named_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
     """Forms with the name before the JSON of the arguments: Mistral's newer one, name[ARGS]{...}, and Functionary's,
     <function=name>{...}</function>."""
     head = yield from _head(source, _FUNCTION_HEAD if "<function=" in form.begins else _MISTRAL_HEAD, form, schemas)
-    if head is None:
-        return (yield from _json_call(source, form, schemas))
-    source.take(head.end())
-    yield "call", head[1]
-    if (yield from _json_value(source)):
-        yield "end", ""
-        yield from source.space()
-        if (yield from source.starts(form.end)):
-            source.take(len(form.end))
-    return True
+    return (yield from _with_json(source, form, head) if head else _json_call(source, form, schemas))
 
 
 _HARMONY_HEAD = _pattern(r"([\w.-]{1,128})(?: <\|channel\|>\w+)?(?: <\|constrain\|>| )\w* <\|message\|> (?=\{)")
@@ -227,15 +218,17 @@ _HARMONY_HEAD = _pattern(r"([\w.-]{1,128})(?: <\|channel\|>\w+)?(?: <\|constrain
 def _harmony_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     """gpt-oss's form: a message to a function, whose text is JSON."""
     head = yield from _head(source, _HARMONY_HEAD, form, schemas)
-    if head is None:
-        return False
+    return bool(head and (yield from _with_json(source, form, head)))
+
+
+def _with_json(source: Source, form: CallForm, head: re.Match[str]) -> Parser[bool]:
+    """A head, the JSON of the arguments, and the mark that ends the call."""
     source.take(head.end())
     yield "call", head[1]
     if (yield from _json_value(source)):
         yield "end", ""
         yield from source.space()
-        if (yield from source.starts(form.end)):
-            source.take(len(form.end))
+        yield from source.takes(form.end)
     return True
 
 
@@ -273,8 +266,7 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
             pass
         source.text = source.text if value_begins else source.text.removeprefix("\n")
         ends = value_ends
-        if is_quoted and (yield from source.starts(_CDATA)):
-            source.take(len(_CDATA))
+        if is_quoted and (yield from source.takes(_CDATA)):
             ends = (f"]]>{form.member_end}", form.member_end)
         yield "arguments", f"{separator}{_dumped(key)}: "
         separator = ", "
@@ -294,8 +286,7 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     yield "end", ""
     if mark == closes != form.end:
         yield from source.space()
-        if (yield from source.starts(form.end)):
-            source.take(len(form.end))
+        yield from source.takes(form.end)
     return True
 
 
@@ -362,8 +353,7 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
     yield "call", head[1]
     depth, word, key, schema = 0, "", "", Schema(schemas.get(head[1]) or {})
     while depth or not word:
-        if (yield from source.starts(form.quote)):
-            source.take(len(form.quote))
+        if (yield from source.takes(form.quote)):
             yield "arguments", '"'
             if not (yield from source.until((form.quote,), "arguments", lambda part: _dumped(part)[1:-1], then=",}]:")):
                 return True
@@ -385,8 +375,7 @@ def _gemma_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool
             word = _dumped(word) if found["is_key"] else _value(word, schema if depth == 1 else None, key)
         yield "arguments", word
     yield "end", ""
-    if (yield from source.starts(form.end)):
-        source.take(len(form.end))
+    yield from source.takes(form.end)
     return True
 
 

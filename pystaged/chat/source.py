@@ -55,6 +55,13 @@ class Source:
                 return False
         return True
 
+    def takes(self, mark: str) -> Parser[bool]:
+        """Read a mark if it comes next; returns whether it did."""
+        if not (yield from self.starts(mark)):
+            return False
+        self.take(len(mark))
+        return True
+
     def until(
         self,
         marks: Sequence[str],

@@ -38,6 +38,8 @@ _COMMANDS = {
 class _Commands(Group):
     """Lists commands without importing them."""
 
+    hint = ' To ask a model, write: pystaged chat MODEL "QUESTION"'
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name, line in _COMMANDS.items():
@@ -71,12 +73,7 @@ class _Commands(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the arguments name."""
-        try:
-            name, listed, rest = super().resolve_command(ctx, args)
-        except UsageError as error:
-            if error.message == f"No such command {args[0]!r}.":
-                error.message += ' To ask a model, write: pystaged chat MODEL "QUESTION"'
-            raise
+        name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and _command(listed.name or ""), rest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,35 +14,28 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
 
 from pystaged._core import Session
 from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
-from pystaged.bench.benchmark import Benchmark
+from pystaged.bench.benchmark import BENCH, Benchmark
 from pystaged.bench.prompts import choose
-from pystaged.cli.command import Command, UsageError
+from pystaged.cli.command import Command, Group
 from pystaged.cli.console import draft_name, errors, progress_bars, report
-from pystaged.cli.options import DEFAULT_MODEL, Json, Threads, check, usage
+from pystaged.cli.options import DEFAULT_MODEL, Adapts, Given, Json, at_least, check, takes, usage
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import Costs
 from pystaged.loading.factory import ContextFactory
+from pystaged.options.table import LOADING
 from pystaged.stats import DrafterStats
 
 
-class _Parts(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's."""
-        try:
-            return super().resolve_command(ctx, args)
-        except UsageError as error:
-            if error.message == f"No such command {args[0]!r}.":
-                error.message += " Name a model with --model"
-            raise
+class _Parts(Group):
+    hint = " Name a model with --model"
 
 
 app = typer.Typer(cls=_Parts)
@@ -50,64 +44,23 @@ _WIDE = 160  # characters, if the output is not a terminal
 _MOST_TEXTS = 1024  # sequences at once
 _SEEDS = 2  # of each sampling that `lossless` checks
 
-ModelName = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="GGUF file, 'bundled', 'smollm2', or made once: 'grown-smollm2' has SmolLM2's output at the cost of "
-        "a billion weights; 'pair' is the same, drafted by SmolLM2 with noise of 0.08 ('pair:0.15': of 0.15); 'random' "
-        "(GPT-2 Large) and 'llama1b' have random weights.",
-        callback=lambda name: name or names.default_model(report),
-        show_default=DEFAULT_MODEL,
-    ),
-]
-DraftName = Annotated[
-    str, typer.Option("--draft", help="Path of a draft, 'bundled', 'auto', or 'none' for n-grams alone.")
-]
-Quantization = Annotated[str, typer.Option("--type", help="Type of a model to make.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help="HumanEval's file, Spec-Bench's question.jsonl, or a file like them; else the packaged ones."),
-]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.", callback=check)
-]
-Warm = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Draft with recycled candidates from this many other prompts of the file; 0 for none.",
-        callback=check,
-    ),
-]
-MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.", callback=check)]
+
+def _takes(*options: str, tokens: str = "New tokens per prompt.", least: int = 1, default: int = 96) -> Adapts:
+    """Replace a command's parameter `given` by options of Benchmark, and the number of threads.
+
+    Args:
+        tokens, least, default: help, bound and default of max_tokens.
+    """
+    model = {"default": "", "callback": lambda name: name or names.default_model(report), "show_default": DEFAULT_MODEL}
+    limit = {"help": tokens, "min": least, "default": default, "callback": check}
+    return takes({name: (LOADING | BENCH)[name] for name in options}, model=model, max_tokens=limit)
 
 
 @app.callback(invoke_without_command=True)
+@_takes(*BENCH, "num_threads", tokens=BENCH["max_tokens"].help, least=2, default=128)
 def bench(
     context: typer.Context,
-    model: ModelName = "",
-    draft: DraftName = "auto",
-    quantization: Quantization = "Q8_0",
-    prompts: Prompts = None,
-    limit: Limit = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="New tokens per prompt, unless its text ends.", callback=check)
-    ] = 128,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Minutes for all prompts; no prompt begins later.", callback=check)
-    ] = 20,
-    threads: Threads = 0,
-    baselines: Annotated[
-        str,
-        typer.Option(help="Other engines to compare with: 'all', 'none', or beginnings of names, like ik,llama.cpp."),
-    ] = "all",
-    llama_cpp: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of a llama.cpp or ik_llama.cpp build to measure, too; may be repeated."),
-    ] = None,
-    warm: Warm = 0,
+    given: Given,
     out: Annotated[Path | None, typer.Option(help="Folder for report.md and report.json.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -121,28 +74,17 @@ def bench(
     Example: pystaged bench --model pair --llama-cpp ~/llama.cpp/build/bin --out report
     """
     if context.invoked_subcommand:
-        given = [context.get_parameter_source(name) for name in context.params]
-        if any(source and source.name == "COMMANDLINE" for source in given):
+        sources = [context.get_parameter_source(name) for name in context.params]
+        if any(source and source.name == "COMMANDLINE" for source in sources):
             raise typer.BadParameter(f"write the options of {context.invoked_subcommand} after its name")
         return
-    _check_type(model, quantization)
-    found_draft = draft_name(draft)
-    setup = {"draft": models.find_draft(model, found_draft, report)}
+    given["llama_cpp"] = [*map(Path, given.get("llama_cpp", []))]
+    given |= {"draft": draft_name(given["draft"]), "quantization": given["quantization"].upper()}
+    benchmark = Benchmark(**given)
+    _check_type(given)
+    setup = {"draft": models.find_draft(benchmark.model, benchmark.draft, report)}
     with usage():
-        methods.baselines(setup, llama_cpp or [], baselines)
-    benchmark = Benchmark(
-        model=model,
-        draft=found_draft,
-        quantization=quantization.upper(),
-        prompts=prompts,
-        limit=limit,
-        max_tokens=max_tokens,
-        minutes=minutes,
-        threads=threads,
-        baselines=baselines,
-        llama_cpp=llama_cpp or [],
-        warm=warm,
-    )
+        methods.baselines(setup, benchmark.llama_cpp, benchmark.baselines)
     if out:
         # Fails now, not after the measurements.
         out.mkdir(parents=True, exist_ok=True)
@@ -157,26 +99,21 @@ def bench(
         found = benchmark.run(progress)
     if out:
         report(f"{', '.join(found.write(out))} are in {out}")
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-    else:
-        console = _console()
-        for part in found.terminal(console.width):
-            console.print(part, soft_wrap=not console.is_terminal)
+    console = _console()
+    _show(found, found.terminal(console.width), as_json, soft_wrap=not console.is_terminal)
     if not found.outcome.complete:
         report("stopped early: these are the results until then")
         raise typer.Exit(130)
 
 
 @app.command(cls=Command)
+@_takes("model", "quantization", "num_threads")
 def passes(
-    model: ModelName = "",
-    quantization: Quantization = "Q8_0",
+    given: Given,
     context: Annotated[
         str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed passes per row count and context.", callback=check)] = 11,
-    threads: Threads = 0,
+    repeats: Annotated[int, at_least(1, "Timed passes per row count and context.")] = 11,
     baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
     again: Annotated[
         bool, typer.Option("--again", help="Measure the costs anew with which drafting reckons, and keep them.")
@@ -191,7 +128,7 @@ def passes(
     Example: pystaged bench passes --model llama1b --type Q4_K_M --context 256,4096,16384
     """
     contexts = _numbers("--context", context, 0) if context is not None else []
-    path = _model_file(model, quantization)
+    path = _model_file(given)
     theirs = ", then llama.cpp's with repacked and with plain weights" if baseline else ""
     report(f"timing passes of {path.name} over 1 to {curve.ROWS[-1]} rows, {repeats} times{theirs}")
     with progress_bars() as progress:
@@ -199,26 +136,21 @@ def passes(
             path,
             contexts=contexts,
             repeats=repeats,
-            num_threads=threads,
+            num_threads=given["num_threads"],
             baseline=baseline,
             cost=lambda loaded: Costs(report).of(path, "cpu", loaded, again=again),
             progress=progress,
         )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-    else:
-        _console().print(found.table())
+    _show(found, [found.table()], as_json)
 
 
 @app.command(cls=Command)
+@_takes(
+    "model", "draft", "quantization", "prompts", "max_tokens", "num_threads", tokens="New tokens per text.", least=2
+)
 def texts(
-    model: ModelName = "",
-    draft: DraftName = "auto",
-    quantization: Quantization = "Q8_0",
-    prompts: Prompts = None,
+    given: Given,
     counts: Annotated[str, typer.Option("--texts", help="Sequences at once: one number or several.")] = "1,2,4,8,16",
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.", callback=check)] = 96,
-    threads: Threads = 0,
     llama_cpp: Annotated[
         Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
     ] = None,
@@ -231,40 +163,31 @@ def texts(
     """
     numbers = _numbers("--texts", counts, 1, _MOST_TEXTS)
     server = methods.find_server(llama_cpp) if llama_cpp else None
-    path = _model_file(model, quantization)
-    _, chosen = choose(path, prompts, max(numbers))
+    path = _model_file(given)
+    _, chosen = choose(path, given.get("prompts"), max(numbers))
     found = texts_bench.measure(
         path,
-        models.find_draft(model, draft_name(draft), report),
+        models.find_draft(given["model"], draft_name(given["draft"]), report),
         [prompt.tokens for prompt in chosen],
         numbers,
-        max_tokens=max_tokens,
-        threads=threads,
+        max_tokens=given["max_tokens"],
+        threads=given["num_threads"],
         llama_server=server,
         progress=report,
     )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-        return
-    _console().print(found.table())
+    _show(found, [found.table()], as_json)
 
 
 @app.command(cls=Command)
-def lossless(
-    model: ModelName = "",
-    draft: DraftName = "auto",
-    quantization: Quantization = "Q8_0",
-    prompts: Prompts = None,
-    limit: Limit = None,
-    max_tokens: MaxTokens = 96,
-) -> None:
+@_takes("model", "draft", "quantization", "prompts", "limit", "max_tokens")
+def lossless(given: Given) -> None:
     """Check that each way of drafting gives plain decoding's output. Exits with status 1 if one does not.
 
     Example: pystaged bench lossless --limit 10
 
     Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
     """
-    bundle, texts = _open(model, draft, quantization, prompts, limit)
+    (bundle, texts), max_tokens = _open(given, given.get("limit")), given["max_tokens"]
     bundle.check_exact()
     session = Session(bundle.target)
     ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
@@ -297,17 +220,10 @@ def lossless(
 
 
 @app.command(cls=Command)
+@_takes("model", "draft", "quantization", "prompts", "limit", "max_tokens", "warm")
 def parts(
-    model: ModelName = "",
-    draft: DraftName = "auto",
-    quantization: Quantization = "Q8_0",
-    prompts: Prompts = None,
-    limit: Limit = None,
-    max_tokens: MaxTokens = 96,
-    warm: Warm = 0,
-    costs: Annotated[
-        float, typer.Option(min=1, help="How many times cheaper a pass of the draft is than the target's.")
-    ] = 10,
+    given: Given,
+    costs: Annotated[float, at_least(1, "How many times cheaper a pass of the draft is than the target's.")] = 10,
 ) -> None:
     """Count what each part of drafting adds: tokens per step, passes of the draft, acceptance, and the speed over plain
     decoding that follows if passes have the costs T(n) = 1 + 0.012 (n - 1) of the target and (1 + 0.02 (n - 1)) / COSTS
@@ -320,7 +236,8 @@ def parts(
 
     Example: pystaged bench parts --model smollm2 --prompts question.jsonl --limit 36 --warm 50
     """
-    bundle, texts = _open(model, draft, quantization, prompts, limit and limit + warm)
+    warm, limit, max_tokens = given["warm"], given.get("limit"), given["max_tokens"]
+    bundle, texts = _open(given, limit and limit + warm)
     earlier, texts = texts[:warm], texts[warm:]
     if not texts:
         raise typer.BadParameter(f"--warm {warm} leaves no prompts to measure; choose fewer")
@@ -344,30 +261,38 @@ def parts(
     _console().print(table)
 
 
-def _open(
-    model: str, draft: str, quantization: str, prompts: Path | None, limit: int | None
-) -> tuple[Bundle, list[NDArray[np.int32]]]:
-    """A target with its draft, and the prompts' tokens."""
-    path = _model_file(model, quantization)
-    bundle = Bundle(path, draft=models.find_draft(model, draft_name(draft), report), report=report, recycle=False)
-    return bundle, [prompt.tokens for prompt in choose(path, prompts, limit)[1]]
+def _open(given: Given, limit: int | None) -> tuple[Bundle, list[NDArray[np.int32]]]:
+    """A target with its draft, and the tokens of at most so many prompts."""
+    path = _model_file(given)
+    draft = models.find_draft(given["model"], draft_name(given["draft"]), report)
+    bundle = Bundle(path, draft=draft, report=report, recycle=False)
+    return bundle, [prompt.tokens for prompt in choose(path, given.get("prompts"), limit)[1]]
 
 
-def _model_file(model: str, quantization: str) -> Path:
+def _model_file(given: Given) -> Path:
     """The file of a model, made first if necessary."""
-    _check_type(model, quantization)
-    return models.find(model, quantization.upper(), report)
+    _check_type(given)
+    return models.find(given["model"], given["quantization"].upper(), report)
 
 
-def _check_type(model: str, quantization: str) -> None:
+def _check_type(given: Given) -> None:
     with usage():
-        models.check_type(model, quantization.upper())
+        models.check_type(given["model"], given["quantization"].upper())
 
 
 def _console() -> Console:
     """A console for standard output, wide enough for the tables if that is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+
+
+def _show(found: Any, parts: Iterable[Any], as_json: bool, *, soft_wrap: bool = False) -> None:
+    """Print results: `parts` of them for people, or all as JSON."""
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    for part in parts:
+        _console().print(part, soft_wrap=soft_wrap)
 
 
 def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,30 +12,26 @@ from pystaged.cli.options import (
     GRAMMARS,
     LIMIT_HELP,
     OF_LOADING,
-    Color,
-    Colors,
+    SHOWN,
     Given,
     ModelArgument,
     ModelToo,
-    ShowTree,
-    System,
-    Think,
     either,
+    one_of,
     takes,
 )
-from pystaged.options.table import SAMPLING, TEXT
+from pystaged.options.table import SAMPLING, TEXT, Option
 from pystaged.platform.files import expanded
 
-
-class Overflow(str, Enum):
-    """What happens in a full context."""
-
-    DROP = "drop"
-    STOP = "stop"
+_OVERFLOW = Option("drop", "In a full context: forget the oldest turns, or stop the conversation.", type=str)
 
 
 @takes(
-    {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *GRAMMARS)} | SAMPLING | OF_LOADING,
+    SHOWN
+    | {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *GRAMMARS)}
+    | SAMPLING
+    | {"context_overflow": _OVERFLOW, **OF_LOADING},
+    context_overflow={"metavar": "drop|stop", "callback": one_of("drop", "stop")},
     max_tokens={"help": f"{LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
 )
 def chat(
@@ -55,13 +50,7 @@ def chat(
             metavar="FILE", help="Continue a conversation saved with /save; with --prompt-cache it is not read again."
         ),
     ] = None,
-    system: System = "",
-    think: Think = None,
     given: Given,
-    context_overflow: Annotated[
-        Overflow,
-        typer.Option(metavar="drop|stop", help="In a full context: forget the oldest turns, or stop the conversation."),
-    ] = Overflow.DROP,
     stats: Annotated[
         bool,
         typer.Option(
@@ -70,8 +59,6 @@ def chat(
             help="Show after each answer its speed, and how much faster than plain decoding it was.",
         ),
     ] = False,
-    color: Colors = Color.NONE,
-    show_tree: ShowTree = False,
 ) -> None:
     """Chat with a model, using its chat template. The model stays loaded; each turn evaluates new tokens only.
 
@@ -91,9 +78,6 @@ def chat(
     alone = model if named is None and question is None else None
     if alone and re.search(r"[ ?!]|^-$", alone) and not expanded(alone).exists():
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
-    given["context_overflow"] = context_overflow.value
     from pystaged.cli.turns import converse  # noqa: PLC0415  help must not wait for what a run imports
 
-    converse(
-        either(model, named), question, given, resume, color, system, think=think, stats=stats, show_tree=show_tree
-    )
+    converse(either(model, named), question, given, resume, stats=stats)

@@ -120,7 +120,12 @@ def _content(path: str) -> str:
 
 
 class Group(TyperGroup):
-    """Commands that may also be called by other programs' names."""
+    """Commands that may also be called by other programs' names.
+
+    hint: added to the error about a command that there is not.
+    """
+
+    hint = ""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """As click's."""
@@ -139,7 +144,12 @@ class Group(TyperGroup):
         if isinstance(ours, str):
             ctx.fail(f"{words}: {ours}")
         if ours is None:
-            return super().resolve_command(ctx, args)
+            try:
+                return super().resolve_command(ctx, args)
+            except UsageError as error:
+                if error.message == f"No such command {args[0]!r}.":
+                    error.message += self.hint
+                raise
         if ctx.parent and list(ours[:-1]) == ctx.command_path.split()[1:]:
             return super().resolve_command(ctx, [ours[-1], *args[1:]])
         root = ctx.find_root()

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,6 +49,14 @@ def print_table(table: Table) -> None:
 def report(line: str) -> None:
     """Print a message on standard error."""
     errors.print(line, style="dim", markup=False)
+
+
+def warn_of_strangers(host: str, words: str) -> None:
+    """Print a warning on standard error if others than this machine reach an address."""
+    with suppress(ValueError):
+        if host == "localhost" or ip_address(host).is_loopback:
+            return
+    errors.print(f"[bold yellow]warning:[/bold yellow] {words}")
 
 
 def words(error: Exception) -> str:

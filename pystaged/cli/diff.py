@@ -18,11 +18,12 @@ from rich.table import Table
 import pystaged
 from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
-from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, check, check_kv
+from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, at_least, one_of
 from pystaged.cli.prompts import read_prompts
 from pystaged.platform.files import destination, whole_file
 from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
 
+_KINDS = one_of("", "f16", "q8_0")
 _Row = tuple[str, ...]
 
 
@@ -32,19 +33,12 @@ def diff(
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.", callback=check)] = 20,
+    limit: Annotated[int, at_least(1, "Maximum number of prompts.")] = 20,
     max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.",
-            callback=check,
-        ),
+        int, at_least(0, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.")
     ] = 64,
     kv: KeysAndValues = "f16",
-    kv_b: Annotated[
-        str, typer.Option("--kv-b", help="Type of B's KV cache; by default that of A's, --kv.", callback=check_kv)
-    ] = "",
+    kv_b: Annotated[str, typer.Option(help="Type of B's KV cache; by default that of A's.", callback=_KINDS)] = "",
     n_ctx: ContextLength = 0,
     out: Annotated[
         Path | None, typer.Option(help="Also write a page in Markdown, with the prompts, to this file.")

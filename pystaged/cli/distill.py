@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from pystaged.cli.console import model_name, progress_bars, report
-from pystaged.cli.options import ModelArgument, ModelToo, Threads, either
+from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
-from pystaged.platform.files import alone, destination, part_file
+from pystaged.platform.files import alone, destination, writable
 from pystaged.platform.process import orderly_end
 
 _TYPES = ("q8_0", "q4_0", "f16", "f32")
@@ -30,11 +30,9 @@ def distill(
             "default questions that the model generates, and questions about texts on this machine."
         ),
     ] = None,
-    hours: Annotated[
-        float, typer.Option(min=0.01, help="Total time in hours; sets the defaults of --tokens and --epochs.")
-    ] = 8.0,
-    tokens: Annotated[int | None, typer.Option(min=1000, help="Tokens of answers to write.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers in training.")] = None,
+    hours: Annotated[float, at_least(0.01, "Total time in hours; sets the defaults of --tokens and --epochs.")] = 8.0,
+    tokens: Annotated[int | None, at_least(1000, "Tokens of answers to write.")] = None,
+    epochs: Annotated[int | None, at_least(1, "Passes over the answers in training.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="GGUF file to write; by default in the cache, where --draft auto finds it.")
     ] = None,
@@ -45,11 +43,10 @@ def distill(
         str, typer.Option("--type", help=f"Quantization of the draft: {', '.join(_TYPES)}.")
     ] = "q8_0",
     block: Annotated[
-        int | None, typer.Option(min=2, max=16, help="Tokens that the draft guesses in one pass.", show_default="8")
+        int | None, at_least(2, "Tokens that the draft guesses in one pass.", max=16, show_default="8")
     ] = None,
     rows: Annotated[
-        int | None,
-        typer.Option(min=256, help="Size of the draft's vocabulary: the most common tokens.", show_default="16384"),
+        int | None, at_least(256, "Size of the draft's vocabulary: the most common tokens.", show_default="16384")
     ] = None,
     device: Annotated[
         str, typer.Option(help="Where torch trains: auto (a GPU if it has one), cpu, cuda or mps.")
@@ -74,14 +71,10 @@ def distill(
     from pystaged.distill.job import Job  # noqa: PLC0415  needs torch
 
     path = names.resolve(model_name(name))
-    if out is None:
-        DISTILLED.path(path).parent.mkdir(parents=True, exist_ok=True)
-    target = destination(out or DISTILLED.path(path))
+    target = writable(out, DISTILLED.path(path))
     for read in filter(None, (path, prompts)):
         if target == read.resolve():
             raise typer.BadParameter(f"--out {out} would replace {read}, which is read; name another file")
-    with part_file(target):
-        pass  # fails now, not after the work, if no file can be made there
     work = folder or work_folder(path)
     work.mkdir(parents=True, exist_ok=True)
     with alone(work), orderly_end(), progress_bars() as progress:

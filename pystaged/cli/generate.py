@@ -11,21 +11,18 @@ from pystaged.cli.options import (
     LIMIT_HELP,
     OF_LOADING,
     OF_TEXTS,
-    Color,
-    Colors,
+    SHOWN,
     Given,
     Json,
     ModelName,
-    ShowTree,
-    System,
-    Think,
+    at_least,
     takes,
 )
 from pystaged.options.table import SAMPLING, TEXT
 
 
 @takes(
-    OF_TEXTS | SAMPLING | OF_LOADING,
+    SHOWN | OF_TEXTS | SAMPLING | OF_LOADING,
     max_tokens={"help": f"{LIMIT_HELP}; 128 unless given, 2048 with --chat."},
     speculate={"default": True},
     logprobs={"help": f"With --json. {TEXT['logprobs'].help}"},
@@ -41,8 +38,7 @@ def generate(
         ),
     ] = None,
     n: Annotated[
-        int | None,
-        typer.Option("--n", min=1, help="Number of texts per prompt, with consecutive seeds (-n is --max-tokens)."),
+        int | None, at_least(1, "Number of texts per prompt, with consecutive seeds (-n is --max-tokens).", "--n")
     ] = None,
     model: ModelName = None,
     chat: Annotated[
@@ -51,8 +47,6 @@ def generate(
             "--chat", help="Answer the prompt, after what is piped in, as a question, with the model's chat template."
         ),
     ] = False,
-    system: System = "",
-    think: Think = None,
     suffix: Annotated[
         str,
         typer.Option(
@@ -60,8 +54,6 @@ def generate(
         ),
     ] = "",
     given: Given,
-    color: Colors = Color.NONE,
-    show_tree: ShowTree = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show statistics of each stage.")] = False,
     as_json: Json = False,
     receipt: Annotated[
@@ -94,13 +86,13 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give a prompt, - for standard input, or --prompts with a file of them")
     several = prompts is not None or n is not None
-    if several and (color is not Color.NONE or show_tree):
+    if several and (given.paints or given["show_tree"]):
         raise typer.BadParameter("--color and --show-tree show one text, not several")
     if several and receipt:
         raise typer.BadParameter(
             "--receipt saves one text, not several; in Python each result has a receipt: result.receipt"
         )
-    if not chat and (system or think is not None):
+    if not chat and (given["system"] or "think" in given):
         raise typer.BadParameter("--system and --think are for --chat")
     if chat and suffix:
         raise typer.BadParameter("--suffix is for prompts that are continued, not for --chat")
@@ -110,4 +102,4 @@ def generate(
         raise typer.BadParameter("--receipt names a file; standard output has the text")
     from pystaged.cli.texts import write  # noqa: PLC0415  help must not wait for what a run imports
 
-    write(given, model, prompt, prompts, n, system, think, suffix, receipt, color, show_tree, verbose, as_json, chat)
+    write(given, model, prompt, prompts, n, suffix, receipt, verbose, as_json, chat)

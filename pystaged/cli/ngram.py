@@ -17,12 +17,12 @@ import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import errors, model_name, report
-from pystaged.cli.options import ModelArgument, ModelToo, Threads, either, usage
+from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
-from pystaged.platform.files import destination, part_file
+from pystaged.platform.files import writable
 
 app = typer.Typer(cls=Group, help="Build tables of n-grams to draft from.", no_args_is_help=True)
 
@@ -37,11 +37,11 @@ def build(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(
-            min=1,
+        at_least(
+            1,
+            "Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, larger "
+            "models proportionally fewer.",
             max=MOST_TOKENS,
-            help="Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, "
-            "larger models proportionally fewer.",
         ),
     ] = 1_000_000,
     temperature: Annotated[
@@ -65,11 +65,7 @@ def build(
     if out is None and name in names.PACKAGED:
         raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
     path = names.resolve(model_name(name))
-    if out is None:
-        table_path(path).parent.mkdir(parents=True, exist_ok=True)
-    target = destination(out or table_path(path))
-    with part_file(target):
-        pass  # fails now, not after the work, if no file can be made there
+    target = writable(out, table_path(path))
     tokenizer = _core.Tokenizer(os.fsencode(path))
     before = _counted(target, tokenizer.fingerprint)
     if before >= 2 * tokens:

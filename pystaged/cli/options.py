@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,14 +44,6 @@ def token_limit(tokens: int | None) -> int | None:
     return NO_LIMIT if check(tokens) in (0, -1) else tokens
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 @contextmanager
 def usage() -> Iterator[None]:
     """Turn errors about options into usage errors."""
@@ -80,11 +70,15 @@ def check_type(name: str | None) -> str | None:
         return quantize.check_type(name) if name else name
 
 
-def check_kv(value: str) -> str:
-    """Refuse an unknown type of KV cache; "" stands for none."""
-    if value not in ("", "f16", "q8_0"):
-        raise typer.BadParameter(f"must be f16 or q8_0, not {value}")
-    return value
+def one_of(*values: str) -> Callable[[str], str]:
+    """A callback that refuses other values; "" among them stands for none."""
+
+    def check(value: str) -> str:
+        if value not in values:
+            raise typer.BadParameter(f"must be {' or '.join(filter(None, values))}, not {value}")
+        return value
+
+    return check
 
 
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
@@ -126,13 +120,6 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path} is not UTF-8") from None
 
 
-class Color(str, Enum):
-    """What generated text is coloured by."""
-
-    NONE = "none"
-    STAGES = "stages"
-
-
 def models_like(incomplete: str) -> list[str]:
     """For completion: the models here and usual names of others, GGUF files and folders that begin like a word."""
     from pystaged.loading import cache, names  # noqa: PLC0415
@@ -149,7 +136,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "json_schema": {"metavar": "FILE|JSON"},
     "grammar": {"metavar": "FILE|GRAMMAR"},
     "draft": {"metavar": "MODEL", "autocompletion": models_like},
-    "kv": {"callback": check_kv},
+    "kv": {"callback": one_of("f16", "q8_0")},
     "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
     "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
@@ -157,6 +144,22 @@ _TYPER: dict[str, dict[str, Any]] = {
     "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
     "max_tokens": {"min": -1, "callback": token_limit},
     "stop_loops": {"show_default": "on for answers"},
+    "system": {"metavar": "TEXT|@FILE", "callback": read_system},
+    "color": {"metavar": "none|stages", "callback": one_of("none", "stages")},
+}
+# Options of commands that write texts, besides those of pystaged.options.table.
+SHOWN = {
+    "system": Option("", "System message: how the model should answer.", type=str),
+    "think": Option(
+        None,
+        "Whether a model that can think does so first; by default its template decides.",
+        flags=("--think/--no-think",),
+        type=bool | None,
+    ),
+    "color": Option("none", "Colour tokens by the stage that proposed them, in terminals.", type=str),
+    "show_tree": Option(
+        False, "Draw each draft tree, with its accepted path bright.", flags=("--show-tree",), type=bool
+    ),
 }
 _MORE = {
     "dry_sequence_breakers": " May be repeated; 'none' for no strings.",
@@ -182,10 +185,16 @@ def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
     elif name in SAMPLING:
         usual["rich_help_panel"] = "Penalties and other rules"
         usual["show_default"] = str(option.default) if option.default else False
-    elif name in LOADING:
+    elif name not in TEXT:  # that of others is checked by their config
+        usual["min"] = option.ge
+    if name in LOADING:
         usual["rich_help_panel"] = "Model and drafts"
-        usual["min"] = option.ge  # that of others is checked by their config
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
+
+
+def at_least(least: float, help: str, *names: str, **settings: Any) -> Any:
+    """An option for Typer that is a number; settings as in `spelled`."""
+    return typer.Option(*names, min=least, help=help, callback=check, **settings)
 
 
 LIMIT_HELP = "Maximum number of new tokens; 0 or -1 for as many as the context has room for"
@@ -210,28 +219,16 @@ Threads = Annotated[int, spelled("num_threads")]
 KeysAndValues = Annotated[str, spelled("kv")]
 ContextLength = Annotated[int, spelled("n_ctx")]
 KvMemory = Annotated[int | None, spelled("kv_memory")]
-Colors = Annotated[
-    Color,
-    typer.Option("--color", metavar="none|stages", help="Colour tokens by the stage that proposed them, in terminals."),
-]
-ShowTree = Annotated[bool, typer.Option("--show-tree", help="Draw each draft tree, with its accepted path bright.")]
-System = Annotated[
-    str,
-    typer.Option(
-        "--system", metavar="TEXT|@FILE", callback=read_system, help="System message: how the model should answer."
-    ),
-]
-Think = Annotated[
-    bool | None,
-    typer.Option(
-        "--think/--no-think", help="Whether a model that can think does so first; by default its template decides."
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 class Given(dict[str, Any]):
-    """Options of pystaged.options.table that a command was given, by name, as the engine takes them."""
+    """Options of pystaged.options.table and SHOWN that a command was given, by name, as the engine takes them."""
+
+    @property
+    def paints(self) -> bool:
+        """Whether tokens are coloured by stage."""
+        return self.get("color") == "stages"
 
     def sampling(self, engine: Engine) -> SamplingConfig:
         """The sampling of an answer: as the model's makers recommend where nothing is given. Raises ValueError."""
@@ -239,14 +236,19 @@ class Given(dict[str, Any]):
 
         return SamplingConfig(**engine.recommended_sampling | {"seed": None} | self.only(SAMPLING))
 
+    def of_template(self) -> dict[str, bool]:
+        """Options of the chat template."""
+        return {"enable_thinking": self["think"]} if "think" in self else {}
+
     def only(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of these names."""
         return {name: self[name] for name in names if name in self}
 
 
-def takes(
-    options: Mapping[str, Option], **changed: Mapping[str, Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Adapts = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def takes(options: Mapping[str, Option], **changed: Mapping[str, Any]) -> Adapts:
     """Replace a command's parameter `given`, a Given, by options.
 
     Args:
@@ -290,7 +292,7 @@ def _parameter(name: str, option: Option, **settings: Any) -> inspect.Parameter:
     is_list = isinstance(option.default, tuple) or name == "logit_bias"
     usual = None if is_list or name in TEXT or name in SAMPLING else option.default
     default = settings.pop("default", usual)
-    kind = list[str] if is_list else Path if name == "ngrams" else option.plain
+    kind = list[str] if is_list else Path if name in ("ngrams", "prompts") else option.plain
     kind = kind | None if default is None else kind
     hint: Any = Annotated[kind, spelled(name, option, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)

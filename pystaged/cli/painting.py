@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
-from types import TracebackType
 
 import typer
 from rich.cells import cell_len
@@ -18,11 +18,11 @@ from rich.tree import Tree
 
 from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
-from pystaged.cli.options import Color
+from pystaged.cli.options import Given
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.tree import Stage, TokenTree
-from pystaged.platform.ctrl_c import uninterrupted
+from pystaged.platform.ctrl_c import Interrupts
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
 
@@ -36,9 +36,8 @@ _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether th
 def show(
     stream: Stream,
     tokenizer: Tokenizer,
-    color: Color,
+    given: Given,
     *,
-    show_tree: bool,
     keep: Callable[[Piece], object] = lambda _: None,
     wrap: bool = False,
 ) -> GenerationResult:
@@ -46,22 +45,21 @@ def show(
 
     Args:
         tokenizer: of the target.
-        show_tree: also draw each step's tree.
+        given: whether tokens are coloured, and whether each step's tree is drawn.
         keep: called with each piece that was written.
         wrap: break lines between words, in a terminal.
     """
-    console, paint = Console(highlight=False), color is Color.STAGES
-    view: Flowing | WithTree
-    if show_tree:
-        view = WithTree(console, tokenizer, paint=paint)
+    console, paint = Console(highlight=False), given.paints
+    if given.get("show_tree"):
+        view = _with_trees(console, tokenizer, paint=paint)
     else:
-        view = Flowing(console, tokenizer, paint=paint, wrap=wrap and _is_screen(console))
+        view = _flowing(console, tokenizer, paint=paint, wrap=wrap and _is_screen(console))
     try:
-        with stream, view:
+        with stream, view as write:
             for piece in stream:
                 # Otherwise half a drawing could stay on the screen.
-                with uninterrupted():
-                    view.show(piece)
+                with Interrupts():
+                    write(piece)
                     keep(piece)
     except KeyboardInterrupt:
         typer.echo()
@@ -70,10 +68,10 @@ def show(
     return stream.result
 
 
-def summary(stats: GenerationStats, color: Color) -> Text:
+def summary(stats: GenerationStats, *, paint: bool) -> Text:
     """One line of statistics."""
     line = Text(str(stats), "dim")
-    if color is Color.STAGES:
+    if paint:
         for stage in shown_stages(stats):
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", STAGE_STYLES[stage])
@@ -112,8 +110,9 @@ def _is_screen(console: Console) -> bool:
     return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
-class Flowing:
-    """Writes pieces as they come.
+@contextmanager
+def _flowing(console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool) -> Iterator[Callable[[Piece], None]]:
+    """A function that writes pieces as they come.
 
     Args:
         console: of standard output.
@@ -121,36 +120,28 @@ class Flowing:
         paint: whether to colour each token by the stage that proposed it.
         wrap: whether to break lines between words; the last word is then held until it ends.
     """
+    spans, lines = StageSpans(), Wrap(lambda: console.width)
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool) -> None:
-        self._console = console
-        self._tokenizer = tokenizer
-        self._spans = StageSpans() if paint else None
-        self._wrap = Wrap(lambda: console.width) if wrap else None
-
-    def __enter__(self) -> Flowing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._wrap:
-            self._write(self._wrap.rest())
-
-    def show(self, piece: Piece) -> None:
-        """Write a piece."""
-        found: Iterator[tuple[str, Style | None]] = iter([(piece.text, None)])
-        if self._spans:
-            spans = _spans(self._spans, piece, self._tokenizer)
-            found = ((text, STAGE_STYLES[stage]) for text, stage in spans)
-        for text, style in found:
-            self._write(self._wrap.feed(text, style) if self._wrap else [(text, style)])
-
-    def _write(self, spans: Iterable[tuple[str, Style | None]]) -> None:
-        for text, style in spans:
+    def write(parts: Iterable[tuple[str, Style | None]]) -> None:
+        for text, style in parts:
             if style is None:
                 sys.stdout.write(text)
             else:
-                self._console.out(text, style=style, end="", highlight=False)
+                console.out(text, style=style, end="", highlight=False)
         sys.stdout.flush()
+
+    def show(piece: Piece) -> None:
+        found: Iterable[tuple[str, Style | None]] = [(piece.text, None)]
+        if paint:
+            found = ((text, STAGE_STYLES[stage]) for text, stage in _spans(spans, piece, tokenizer))
+        for text, style in found:
+            write(lines.feed(text, style) if wrap else [(text, style)])
+
+    try:
+        yield show
+    finally:
+        if wrap:
+            write(lines.rest())
 
 
 class Wrap:
@@ -204,53 +195,36 @@ def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[str, S
         yield "".join(character for character, _ in found), style
 
 
-class WithTree:
-    """Writes the text, and each verified tree with its accepted path bright.
+@contextmanager
+def _with_trees(console: Console, tokenizer: Tokenizer, *, paint: bool) -> Iterator[Callable[[Piece], None]]:
+    """A function that writes pieces, and each verified tree with its accepted path bright.
 
     In a terminal the end of the text stays below the trees, and the whole text follows the last one. Elsewhere trees go
-    to standard error, so that standard output has only the text.
-
-    Args:
-        console: of standard output.
-        tokenizer: of the target.
-        paint: whether to colour the text by stage, too.
+    to standard error, so that standard output has only the text. Arguments as in _flowing.
     """
+    spans, whole = StageSpans(), Text()
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, *, paint: bool) -> None:
-        self._console = console
-        self._tokenizer = tokenizer
-        self._paint = paint
-        self._spans = StageSpans()
-        self._text = Text()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if _is_screen(console) else None
+    def write(piece: Piece) -> None:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        errors.print(draw_tree(piece.tree, piece.path, tokenizer))
 
-    def __enter__(self) -> WithTree:
-        if self._live:
-            self._live.start()
-        return self
+    def show(piece: Piece) -> None:
+        for text, stage in _spans(spans, piece, tokenizer):
+            whole.append(text, STAGE_STYLES[stage] if paint else None)
+        lines = whole.split("\n", allow_blank=True)[-_TEXT_LINES:]
+        live.update(Text("\n").join(lines)[-_TEXT_LINES * console.width :])
+        console.print(draw_tree(piece.tree, piece.path, tokenizer))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._live:
-            # Also after Ctrl-C, to restore the cursor and to write the whole text.
-            self._live.stop()
-            self._console.print(self._text, end="", soft_wrap=True)
-            self._console.file.flush()
-
-    def show(self, piece: Piece) -> None:
-        """Write a piece and its tree."""
-        tree = draw_tree(piece.tree, piece.path, self._tokenizer)
-        if self._live is None:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-            errors.print(tree)
-            return
-        for text, stage in _spans(self._spans, piece, self._tokenizer):
-            self._text.append(text, STAGE_STYLES[stage] if self._paint else None)
-        lines = self._text.split("\n", allow_blank=True)[-_TEXT_LINES:]
-        self._live.update(Text("\n").join(lines)[-_TEXT_LINES * self._console.width :])
-        self._console.print(tree)
+    if not _is_screen(console):
+        yield write
+        return
+    try:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield show
+    finally:  # also after Ctrl-C
+        console.print(whole, end="", soft_wrap=True)
+        console.file.flush()
 
 
 def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tuple[str, Stage]]:

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from pystaged import _core
-from pystaged.cli.console import errors
-from pystaged.cli.options import Host, Threads, check_device, is_loopback
+from pystaged.cli.console import warn_of_strangers
+from pystaged.cli.options import Host, Threads, at_least, check_device
 
 
 def rpc_server(
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 50052,
+    port: Annotated[int, at_least(1, "Port to listen on.", max=65535)] = 50052,
     device: Annotated[
         str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device)
     ] = "ggml-cpu",
@@ -24,11 +24,11 @@ def rpc_server(
 
     Example: pystaged rpc-server --host 127.0.0.1 --port 50052
     """
-    if not is_loopback(host):
-        errors.print(
-            f"[bold yellow]warning:[/bold yellow] anyone who reaches {host}:{port} can use this machine: the protocol "
-            "has neither passwords nor encryption. Listen only on a network you trust."
-        )
+    warn_of_strangers(
+        host,
+        f"anyone who reaches {host}:{port} can use this machine: the protocol has neither passwords nor encryption. "
+        "Listen only on a network you trust.",
+    )
     # The server waits in C++, where Python cannot handle Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _core.serve_devices(f"{host}:{port}", device, threads or _core.choose_cores().few)

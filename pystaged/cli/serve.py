@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from pystaged.cli.console import errors, model_name, open_engine, report, size_words
-from pystaged.cli.options import MODEL_HELP, OF_LOADING, Given, Host, ModelToo, Think, check, is_loopback, takes, usage
+from pystaged.cli.console import model_name, open_engine, report, size_words, warn_of_strangers
+from pystaged.cli.options import MODEL_HELP, OF_LOADING, SHOWN, Given, Host, ModelToo, at_least, check, takes, usage
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
@@ -28,7 +28,9 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
 
 
 @takes(
-    SERVER | {name: TEXT[name] for name in ("max_tokens", "stop_loops")} | SAMPLING | OF_LOADING,
+    {"think": SHOWN["think"], **SERVER, "max_tokens": TEXT["max_tokens"], "stop_loops": TEXT["stop_loops"]}
+    | SAMPLING
+    | OF_LOADING,
     max_tokens={
         "help": "Default and maximum of a request's max_tokens, 0 or -1 for the context length; 2048 by default."
     },
@@ -56,13 +58,10 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
-    grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that sequences in progress may take when the server stops.")
-    ] = 30,
+    grace: Annotated[int, at_least(0, "Seconds that sequences in progress may take when the server stops.")] = 30,
     alias: Annotated[
         str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
     ] = None,
-    think: Think = None,
     given: Given,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
 ) -> None:
@@ -108,16 +107,13 @@ def serve(
     if given.get("reasoning_budget") == -1:
         del given["reasoning_budget"]
     with bound(host, port) as listener:
-        if not is_loopback(host) and not keys:
-            errors.print(
-                f"[bold yellow]warning:[/bold yellow] whoever reaches {host}:{port} can use this server; --api-key "
-                "asks for a key"
-            )
+        if not keys:
+            warn_of_strangers(host, f"whoever reaches {host}:{port} can use this server; --api-key asks for a key")
         of_server = given.only(SERVER) | {"api_keys": keys, "allowed_hosts": [*given.get("allowed_hosts", []), host]}
         settings = Settings(
             alias or names.name_of(name) if is_one else "",
             defaults=given.only([*SAMPLING, "stop_loops", "max_tokens"]),
-            think=think,
+            think=given.get("think"),
             log=report if log_requests else None,
             **of_server,
         )
@@ -135,7 +131,7 @@ def serve(
                     stack.callback(served.close)
                     words = f"models, loaded when they are asked for, {size_words(free)} of them at once: "
                     app, greet = application(served), partial(report, words + ", ".join(files))
-            ctrl_c.is_handled()  # by the server, and by what comes after it
+            ctrl_c.let_tidy_up(1)  # it is handled by the server, and by what comes after it
             serve(
                 app,
                 listener,

@@ -16,7 +16,7 @@ import typer
 import pystaged
 from pystaged.chat.format import begin
 from pystaged.cli.console import counter, errors, open_engine, read_prompt, read_question, reading_bar, report
-from pystaged.cli.options import Color, Given, usage
+from pystaged.cli.options import Given, usage
 from pystaged.cli.painting import show, stats_table, summary
 from pystaged.cli.prompts import Asked, read_prompts
 from pystaged.decoding.readers import Stream, pieces
@@ -25,7 +25,7 @@ from pystaged.loading.names import default_model
 from pystaged.options.config import GenerationConfig
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
 from pystaged.options.table import SAMPLING, TEXT
-from pystaged.platform.ctrl_c import uninterrupted
+from pystaged.platform.ctrl_c import Interrupts
 from pystaged.platform.files import destination
 from pystaged.result import GenerationResult, TokenLogprob
 from pystaged.sampling.text import Prompt
@@ -37,12 +37,8 @@ def write(
     prompt: str | None,
     prompts: Path | None,
     n: int | None,
-    system: str,
-    think: bool | None,
     suffix: str,
     receipt: Path | None,
-    color: Color,
-    show_tree: bool,
     verbose: bool,
     as_json: bool,
     chat: bool,
@@ -76,7 +72,7 @@ def write(
         def text_of(each: Asked) -> Prompt:
             if suffix:
                 return engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens)
-            return _question(engine, each, system, think) if chat else each.prompt
+            return _question(engine, each, given) if chat else each.prompt
 
         if prompts is not None or n is not None:
             sequences = _sequences(engine, asked, text_of, config)
@@ -89,7 +85,7 @@ def write(
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
             else:
-                show(stream, engine.tokenizer, color, show_tree=show_tree, wrap=chat)
+                show(stream, engine.tokenizer, given, wrap=chat)
         result = stream.result
         if receipt:
             result.receipt.save(receipt)
@@ -98,7 +94,7 @@ def write(
     if as_json:
         _check_json(given, [result])
         return
-    errors.print(summary(result.stats, color))
+    errors.print(summary(result.stats, paint=given.paints))
     if result.finish_reason == "loop":
         report(LOOP_WORDS.format("--no-stop-loops"))
     elif chat and "max_tokens" not in given and result.finish_reason == "length":
@@ -118,15 +114,14 @@ def _check_json(given: Given, results: list[GenerationResult]) -> None:
         result.json()
 
 
-def _question(engine: pystaged.Engine, asked: Asked, system: str, think: bool | None) -> Prompt:
+def _question(engine: pystaged.Engine, asked: Asked, given: Given) -> Prompt:
     """A question as a prompt, by the model's chat template."""
     messages = asked.messages or [{"role": "user", "content": asked.prompt}]
-    if system:
+    if system := given["system"]:
         if messages[0].get("role") == "system":
             raise ValueError("the messages have a system message, too; leave --system out")
         messages = [{"role": "system", "content": system}, *messages]
-    options = {} if think is None else {"enable_thinking": think}
-    return engine.chat_format.encode(messages, template_options=options, continues=True)
+    return engine.chat_format.encode(messages, template_options=given.of_template(), continues=True)
 
 
 def _sequences(
@@ -253,7 +248,7 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
 
     def write(number: int) -> None:
         nonlocal num_written
-        with uninterrupted():  # completely, and once
+        with Interrupts():  # completely, and once
             hide()
             typer.echo(shown(number, done.pop(number)))
             sys.stdout.flush()

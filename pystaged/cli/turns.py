@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from pystaged.chat.messages import marked_messages
 from pystaged.chat.turn import quoted
 from pystaged.cli.console import errors, open_engine, read_prompt, read_question, reading_bar, report, size_words, words
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import GRAMMARS, Color, Given, read_system, usage
+from pystaged.cli.options import GRAMMARS, Given, read_system, usage
 from pystaged.cli.painting import show, stats_table, summary, write_wrapped
 from pystaged.decoding.readers import Stream
 from pystaged.loading.names import SMOLLM2
@@ -54,7 +55,7 @@ class _State(NamedTuple):
 
 _SWITCH = {"on": True, "off": False}
 _LEAVING = ("exit", "quit", "bye")
-_COMMANDS_TO_LEAVE = [f"/{word}" for word in _LEAVING]
+_ALSO = {"/?": "/help", "/new": "/clear"}
 _MOST_BYTES = 64 << 20  # of a saved conversation
 _TURN = 2  # messages of a turn
 
@@ -80,61 +81,30 @@ with /. Ctrl-C ends the model's turn and keeps what it wrote.
 /bye               leave, as does Ctrl-D'''
 
 
+@dataclass(eq=False)
 class Chat:
-    """A conversation as messages.
+    """A conversation as messages; a method `_do_NAME` is the command /NAME.
 
     Args:
         engine: an open one, which stays open.
         given: options of the command, which /set changes; max_tokens and stop_loops are among them, and 0 tokens means
             until the context is full; context_overflow, "drop" unless given, says whether the model no longer reads the
             oldest turns where the context is full.
-        color, show_tree: see generate.
         interrupts: already entered.
         stats: whether to show the speed after each turn.
-        system: the system message; think: whether models that can think do so.
     """
 
-    def __init__(
-        self,
-        engine: pystaged.Engine,
-        given: Given,
-        color: Color,
-        interrupts: Interrupts,
-        show_tree: bool = False,
-        stats: bool = False,
-        system: str = "",
-        think: bool | None = None,
-    ) -> None:
-        self._engine = engine
-        self._given = given
-        self._color = color
-        self._interrupts = interrupts
-        self._show_tree = show_tree
-        self._shows_stats = stats
-        self._system = system
-        self._template_options = {} if think is None else {"enable_thinking": think}
+    engine: pystaged.Engine
+    given: Given
+    interrupts: Interrupts
+    stats: bool = False
+
+    def __post_init__(self) -> None:
         self._num_dropped = 0  # messages that the model no longer reads
         self._files = set[Path]()  # that /save may replace
         self._states = [_State([])]  # /undo returns to the last but one
         self._last: GenerationResult | None = None  # the result of the last turn
         self._made_with: object = None  # the settings that it was made with
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: errors.print(_HELP, style="dim", markup=False),
-            "/clear": lambda _: self._clear(),
-            "/undo": lambda _: self._undo(),
-            "/retry": lambda _: self._retry(),
-            "/text": lambda _: write_wrapped(self._text()),
-            "/seed": self._seed,
-            "/set": self._set,
-            "/show": lambda words: self._set_system("") if words == "system" else self._show(words),
-            "/save": self._save,
-            "/load": lambda words: self.resume(_file("/load", words)),
-            "/stats": self._stats,
-            "/color": self._paint,
-            "/system": self._set_system,
-            "/think": self._set_think,
-        }
-        self._commands |= {"/?": self._commands["/help"], "/new": self._commands["/clear"]}
 
     def take(self, line: str) -> bool:
         """Run a line; False when it says to leave.
@@ -143,17 +113,19 @@ class Chat:
             ValueError, TypeError, OSError: it cannot be done.
         """
         command, _, words = line.strip().partition(" ")
-        command = command.lower()
+        command = _ALSO.get(command.lower(), command.lower())
+        run = getattr(self, f"_do_{command[1:]}", None)
         if line.strip() in _LEAVING:
             return False
-        if not line.startswith("/") or ("\n" in line and command not in self._commands):
+        if not line.startswith("/") or ("\n" in line and not run):
             self.say(line)
-        elif command in _COMMANDS_TO_LEAVE:
+        elif command[1:] in _LEAVING:
             return False
-        elif command in self._commands:
-            self._commands[command](words.strip())
+        elif run:
+            run(words.strip())
         else:
-            likely = meant(command, [*self._commands, *_COMMANDS_TO_LEAVE])
+            there = [name.replace("_do_", "/") for name in dir(self) if name.startswith("_do_")]
+            likely = meant(command, [*there, *_ALSO, *(f"/{word}" for word in _LEAVING)])
             hint = f"did you mean {likely}? " if likely else ""
             raise ValueError(f"there is no command {command}; {hint}/help shows those there are")
         return True
@@ -169,25 +141,25 @@ class Chat:
     def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
         """Start the model's turn. progress: called with that of prefill."""
         options = TextOptions(
-            max_tokens=self._most or self._engine.n_ctx,
-            sampling=self._given.sampling(self._engine),
+            max_tokens=self._most or self.engine.n_ctx,
+            sampling=self.given.sampling(self.engine),
             progress=progress,
-            **cast(TextOptions, self._given.only(["stop", "stop_loops", *GRAMMARS])),
+            **cast(TextOptions, self.given.only(["stop", "stop_loops", *GRAMMARS])),
         )
-        drops = self._given.get("context_overflow", "drop") == "drop"
+        drops = self.given.get("context_overflow", "drop") == "drop"
         messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
-        return self._engine.stream_chat(messages, template_options=self._template_options, **options)
+        return self.engine.stream_chat(messages, template_options=self.given.of_template(), **options)
 
     def _with_system(self, messages: _Messages) -> _Messages:
-        return [{"role": "system", "content": self._system}, *messages] if self._system else messages
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def _fitting(self, begun: _Messages, max_tokens: int) -> _Messages:
         """The messages without the oldest turns, where all do not fit into the context with room for an answer."""
-        n_ctx, first = self._engine.n_ctx, self._num_dropped
+        n_ctx, first = self.engine.n_ctx, self._num_dropped
         most = n_ctx - min(max_tokens, n_ctx // 4)
         while True:
             messages = self._with_system(begun[first:])
-            tokens = self._engine.chat_format.encode(messages, template_options=self._template_options)
+            tokens = self.engine.chat_format.encode(messages, template_options=self.given.of_template())
             if len(tokens) <= most or first + _TURN >= len(begun):
                 break
             first += _TURN
@@ -197,23 +169,26 @@ class Chat:
             report(f"the context of {n_ctx} tokens is full: the oldest {first} messages are no longer read{more}")
         return messages
 
-    def _text(self) -> str:
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far)
+    def _do_help(self, _words: str) -> None:
+        errors.print(_HELP, style="dim", markup=False)
 
-    def _save(self, words: str) -> None:
+    def _do_text(self, _words: str) -> None:
+        write_wrapped("\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far))
+
+    def _do_save(self, words: str) -> None:
         path = _file("/save", words)
         if path.exists() and path not in self._files:
             self._files.add(path)
             raise ValueError(f"{path} is there already; the same command again replaces it")
         self._files.add(path)
         with whole_file(path) as part:
-            kept = {"vocabulary": self._engine.tokenizer.fingerprint, "system": self._system, "messages": self._so_far}
+            kept = {"vocabulary": self.engine.tokenizer.fingerprint, "system": self.system, "messages": self._so_far}
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
-    def resume(self, path: Path) -> None:
-        """Continue what /save saved. Errors as in take."""
-        self._system, messages = read_conversation(path, self._engine.tokenizer)
+    def _do_load(self, words: str) -> None:
+        path = _file("/load", words)
+        self.given["system"], messages = read_conversation(path, self.engine.tokenizer)
         states = [_State([])]
         for end in range(_TURN, len(messages) + 1, _TURN):
             states.append(_State(messages[:end], (states[-1], messages[end - _TURN]["content"])))
@@ -223,22 +198,22 @@ class Chat:
 
     def greeting(self, name: str) -> str:
         """Lines that name the model, its drafters, and the sampling."""
-        model = self._engine.model
-        drafts = f"{self._engine.draft_name} and n-grams draft" if self._engine.draft_name else "n-grams draft"
-        n_ctx = self._engine.n_ctx
+        model = self.engine.model
+        drafts = f"{self.engine.draft_name} and n-grams draft" if self.engine.draft_name else "n-grams draft"
+        n_ctx = self.engine.n_ctx
         limit = f"{self._most} tokens at most" if 0 < self._most < n_ctx else f"context of {n_ctx} tokens"
         return (
             f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
-            f"{described(self._given.sampling(self._engine))}; {limit}; /help for help"
+            f"{described(self.given.sampling(self.engine))}; {limit}; /help for help"
         )
 
     def answer_once(self, said: str) -> None:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
             stream = self._stream([*self._so_far, _asks(said)], progress)
-            result = show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, wrap=True)
+            result = show(stream, self.engine.tokenizer, self.given, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
-        if self._given.get("json_schema") is not None:
+        if self.given.get("json_schema") is not None:
             result.json()
 
     def _turn(self, said: str) -> None:
@@ -251,7 +226,7 @@ class Chat:
             result, about = self._write(begun, pieces)
         except pystaged.ContextFullError:
             raise ValueError(
-                f"the question, with what is read before it, does not fit into the context of {self._engine.n_ctx} "
+                f"the question, with what is read before it, does not fit into the context of {self.engine.n_ctx} "
                 f"tokens: shorten it, write /clear{self._more_room(', or start with')}"
             ) from None
         is_done = result is not None and result.finish_reason != "cancelled"
@@ -265,8 +240,8 @@ class Chat:
 
     def _more_room(self, words: str) -> str:
         """How to get a longer context; empty where the model has none."""
-        most = self._engine.model.max_context
-        return f"{words} --n-ctx, up to {most}" if most > self._engine.n_ctx else ""
+        most = self.engine.model.max_context
+        return f"{words} --n-ctx, up to {most}" if most > self.engine.n_ctx else ""
 
     def _write(self, begun: _Messages, pieces: list[Piece]) -> tuple[GenerationResult | None, Text]:
         """Write the model's turn while it is generated, and add what was written to `pieces`.
@@ -277,13 +252,13 @@ class Chat:
 
         def take(piece: Piece) -> None:
             pieces.append(piece)
-            self._interrupts.check()
+            self.interrupts.check()
 
         stream, about = None, Text("stopped", "dim")
         try:
-            with self._interrupts.allowed(), reading_bar() as progress:
+            with self.interrupts.allowed(), reading_bar() as progress:
                 stream = self._stream(begun, progress)
-                show(stream, self._engine.tokenizer, self._color, show_tree=self._show_tree, keep=take, wrap=True)
+                show(stream, self.engine.tokenizer, self.given, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
         except OSError as error:
@@ -294,24 +269,29 @@ class Chat:
         return stream.result if stream else None, about
 
     @property
+    def system(self) -> str:
+        """The system message, "" for none."""
+        return str(self.given.get("system", ""))
+
+    @property
     def _so_far(self) -> _Messages:
         return self._states[-1].messages
 
     @property
     def _most(self) -> int:
         """Most tokens of a turn; 0 until the context is full."""
-        return int(self._given["max_tokens"])
+        return int(self.given["max_tokens"])
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
-        return self._system, self._template_options, self._given | {"seed": 0}
+        return self.given | {"seed": 0}
 
     def _tell(
         self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"
     ) -> None:
         """Show the speed of a turn if requested, and why it was cut."""
-        if self._shows_stats:
-            errors.print(speed(result.stats, self._color))
+        if self.stats:
+            errors.print(speed(result.stats, paint=self.given.paints))
         if result.finish_reason == "loop":
             report(LOOP_WORDS.format(allows_loops))
         if result.finish_reason != "length":
@@ -319,34 +299,34 @@ class Chat:
         if len(result.tokens) == self._most:
             report(f"cut at {self._most} tokens; {allows_more} allows more")
         else:
-            report(f"cut: the context of {self._engine.n_ctx} tokens is full{self._more_room('; for more start with')}")
+            report(f"cut: the context of {self.engine.n_ctx} tokens is full{self._more_room('; for more start with')}")
 
     def _go_to(self, states: list[_State]) -> None:
         self._states, self._last, self._num_dropped = states, None, 0
 
-    def _clear(self) -> None:
+    def _do_clear(self, _words: str) -> None:
         self._go_to([*self._states, _State([])])
         report("the conversation is forgotten; /undo takes that back")
 
-    def _undo(self) -> None:
+    def _do_undo(self, _words: str) -> None:
         if len(self._states) == 1:
             raise ValueError("there is nothing to undo")
         self._go_to(self._states[:-1])
         report("taken back")
 
-    def _retry(self) -> None:
+    def _do_retry(self, _words: str) -> None:
         kept = self._states
         if not kept[-1].turn:
             raise ValueError("there is no turn to take again")
         before, said = kept[-1].turn
         is_answered = kept[-1].messages is not before.messages
         is_done = is_answered and self._last is not None and self._last.finish_reason == "stop"
-        if self._given.sampling(self._engine).is_greedy and is_done and self._made_with == self._fixed_by():
+        if self.given.sampling(self.engine).is_greedy and is_done and self._made_with == self._fixed_by():
             raise ValueError(
                 "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
             )
-        if self._given.get("seed") is not None:
-            self._given["seed"] = (self._given["seed"] + 1) % 2**64
+        if self.given.get("seed") is not None:
+            self.given["seed"] = (self.given["seed"] + 1) % 2**64
         self._states = kept[: len(kept) - is_answered]
         try:
             self._turn(said)
@@ -354,65 +334,59 @@ class Chat:
             if self._so_far is before.messages:  # nothing was written
                 self._states = kept
 
-    def _stats(self, words: str) -> None:
-        if words in ("on", "off"):
-            self._shows_stats = words == "on"
-            report(f"stats {words}")
-        elif words:
-            raise ValueError("write /stats, /stats on or /stats off")
+    def _do_stats(self, words: str) -> None:
+        if words:
+            self.stats = _switched("stats", words)
         elif self._last is None:
             raise ValueError("there is no answer yet")
         else:
-            errors.print(speed(self._last.stats, self._color).append(f"; seed {self._last.seed}"))
+            errors.print(speed(self._last.stats, paint=self.given.paints).append(f"; seed {self._last.seed}"))
             errors.print(stats_table(self._last.stats))
 
-    def _paint(self, words: str) -> None:
-        if words not in ("on", "off"):
-            raise ValueError("write /color on or /color off")
-        self._color = Color.STAGES if words == "on" else Color.NONE
-        report(f"color {words}")
+    def _do_color(self, words: str) -> None:
+        self.given["color"] = "stages" if _switched("color", words) else "none"
 
-    def _seed(self, words: str) -> None:
+    def _do_seed(self, words: str) -> None:
         if not words:
             raise ValueError("write /seed N, a number; -1 draws one")
-        self._set(f"seed {words}")
+        self._do_set(f"seed {words}")
 
-    def _show(self, words: str) -> None:
+    def _do_show(self, words: str) -> None:
+        if words == "system":
+            self._do_system("")
+            return
         if words in ("info", "license", "modelfile", "template"):
             raise ValueError(f"/show {words}: pystaged info MODEL says what there is to know of a model")
-        loops = "on" if self._given["stop_loops"] else "off"
-        report(described(self._given.sampling(self._engine)))
-        report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self._engine.n_ctx} tokens")
-        if self._system:
-            report(f"system message: {self._system}")
-        for is_on in self._template_options.values():
-            report(f"think {'on' if is_on else 'off'}")
+        loops = "on" if self.given["stop_loops"] else "off"
+        report(described(self.given.sampling(self.engine)))
+        report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self.engine.n_ctx} tokens")
+        if self.system:
+            report(f"system message: {self.system}")
+        if "think" in self.given:
+            report(f"think {'on' if self.given['think'] else 'off'}")
 
-    def _set_system(self, words: str) -> None:
+    def _do_system(self, words: str) -> None:
         if words:
-            self._system = "" if words == '""' else read_system(words)
-            report("the system message is set" if self._system else "there is no system message any more")
-        elif self._system:
-            typer.echo(self._system)
+            self.given["system"] = "" if words == '""' else read_system(words)
+            report("the system message is set" if self.system else "there is no system message any more")
+        elif self.system:
+            typer.echo(self.system)
         else:
             report("there is no system message")
 
-    def _set_think(self, words: str) -> None:
-        if words not in _SWITCH:
-            raise ValueError("write /think on or /think off")
-        if "enable_thinking" not in self._engine.chat_format.variables():
+    def _do_think(self, words: str) -> None:
+        if words in _SWITCH and "enable_thinking" not in self.engine.chat_format.variables():
             raise ValueError("this model's chat template cannot switch thinking on or off")
-        self._template_options = {"enable_thinking": _SWITCH[words]}
-        report(f"think {words}")
+        self.given["think"] = _switched("think", words)
 
-    def _set(self, words: str) -> None:
+    def _do_set(self, words: str) -> None:
         words = words.removeprefix("parameter ")  # as in Ollama
         name, *values = words.split(maxsplit=1) or [""]
         if name == "system":
-            self._set_system("".join(values))
+            self._do_system("".join(values))
             return
         if name in ("think", "nothink"):
-            self._set_think("off" if name == "nothink" else "".join(values) or "on")
+            self._do_think("off" if name == "nothink" else "".join(values) or "on")
             return
         if name in SETTINGS:
             raise ValueError(f"/set {name}: {SETTINGS[name]}")
@@ -427,19 +401,27 @@ class Chat:
             wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None
         if name == "stop_loops":
-            self._given[name] = number
+            self.given[name] = number
         elif name == "max_tokens":
             if not -1 <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
-            self._given[name] = max(int(number), 0)
+            self.given[name] = max(int(number), 0)
         else:
-            given = Given(self._given | {name: None if name == "seed" and number == -1 else number})
-            sampling = given.sampling(self._engine)
-            self._given = given
+            given = Given(self.given | {name: None if name == "seed" and number == -1 else number})
+            sampling = given.sampling(self.engine)
+            self.given = given
             if name != "seed":
                 report(described(sampling))
                 return
         report(f"{name} {value}")
+
+
+def _switched(name: str, words: str) -> bool:
+    """Whether a command switches something on. Raises ValueError for other words."""
+    if words not in _SWITCH:
+        raise ValueError(f"write /{name} on or /{name} off")
+    report(f"{name} {words}")
+    return _SWITCH[words]
 
 
 def _asks(text: str) -> dict[str, Any]:
@@ -472,9 +454,9 @@ def _file(command: str, words: str) -> Path:
     return expanded(words)
 
 
-def speed(stats: pystaged.GenerationStats, color: Color) -> Text:
+def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
     """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
-    line = summary(stats, color)
+    line = summary(stats, paint=paint)
     line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
     return line
 
@@ -484,12 +466,8 @@ def converse(
     question: str | None,
     given: Given,
     resume: Path | None,
-    color: Color,
-    system: str,
     *,
-    think: bool | None,
     stats: bool,
-    show_tree: bool,
 ) -> None:
     """Answer one question, or run what is typed in a terminal; see `chat`."""
     model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
@@ -507,11 +485,11 @@ def converse(
             raise ValueError("nothing is asked: the question is empty")
         # Raises for options that cannot be used; the stream is not read.
         engine.stream(" ", **cast(TextOptions, given.only([*GRAMMARS, *SAMPLING]) | {"min_tokens": 0}))
-        session = Chat(engine, given, color, interrupts, show_tree, stats, system=system, think=think)
+        session = Chat(engine, given, interrupts, stats)
         if resume is not None:
-            if system:
+            if given["system"]:
                 raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
-            session.resume(expanded(resume))
+            session._do_load(str(resume))
         if question is None:
             toy = toy_words(engine.tokenizer.metadata, loadable_memory())
             report("\n".join(filter(None, [session.greeting(model), toy])))

@@ -122,8 +122,7 @@ class Costs:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._store = CostStore()
-        self._known: dict[tuple[Path, str, bool], tuple[str, PassCost]] = {}  # with their keys in the store
+        self._known: dict[tuple[Path, str, bool], tuple[str, PassCost]] = {}  # with their keys
 
     def of(
         self,
@@ -151,7 +150,7 @@ class Costs:
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
         key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
-        cost = None if again else self._store.load(key)
+        cost = None if again else kept_cost(key)
         if cost is None or (compared and not all(cost.samples.values())):
             if compared:
                 self._report(f"measuring once how fast {path.name} is on {device}")
@@ -160,47 +159,39 @@ class Costs:
                 cost = _measure_features(model, target, seconds)
             else:
                 cost = measure_passes(model, Tokenizer(os.fsencode(path)).encode(_TEXT), seconds)
-            self._store.save(key, cost)
+            keep_cost(key, cost)
         self._known[place] = key, cost
         return cost
 
     def save(self) -> None:
         """Save the costs with their corrections."""
         for key, cost in self._known.values():
-            self._store.save(key, cost)
+            keep_cost(key, cost)
 
 
-class CostStore:
-    """Measured costs in the user's cache folder, by machine, model, kernel and threads.
+def kept_cost(key: str) -> PassCost | None:
+    """The measured costs of that key in the user's cache folder; None where there are none."""
+    found = kept(_path(key))
+    if found is None:
+        return None
+    stored = json.loads(found)
+    seconds, slopes, samples, unions = (
+        {int(n): value for n, value in stored.get(name, {}).items()}
+        for name in ("seconds", "slopes", "samples", "unions")
+    )
+    if unions:
+        return ExpertCost(seconds, slopes, unions, stored["price"], samples)
+    return PassCost(seconds, slopes, samples)
 
-    Args:
-        folder: where to keep them; the user's cache folder by default.
-    """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or cache_folder() / "costs"
+def keep_cost(key: str, cost: PassCost) -> None:
+    """Keep a measurement there; if writing fails, passes are measured again next time."""
+    known: dict[str, Any] = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
+    if isinstance(cost, ExpertCost):
+        known |= {"unions": cost.unions, "price": cost.price}
+    keep(_path(key), json.dumps(known).encode())
 
-    def load(self, key: str) -> PassCost | None:
-        """The costs stored under a key; None where there are none."""
-        found = kept(self._path(key))
-        if found is None:
-            return None
-        stored = json.loads(found)
-        seconds, slopes, samples, unions = (
-            {int(n): value for n, value in stored.get(name, {}).items()}
-            for name in ("seconds", "slopes", "samples", "unions")
-        )
-        if unions:
-            return ExpertCost(seconds, slopes, unions, stored["price"], samples)
-        return PassCost(seconds, slopes, samples)
 
-    def save(self, key: str, cost: PassCost) -> None:
-        """Save a measurement; if writing fails, passes are measured again next time."""
-        known: dict[str, Any] = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
-        if isinstance(cost, ExpertCost):
-            known |= {"unions": cost.unions, "price": cost.price}
-        keep(self._path(key), json.dumps(known).encode())
-
-    def _path(self, key: str) -> Path:
-        name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        return self._folder / f"{name}.json"
+def _path(key: str) -> Path:
+    name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    return cache_folder() / "costs" / f"{name}.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -226,6 +226,19 @@ def table(fields: Any) -> dict[str, Option]:
     return {name: replace(hint.__metadata__[0], type=hint.__origin__) for name, hint in hints.items()}
 
 
+def declared(default: Any, help: str, **more: Any) -> Any:
+    """A field of a dataclass that is an option of a command, too; arguments as in Option."""
+    return field(default=default, metadata={"option": Option(default, help, **more)})
+
+
+def declared_in(kind: type[Any]) -> dict[str, Option]:
+    """These options of a dataclass, by name."""
+    types = get_type_hints(kind)
+    return {
+        each.name: replace(each.metadata["option"], type=types[each.name]) for each in fields(kind) if each.metadata
+    }
+
+
 SAMPLING = table(SamplingOptions)
 TEXT = {name: option for name, option in table(TextFields).items() if name not in SAMPLING}
 LOADING = table(LoadFields)
@@ -241,18 +254,3 @@ def described(options: Mapping[str, Option]) -> str:
 def flags(name: str, option: Option) -> tuple[str, ...]:
     """Spellings of an option on the command line."""
     return (f"--{name.replace('_', '-')}",) if option.flags is None else option.flags
-
-
-def documented() -> str:
-    """The Markdown of the tables in docs/usage.md."""
-    lines: list[str] = []
-    for heading, options in (("sampling", SAMPLING), ("text", TEXT), ("loading", LOADING)):
-        lines += [f"| {heading} | command line | default | range | |", "|---|---|---|---|---|"]
-        for name, option in options.items():
-            spelled = ", ".join(f"`{flag}`" for flag in flags(name, option))
-            texts = option.default if isinstance(option.default, tuple) else [option.default]
-            default = " ".join("`" + repr(each).replace("'", "") + "`" for each in texts)
-            words = option.help.replace("*", "\\*")
-            lines.append(f"| `{name}` | {spelled} | {default} | {option.range.replace('**', '^')} | {words} |")
-        lines.append("")
-    return "\n".join(lines)

@@ -10,46 +10,36 @@ from types import FrameType
 
 INTERRUPTED = 130
 _BURST = 6  # presses that count as one interrupt
-
-_presses = 0
+_presses = _BURST  # the next one ends the program
 
 
 def leave_at_once() -> None:
     """Let Ctrl-C end the program without an exception, unless SIGINT is ignored, as in a shell's background jobs.
     While modules are imported there is nothing to clean up, and an exception might get lost."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _press)
 
 
-def let_tidy_up() -> None:
-    """Let the first Ctrl-C raise KeyboardInterrupt; the next few are ignored, so that cleanup is not interrupted."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def is_handled() -> None:
-    """Ignore the next few, as if the first one had come."""
+def let_tidy_up(presses: int = 0) -> None:
+    """Let the first Ctrl-C raise KeyboardInterrupt; the next few are ignored, so that cleanup is not interrupted.
+    presses: how many have come."""
     global _presses  # noqa: PLW0603
-    _presses += 1
+    _presses = presses
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _presses  # noqa: PLW0603
-    _presses += 1
+def _press(_number: int, _frame: FrameType | None) -> None:
+    let_tidy_up(_presses + 1)
     if _presses == 1:
         raise KeyboardInterrupt
     if _presses > _BURST:
-        _leave(number, frame)
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
 
 
 class Interrupts:
     """While entered, Ctrl-C raises KeyboardInterrupt only in sections that allow it, because elsewhere it could lose
-    state, and only once in a section, so that repeated presses do not disturb cleanup."""
+    state, and only once in a section, so that repeated presses do not disturb cleanup. One that still waits at the end
+    is passed on."""
 
     def __init__(self) -> None:
         self._raises = self._waiting = False
@@ -62,6 +52,8 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if self._waiting:
+            signal.raise_signal(signal.SIGINT)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -87,16 +79,3 @@ class Interrupts:
         self._waiting = True
         if self._raises:
             self.check()
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends."""
-    presses: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: presses.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if presses:
-            signal.raise_signal(signal.SIGINT)

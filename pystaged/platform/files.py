@@ -130,6 +130,17 @@ def destination(path: Path) -> Path:
     return target
 
 
+def writable(path: Path | None, usual: Path) -> Path:
+    """Where a long work will write its file: the path that is named, or the usual one, whose folder is made. Fails now,
+    not after the work, if no file can be made there; errors as in destination."""
+    if path is None:
+        usual.parent.mkdir(parents=True, exist_ok=True)
+    target = destination(path or usual)
+    with part_file(target):
+        pass
+    return target
+
+
 def expanded(path: str | Path) -> Path:
     """A path with ~ or ~NAME replaced by a home folder. Raises FileNotFoundError if that does not exist."""
     try:

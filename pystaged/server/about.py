@@ -89,17 +89,9 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 def page() -> HTMLResponse:
     """The page, with a policy that allows only its own script and this server."""
     text = files("pystaged.server").joinpath("page.html").read_text("utf-8")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash_of(text, 'script')}",
-            f"style-src {_hash_of(text, 'style')}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
+    policy = (
+        f"default-src 'none'; script-src {_hash_of(text, 'script')}; style-src {_hash_of(text, 'style')}; connect-src "
+        "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "Content-Security-Policy": policy,

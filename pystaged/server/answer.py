@@ -26,7 +26,7 @@ from pystaged.sampling.text import Prompt
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.models import State
-from pystaged.server.reply import Sender, as_json, encoded
+from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
 from pystaged.stats import GenerationStats
 
@@ -65,7 +65,7 @@ class Answer(ABC):
         self._spans = [StageSpans() for _ in self.sequences]
         self._open: dict[int, Block] = {}  # the last block, by sequence
         self._counted: dict[int, tuple[int, int]] = {}  # characters and tokens of blocks of reasoning, by their id
-        self._sender: Sender
+        self._reply: Reply
 
     @abstractmethod
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
@@ -139,10 +139,10 @@ class Answer(ABC):
         """Statistics of the sequences so far."""
         return [sequence.stats for sequence in self.sequences]
 
-    async def send(self, sender: Sender) -> None:
+    async def send(self, reply: Reply) -> None:
         """Generate the sequences and send them."""
-        self._sender = sender
-        sender.names_events, sender.error_event = self.names_events, self.error_event
+        self._reply = reply
+        reply.names_events, reply.error_event = self.names_events, self.error_event
         settings = self.state.settings
         if self.request.stream and self.request.return_progress:
             for i, sequence in enumerate(self.sequences):
@@ -156,11 +156,11 @@ class Answer(ABC):
             settings.written([sequence.result() for sequence in self.sequences])
         if not self.request.stream:
             # Log-probabilities can make it large, and this thread serves all requests.
-            await sender.whole(as_json(await run_sync(self._whole)))
+            await reply.whole(as_json(await run_sync(self._whole)))
             return
         if self._options.include_usage:
-            await sender.event(self._envelope(self.kinds[1], []) | self._figures())
-        await sender.end(self.mark)
+            await reply.event(self._envelope(self.kinds[1], []) | self._figures())
+        await reply.end(self.mark)
 
     async def _generate(self) -> None:
         """Generate the sequences together, as far as the gate admits them; an error in one ends all.
@@ -234,35 +234,21 @@ class Answer(ABC):
     async def _send(self, parts: list[dict[str, Any]], figures: dict[str, Any] | None = None) -> None:
         """Send parts, with the counts so far unless other figures are given."""
         for part in parts:
-            await self._sender.event(self.framed(part, self._so_far() if figures is None else figures))
+            await self._reply.event(self.framed(part, self._so_far() if figures is None else figures))
 
-    def ours(self, result: GenerationResult) -> dict[str, Any]:
+    def ours(self, i: int, found: GenerationResult | Piece) -> dict[str, Any]:
         """Members of a choice for a request with "pystaged": true: its text in parts, each with the stage that proposed
-        it, and figures."""
+        it, and figures; of a piece also the last tree that was verified, root first."""
         if not self.request.pystaged:
             return {}
-        spans = StageSpans().split(result.text, result.pieces, result.stages)
-        stats = result.stats
-        found = {
-            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in spans],
-            "texts": stats.texts_per_pass,
-            "rows": stats.rows_per_pass,
-            "speedup": stats.speedup_estimate,
-        }
-        return {"token_ids": list(result.tokens), "pystaged": found}
-
-    def ours_of(self, i: int, piece: Piece) -> dict[str, Any]:
-        """The members of `ours` for a piece, and the last tree that was verified, root first."""
-        if not self.request.pystaged:
-            return {}
-        words = [self.sequences[i].token_bytes(token) for token in piece.tokens]
-        found = {
-            "pieces": [(text, STAGE_NAMES[stage]) for text, stage in self._spans[i].split(piece, words, piece.stages)],
-            "tree": self._tree(piece),
-            "texts": float(self.state.gate.num_inside),
-            "speedup": self.sequences[i].stats.speedup_estimate,
-        }
-        return {"token_ids": list(piece.tokens), "pystaged": found}
+        text, stats = self.sequences[i], self.sequences[i].stats
+        spans = self._spans[i].split(found.text, map(text.token_bytes, found.tokens), found.stages)
+        told: dict[str, Any] = {"pieces": [(part, STAGE_NAMES[stage]) for part, stage in spans]}
+        if isinstance(found, Piece):
+            told |= {"tree": self._tree(found), "texts": float(self.state.gate.num_inside)}
+        else:
+            told |= {"texts": stats.texts_per_pass, "rows": stats.rows_per_pass}
+        return {"token_ids": list(found.tokens), "pystaged": told | {"speedup": stats.speedup_estimate}}
 
     def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)

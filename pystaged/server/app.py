@@ -30,7 +30,7 @@ from pystaged.server.errors import ApiError, ending, explained
 from pystaged.server.models import Models, State
 from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
-from pystaged.server.reply import Reply, Sender, as_json, encoded
+from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import InfillRequest, TextRequest
 from pystaged.server.security import guarded
 
@@ -77,12 +77,9 @@ def application(models: Models) -> Starlette:
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(server.computed, answer, request_of(answer)), methods=["POST"])
-            for path, answer in _COMPUTED.items()
-        ),
-        *(
-            Route(path, partial(server.written, begin, request_of(begin)), methods=["POST"])
-            for path, begin in _WRITTEN.items()
+            Route(path, partial(endpoint, answer, request_of(answer)), methods=["POST"])
+            for answers, endpoint in ((_COMPUTED, server.computed), (_WRITTEN, server.written))
+            for path, answer in answers.items()
         ),
         Route("/", about.page(), methods=["GET"]),
         Route("/metrics", server.metrics),
@@ -130,29 +127,29 @@ class _Endpoints:
             return as_json(encoded(answer(state)))
 
     async def computed(self, answer: Callable[[State, Any], Any], kind: type[R], request: Request) -> Reply:
-        async def work(asked: Any, sender: Sender) -> None:
+        async def work(asked: Any, reply: Reply) -> None:
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with _refusing():
                     if iscoroutinefunction(answer):
                         body = await run_sync(encoded, await answer(state, asked))
                     else:
                         body = await run_sync(lambda: encoded(answer(state, asked)))
-            await sender.whole(as_json(body))
+            await reply.whole(as_json(body))
 
         return await self._reply(request, kind, work)
 
     async def written(self, begin: Callable[[State, Any], Answer], kind: type[R], request: Request) -> Reply:
         answers: list[Answer] = []
 
-        async def work(asked: Any, sender: Sender) -> None:
+        async def work(asked: Any, reply: Reply) -> None:
             if ollama.unloads(asked) and not self._models.is_one:
-                await sender.whole(as_json(encoded(ollama.unloaded(self._models, asked))))
+                await reply.whole(as_json(encoded(ollama.unloaded(self._models, asked))))
                 return
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with state.gate.coming(), _refusing():
                     answers.append(await run_sync(begin, state, asked, limiter=self._limiter(asked)))
                 answers[0].begun = asked.came
-                await answers[0].send(sender)
+                await answers[0].send(reply)
 
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "", streams=True)
 
@@ -160,7 +157,7 @@ class _Endpoints:
         self,
         request: Request,
         kind: type[R],
-        work: Callable[[Any, Sender], Awaitable[None]],
+        work: Callable[[Any, Reply], Awaitable[None]],
         summary: Callable[[], str] = str,
         *,
         streams: bool = False,

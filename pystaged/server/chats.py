@@ -193,7 +193,7 @@ class ChatAnswer(Answer):
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         found = {"index": i, "message": message, "logprobs": self._logprobs(result), **self._end(i, result)}
-        return found | self.ours(result)
+        return found | self.ours(i, result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
         return _part(i)
@@ -203,7 +203,7 @@ class ChatAnswer(Answer):
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         found = super().parts(i, piece)
-        logprobs, ours = self._logprobs(piece), self.ours_of(i, piece)
+        logprobs, ours = self._logprobs(piece), self.ours(i, piece)
         if logprobs or ours:
             found = found or [_part(i)]
             found[0] |= {"logprobs": logprobs} | ours

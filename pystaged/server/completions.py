@@ -93,7 +93,7 @@ class CompletionAnswer(Answer):
         text, parts = self._echoed(i, result)
         if not self._is_silent:
             text, parts = text + result.text, parts + self._more(i, result)
-        return self._choice(i, text, parts) | self._end(result) | self.ours(result)
+        return self._choice(i, text, parts) | self._end(result) | self.ours(i, result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
         return self._choice(i)
@@ -103,7 +103,7 @@ class CompletionAnswer(Answer):
         return [self._choice(i, text, parts)] if text or parts else []
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        ours = self.ours_of(i, piece)
+        ours = self.ours(i, piece)
         if self._is_silent or not (piece or piece.logprobs or ours):
             return []
         return [self._choice(i, piece.text, self._more(i, piece)) | ours]

@@ -112,6 +112,7 @@ class Models:
         self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
         self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
         self._waiting = 0  # requests among them
+        self._is_closed = False
         self._left = asyncio.Event()  # set whenever a request has had its answer
         self._tasks: set[asyncio.Task[None]] = set()
         if settings.default is not None and not self.known(settings.default):
@@ -201,17 +202,17 @@ class Models:
                 break
             await self._unload(min(others, key=lambda each: (each.users > 0, each.used)))
 
-        def load() -> State:
+        def load() -> None:
             engine = self._load(served.path)
             try:
-                return State(engine, self.settings, served.name, self.metrics)
-            except BaseException:
-                engine.close()
-                raise
+                served.state = State(engine, self.settings, served.name, self.metrics)
+            finally:
+                if served.state is None or self._is_closed:
+                    engine.close()
 
         try:
             served.rest = self.settings.keep_alive  # before, as another request may change it meanwhile
-            served.state = await run_sync(load)
+            await run_sync(load)  # goes on to its end where a server that ends cancels this
             self._rest(served)
         except Exception as error:
             _log.exception("%s cannot be loaded", served.name, exc_info=error)
@@ -259,7 +260,8 @@ class Models:
             self._tasks.discard(asyncio.current_task())
 
     def close(self) -> None:
-        """Close the engines that are loaded."""
+        """Close the engines that are loaded, also one whose loading has not ended yet."""
+        self._is_closed = True
         for state in self.loaded():
             state.engine.close()
 

@@ -20,7 +20,7 @@ from pystaged.server.errors import ApiError
 from pystaged.server.figures import of_chat, timings
 from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
-from pystaged.server.reply import Sender, as_json, encoded
+from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import (
     MOST_TOOLS,
     ChatMessage,
@@ -144,8 +144,7 @@ def _can_think(state: State) -> bool:
 
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
-    refuse({"dimensions": request.dimensions}, {"dimensions": ()})
-    vectors, count = await embedded(state, completions.listed(request.input))
+    vectors, count = await embedded(state, request)
     return {
         "model": state.name,
         "embeddings": vectors.tolist(),
@@ -221,12 +220,12 @@ class ChatAnswer(Answer):
     def error_event(self, error: ApiError) -> bytes:
         return error.json("/api/")
 
-    async def send(self, sender: Sender) -> None:
+    async def send(self, reply: Reply) -> None:
         if self.sequences:
-            await super().send(sender)
+            await super().send(reply)
         else:  # the model is loaded
             answer = self.framed(self.said("") | _LAST | {"done_reason": "load"}, {})
-            await sender.whole(as_json(encoded(answer)))
+            await reply.whole(as_json(encoded(answer)))
 
     def framed(self, part: dict[str, Any], _figures: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.state.name, "created_at": _moment(time.time()), **part}

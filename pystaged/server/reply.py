@@ -19,25 +19,47 @@ _PING = 15.0  # seconds without an event after which a comment keeps the connect
 _log = logging.getLogger("pystaged.server")
 
 
-class Sender:
-    """Sends one answer; in Ollama's interface parts are lines of JSON, else events.
+class Reply(StreamingResponse):
+    """A response that runs work, which sends the answer by the methods below; Starlette cancels it when the client
+    disconnects. In Ollama's interface parts are lines of JSON, else events.
 
     names_events: whether events carry their type as name. error_event: spells an error in a stream.
+
+    Args:
+        work: sends the answer.
+        pings: whether the answer is a stream.
+        timeout: seconds for the whole answer.
+        over: called at the end with the status sent, 0 if none was.
     """
 
     names_events = False
     error_event: Callable[[ApiError], bytes] = staticmethod(ApiError.json)
+    _asgi: tuple[Scope, Receive, Send]
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._asgi, self._in_lines = (scope, receive, send), is_ollamas(scope["path"])
+    def __init__(
+        self, work: Callable[[Reply], Awaitable[None]], *, pings: bool, timeout: float, over: Callable[[int], None]
+    ) -> None:
+        self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
+        self.background = None
         self._lock = anyio.Lock()
-        self.last = time.monotonic()
-        self.status = 0
-        self._is_in_parts = False
+        self._last = time.monotonic()
+        self._status, self._is_in_parts = 0, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi, self._in_lines = (scope, receive, send), is_ollamas(scope["path"])
+        try:
+            # Without a version, because Starlette would not watch for the end of a client whose server says 2.4: there
+            # sending to it fails, but a whole answer is sent only when it has been computed.
+            await super().__call__({**scope, "asgi": {}}, receive, send)
+        except asyncio.CancelledError:  # cancelled by uvicorn
+            with anyio.move_on_after(1):
+                await self.fail(ending())
+        finally:
+            self._over(self._status)
 
     async def whole(self, response: Response) -> None:
         """Send the whole answer."""
-        self.status = response.status_code
+        self._status = response.status_code
         await response(*self._asgi)
 
     async def event(self, data: Any) -> None:
@@ -45,18 +67,13 @@ class Sender:
         name = f"event: {data['type']}\n".encode() if self.names_events else b""
         await self._pass(self._framed(name, encoded(data)))
 
-    async def ping(self) -> None:
-        """Send a comment, which clients ignore; lines have none."""
-        if not self._in_lines:
-            await self._pass(b":\n\n")
-
     async def end(self, mark: bytes) -> None:
         """Send the end of a stream."""
         await self._pass(mark, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
-        if not self.status:
+        if not self._status:
             await self.whole(error.response(self._asgi[0]["path"]))
         elif self._is_in_parts:  # nothing can follow a whole answer
             name = b"event: error\n" if self.names_events else b""
@@ -68,47 +85,16 @@ class Sender:
     async def _pass(self, data: bytes, *, more: bool = True) -> None:
         send = self._asgi[2]
         async with self._lock:  # an event must not be cut in two by a ping
-            if not self.status:
-                self.status, self._is_in_parts = 200, True
+            if not self._status:
+                self._status, self._is_in_parts = 200, True
                 kind = b"application/x-ndjson" if self._in_lines else b"text/event-stream"
                 headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
-            self.last = time.monotonic()
-
-
-class Reply(StreamingResponse):
-    """A response that runs work which sends an answer; Starlette cancels it when the client disconnects.
-
-    Args:
-        work: sends the answer.
-        pings: whether the answer is a stream.
-        timeout: seconds for the whole answer.
-        over: called at the end with the status sent, 0 if none was.
-    """
-
-    _sender: Sender
-
-    def __init__(
-        self, work: Callable[[Sender], Awaitable[None]], *, pings: bool, timeout: float, over: Callable[[int], None]
-    ) -> None:
-        self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._sender = Sender(scope, receive, send)
-        try:
-            # Without a version, because Starlette would not watch for the end of a client whose server says 2.4: there
-            # sending to it fails, but a whole answer is sent only when it has been computed.
-            await super().__call__({**scope, "asgi": {}}, receive, send)
-        except asyncio.CancelledError:  # cancelled by uvicorn
-            with anyio.move_on_after(1):
-                await self._sender.fail(ending())
-        finally:
-            self._over(self._sender.status)
+            self._last = time.monotonic()
 
     async def stream_response(self, send: Send) -> None:
-        del send  # the sender has it
+        del send  # as _asgi has it
         async with anyio.create_task_group() as group:
             if self._pings:
                 group.start_soon(self._ping)
@@ -117,21 +103,21 @@ class Reply(StreamingResponse):
 
     async def _ping(self) -> None:
         while True:
-            await anyio.sleep(max(0.0, self._sender.last + _PING - time.monotonic()) or _PING)
-            if time.monotonic() - self._sender.last >= _PING:
-                await self._sender.ping()
+            await anyio.sleep(max(0.0, self._last + _PING - time.monotonic()) or _PING)
+            if time.monotonic() - self._last >= _PING and not self._in_lines:
+                await self._pass(b":\n\n")  # a comment, which clients ignore; lines have none
 
     async def _answer(self) -> None:
         try:
             with anyio.fail_after(self._timeout):
-                await self._work(self._sender)
+                await self._work(self)
         except TimeoutError:
-            await self._sender.fail(ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
+            await self.fail(ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
         except Exception as error:
             known = explained(error)
             if known.status == 500:
                 _log.exception("a request failed", exc_info=error)
-            await self._sender.fail(known)
+            await self.fail(known)
 
 
 def encoded(value: Any) -> bytes:

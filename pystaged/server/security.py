@@ -6,7 +6,8 @@ import hmac
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -23,54 +24,50 @@ _PUBLIC = ("/", "/health", "/v1/health")
 
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """An application that refuses requests with a wrong host, origin or key, and answers the pages of listed sites."""
-    origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
-    guard = _Guard(app, settings, origins)
-    return CORSMiddleware(guard, [*origins], allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else guard
-
-
-class _Guard:
-    """Refuses requests with a wrong host, origin or key.
+    """An application that refuses requests with a wrong host, origin or key, and answers the pages of listed sites.
 
     A page of another site can make its host name resolve to this server (DNS rebinding). Its requests then carry that
     name, so only the server's own names and addresses are accepted. Other sites' requests carry their origin.
     Starlette's TrustedHostMiddleware has no pattern for all addresses.
     """
+    origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
+    hosts = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
+    keys = [key.encode() for key in settings.api_keys]
 
-    def __init__(self, app: ASGIApp, settings: Settings, origins: set[str]) -> None:
-        self._app, self._origins = app, origins
-        self._hosts = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
-        self._keys = [key.encode() for key in settings.api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._problem(scope) if scope["type"] == "http" else None
-        await (error.response(scope["path"]) if error else self._app)(scope, receive, send)
-
-    def _problem(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
+    def problem(path: str, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host", ""), headers.get("origin", "").lower().rstrip("/")
-        if not self._is_ours(host):
+        if not _is_ours(host, hosts):
             return ApiError(403, f"this server does not accept the host name {host!r}; allow it with --allowed-host")
-        is_listed = "*" in self._origins or origin in self._origins
+        is_listed = "*" in origins or origin in origins
         if origin and not is_listed and origin.partition("://")[2] != host.lower():
             return ApiError(403, f"pages of {origin!r} may not use this server; allow them with --cors-origin")
-        if self._keys and scope["path"] not in _PUBLIC and not self._has_key(headers):
+        if keys and path not in _PUBLIC and not _has_key(headers, keys):
             return ApiError(401, "invalid API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None
 
-    def _is_ours(self, host: str) -> bool:
-        found = _HOST.fullmatch(host.lower())
-        name = found[1].strip("[]") if found else ""
-        return name in self._hosts or name.endswith(".localhost") or _is_address(name)
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        error = problem(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (error.response(scope["path"]) if error else app)(scope, receive, send)
 
-    def _has_key(self, headers: Headers) -> bool:
-        given = headers.get("x-api-key", "")
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            given = token.strip()
-        # All keys are compared, so that the time does not reveal which one matched.
-        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # headers are latin-1
-        return any(matches)
+    return CORSMiddleware(guard, [*origins], allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else guard
+
+
+def _is_ours(host: str, hosts: Container[str]) -> bool:
+    found = _HOST.fullmatch(host.lower())
+    name = found[1].strip("[]") if found else ""
+    with suppress(ValueError):
+        return name in hosts or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
+    return False
+
+
+def _has_key(headers: Headers, keys: Sequence[bytes]) -> bool:
+    given = headers.get("x-api-key", "")
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        given = token.strip()
+    # All keys are compared, so that the time does not reveal which one matched.
+    matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in keys]  # headers are latin-1
+    return any(matches)
 
 
 def read_keys(given: Sequence[str], file: Path | None = None) -> list[str]:
@@ -85,11 +82,3 @@ def read_keys(given: Sequence[str], file: Path | None = None) -> list[str]:
     if not all(keys):
         raise ValueError("an API key must not be empty")
     return keys
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

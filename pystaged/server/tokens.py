@@ -13,8 +13,9 @@ from pystaged._core import Tokenizer
 from pystaged.engine import Engine
 from pystaged.sampling.text import Prompt
 from pystaged.server.completions import listed
-from pystaged.server.errors import ApiError, too_long, unsupported
+from pystaged.server.errors import ApiError, too_long
 from pystaged.server.models import State
+from pystaged.server.options import refuse
 from pystaged.server.request_types import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 
 _MOST_TOKENS = 300_000  # of a request for embeddings, as OpenAI has it
@@ -67,9 +68,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 
 async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
-    if request.dimensions is not None:
-        raise unsupported("dimensions", "dimensions is not supported by this server; leave it out")
-    vectors, count = await embedded(state, listed(request.input))
+    vectors, count = await embedded(state, request)
     in_text = request.encoding_format == "base64"
     return {
         "object": "list",
@@ -86,9 +85,10 @@ async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]
     }
 
 
-async def embedded(state: State, texts: list[Prompt]) -> tuple[NDArray[np.float32], int]:
+async def embedded(state: State, request: EmbeddingsRequest) -> tuple[NDArray[np.float32], int]:
     """The embeddings of texts, float32[n, width], and the number of their tokens. Raises ApiError."""
-    tokens = await run_sync(_tokens, state.engine, texts)
+    refuse({"dimensions": request.dimensions}, {"dimensions": ()})
+    tokens = await run_sync(_tokens, state.engine, listed(request.input))
     # One text at a time, so that the work ends when the client disconnects; of all requests, because each text takes a
     # context of its own, outside the limits on texts that are written.
     vectors = [await run_sync(state.engine.embed, [text], limiter=state.embedding) for text in tokens]

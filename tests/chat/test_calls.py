@@ -144,35 +144,12 @@ def test_cdata(value: str) -> None:
     assert split(text, form=MINICPM) == [("write", json.dumps({"path": value, "size": 3}), True)]
 
 
-HARMONY_CALL = 'commentary to=functions.write <|constrain|>json<|message|>{"path": "a.txt", "size": 3}<|call|>'
-OTHER_HARMONY_CALL = ' to=functions.write<|channel|>commentary json<|message|>{"path": "a.txt", "size": 3}'
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<|channel|>final<|message|>Yes.", [("text", "Yes.")]),
-        (
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.\n",
-            [("reasoning", "Hm."), ("text", "Yes.\n")],
-        ),
-        (
-            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>{HARMONY_CALL}",
-            [("text", "I look."), WRITE],
-        ),
-        (
-            f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{OTHER_HARMONY_CALL}",
-            [("reasoning", "Hm."), WRITE],
-        ),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [("reasoning", "Hm.")]),
-        ("No header", [("text", "No header")]),
-        ('<|channel|>analysis<|message|>Hm.<|end|>{"a": 1}', [("reasoning", "Hm."), ("text", '{"a": 1}')]),
-    ],
-)
-def test_channels(text: str, expected: list[Part]) -> None:
-    assert split(text, form=HARMONY, thinking=CHANNELS) == expected
-    if WRITE not in expected:
-        assert split(text, thinking=CHANNELS) == expected
+@pytest.mark.parametrize(("text", "expected"), table("channels"))
+def test_channels(text: str, expected: list[list[Any]]) -> None:
+    parts: list[Part] = [tuple(part) for part in expected]
+    assert split(text, form=HARMONY, thinking=CHANNELS) == parts
+    if WRITE not in parts:
+        assert split(text, thinking=CHANNELS) == parts
 
 
 def test_channels_are_not_quoted() -> None:
@@ -264,19 +241,7 @@ def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
     assert json.loads(arguments) == {"extra": expected, "size": 2}
 
 
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [
-        ("'it's'", "it's"),
-        (r"'\d+'", r"\d+"),
-        ("'a\nb'", "a\nb"),
-        ("true", True),
-        ("null", None),
-        ("plain", "plain"),
-        ("'a]<|tool_call_end|>('", "a]<|tool_call_end|>("),
-        ("{a: 1}", {"a": 1}),
-    ],
-)
+@pytest.mark.parametrize(("written", "value"), table("nearly_python"))
 def test_values_that_are_nearly_python(written: str, value: Any) -> None:
     ((name, arguments, is_whole),) = split(f"<|tool_call_start|>[write(extra={written})]<|tool_call_end|>", form=LFM2)
     assert (name, is_whole, json.loads(arguments)) == ("write", True, {"extra": value})

@@ -11,6 +11,7 @@ import pytest
 from support import paths
 from support.chat import KEY, chat_format, write_vocabulary
 from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, meant, says, transformers_writes
+from support.paths import table
 
 from pystaged._core import Tokenizer
 from pystaged.chat import ChatTemplateError
@@ -227,18 +228,7 @@ def test_calls_that_cannot_be_read(tokenizer: Tokenizer) -> None:
     assert said == ["the model's chat template writes calls of tools in an unknown form; they stay text"]
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ raise_exception('No system, please') }}", "refuses these messages, line 1: No system, please"),
-        ("a\n{% if %}", "is damaged, line 2: Expected an expression"),
-        ("\n{{ messages[0].content.nothing.more }}", "fails for these messages, line 2: .*nothing"),
-        ("{{ messages[0].content + 1 }}", "fails for these messages, line 1: "),
-        ("{{ tools | urlize }}", "is damaged, line 1: No filter named 'urlize'"),
-        ("{% include 'other' %}", "fails for these messages, line 1: "),
-        ("{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}\n{{ f() }}", "these messages, line 3: division by zero"),
-    ],
-)
+@pytest.mark.parametrize(("template", "words"), table("failing_templates"))
 def test_templates_that_fail(tokenizer: Tokenizer, template: str, words: str) -> None:
     with pytest.raises(ChatTemplateError, match=words):
         chat_format(template, tokenizer).render(QUESTION)

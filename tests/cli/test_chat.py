@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 from support.commands import assert_refused, here, run
+from support.paths import table
 
 import pystaged
 from pystaged.chat.messages import Message
 from pystaged.cli import turns
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import Color, Given
+from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat, read_conversation
 from pystaged.platform.ctrl_c import Interrupts
 
@@ -40,7 +41,7 @@ def engine() -> Iterator[pystaged.Engine]:
 def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
     with Interrupts() as interrupts:
         yield lambda max_tokens=6, **options: Chat(
-            engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), Color.NONE, interrupts
+            engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), interrupts
         )
 
 
@@ -101,7 +102,7 @@ def test_retry_takes_the_next_seed(
     made.take("/seed 18446744073709551615")
     made.take("/retry")
     made.take("/retry")
-    assert made._given["seed"] == 1
+    assert made.given["seed"] == 1
     with pytest.raises(ValueError, match="seed must be between"):
         made.take("/seed 18446744073709551616")
 
@@ -209,8 +210,8 @@ def test_a_full_context_loses_the_oldest_turns(capsys: pytest.CaptureFixture[str
         answer = engine.stream_chat
         engine.stream_chat = lambda messages, **options: given.append(messages) or answer(messages, **options)
         overflow = "drop" if drops else "stop"
-        options = Given(PLAIN | {"max_tokens": 6, "stop_loops": False, "context_overflow": overflow})
-        made = Chat(engine, options, Color.NONE, interrupts, system="Go on.")
+        options = {"max_tokens": 6, "stop_loops": False, "context_overflow": overflow, "system": "Go on."}
+        made = Chat(engine, Given(PLAIN | options), interrupts)
         questions = [f"{number}: {'x ' * 12}" for number in range(4)]
         if not drops:
             made.take(questions[0])
@@ -251,47 +252,26 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
     assert capsys.readouterr().err == shown
     assert not any(made.take(line) for line in ("/bye", "/exit", "/quit"))
     assert "; 6 tokens at most; " in made.greeting("x")
-    n_ctx = made._engine.n_ctx
+    n_ctx = made.engine.n_ctx
     assert f"; context of {n_ctx} tokens; " in session(max_tokens=2 * n_ctx).greeting("x")
     with pytest.raises(ValueError, match="there is no command /nonsense; /help shows"):
         made.take("/nonsense")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("/seed", "write /seed N"),
-        ("/seed abc", "seed must be an integer, not abc"),
-        ("/seed -5", "seed must be between"),
-        ("/set temperature", "write /set NAME VALUE"),
-        ("/set temprature 0.3", r"there is nothing called temprature; did you mean temperature\?"),
-        ("/set num_ctx 99", "num_ctx is fixed when a chat starts, by --n-ctx"),
-        ("/set stop x", "stop is fixed when a chat starts, by --stop"),
-        ("/set speculate off", "there is nothing called speculate; "),
-        ("/set verbose", "/set verbose: write /stats on"),
-        ("/set think high", "write /think on or /think off"),
-        ("/set zzz 0.3", "there is nothing called zzz; what can be set is temperature, "),
-        ("/set top_k 5.5", "top_k must be an integer, not 5.5"),
-        ("/set top_p x", "top_p must be a number, not x"),
-        ("/set stop_loops maybe", "stop_loops must be on or off, not maybe"),
-        ("/set max_tokens -2", "max_tokens must be at least -1 and below"),
-        ("/show modelfile", "/show modelfile: pystaged info MODEL says"),
-        ("/exitt", r"there is no command /exitt; did you mean /exit\?"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), table("settings_refused"))
 def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
     made = session()
-    before = dict(made._given)
+    before = dict(made.given)
     with pytest.raises(ValueError, match=words):
         made.take(line)
-    assert made._given == before
+    assert made.given == before
 
 
 def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
     made = session()
     made.take("/system Be brief.")
     made.take('/system ""')
-    assert made._system == ""
+    assert made.system == ""
     capsys.readouterr()
     made.take("/system")
     assert capsys.readouterr().err == "there is no system message\n"
@@ -359,7 +339,7 @@ def test_nothing_in_quotes_is_a_command(
     made = session(max_tokens=2)
     lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', '"""exit"""', "exit how?", end, "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    turns.take_lines(made, made._interrupts)
+    turns.take_lines(made, made.interrupts)
     assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
 
 
@@ -442,24 +422,7 @@ def test_save_and_load(
     assert engine.tokenizer.fingerprint == kept["vocabulary"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"system": "", "messages": 3}',
-        '{"system": 1, "messages": []}',
-        '{"system": "", "messages": [1, 2]}',
-        '{"system": "", "messages": [{"role": "user", "content": "a"}]}',
-        '{"system": "", "messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-        '{"system": "", "messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]}',
-        "[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("text", [*table("no_conversations"), "[" * 100_000])
 def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., Chat]) -> None:
     file = tmp_path / "talk.json"
     file.write_text(text, "utf-8")
@@ -675,7 +638,7 @@ def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
     assert window.finish() == 0
 
 
-def test_the_help_names_all_commands(session: Callable[..., Chat]) -> None:
-    made = session()
-    hidden = {"/?", "/new"}
-    assert all(name in turns._HELP for name in made._commands.keys() - hidden)
+def test_the_help_names_all_commands() -> None:
+    commands = [name.replace("_do_", "/") for name in dir(Chat) if name.startswith("_do_")]
+    assert len(commands) > 12
+    assert all(name in turns._HELP for name in commands)

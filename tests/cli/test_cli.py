@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.commands import PROGRAM, assert_refused, environment, here, run
+from support.paths import table
 from support.random_models import RandomModel, write
 from typer.testing import CliRunner
 
@@ -103,18 +104,7 @@ def test_rules_and_logprobs(path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["-l", "5"], 2, "--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not '5'"),
-        (["-l", "e=x"], 2, "not 'e=x'"),
-        (["-l", "300+1"], 1, "logit_bias names token 300, but the vocabulary has 300"),
-        (["--repeat-penalty", "0"], 2, "repeat_penalty must be above 0"),
-        (["--min-tokens", "200"], 2, "min_tokens, 200, must be at most max_tokens, 128"),
-        (["--logprobs", "2"], 2, "--logprobs needs --json"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("arguments", "status", "words"), table("rules_refused"), ids=str)
 def test_rules_that_are_refused(path: Path, arguments: list[str], status: int, words: str) -> None:
     done = CliRunner().invoke(cli.app, ["generate", PROMPT, "--model", str(path), *arguments])
     assert (done.exit_code, done.stdout) == (status, "")
@@ -335,46 +325,9 @@ def test_no_limit_of_tokens(path: Path, number: str) -> None:
     assert b"the context of 96 tokens is full" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate"],
-        ["generate", "x", "--prompts", "y"],
-        ["generate", "x", "--n", "0"],
-        ["generate", "x", "--n", "2", "--show-tree"],
-        ["generate", "x", "--n", "2", "--color", "stages"],
-        ["generate", "x", "--max-tokens", "few"],
-        ["generate", "x", "--max-tokens", "-2"],
-        ["generate", "x", "--temperature", "-1"],
-        ["generate", "x", "--seed", "-5"],
-        ["generate", "x", "--stop", ""],
-        ["generate", "x", "--n-ctx", "-4"],
-        ["generate", "x", "--kv", "q4_0"],
-        ["chat", "--max-tokens", "-3"],
-        ["chat", "bundled", "x", "--model", "bundled"],
-        ["chat", "--min-p", "2"],
-        ["generate", "x", "--threads", "99999999999"],
-        ["generate", "x", "--device", b"\xff"],
-        ["generate", "x", "--stop", "a", "--stop", b"\xff"],
-        ["rpc-server", "--host", b"\xff"],
-        ["rpc-server", "--device", ""],
-        ["generate", "x", "--draft-device", "rpc:"],
-        ["generate", "x", "--device", "metal", "--kv", "q8_0"],
-        ["quantize", "a", "b", "--type", "q1"],
-        ["pull", "a/b", "--type", "q1"],
-        ["bench", "--minutes", "nan"],
-        ["bench", "--baselines", "llama,nobody"],
-        ["bench", "--model", "random", "--type", "q1"],
-        ["bench", "--model", "pair:x"],
-        ["bench", "passes", "--model", "llama1b", "--type", "q4"],
-        ["bench", "texts", "--texts", "0"],
-        ["bench", "parts", "--model", "grown-smollm2", "--type", "q4"],
-        ["nonsense"],
-    ],
-    ids=str,
-)
-def test_wrong_usage(arguments: list[str | bytes]) -> None:
-    done = CliRunner().invoke(cli.app, [os.fsdecode(each) for each in arguments])
+@pytest.mark.parametrize("arguments", table("wrong_usage"), ids=str)
+def test_wrong_usage(arguments: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "Usage: " in done.stderr
 

@@ -13,11 +13,11 @@ import pytest
 import pystaged
 from pystaged import Engine
 from pystaged.cli import turns
-from pystaged.cli.options import Color, Given
+from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat
 from pystaged.decoding.readers import Stream
 from pystaged.platform import ctrl_c
-from pystaged.platform.ctrl_c import Interrupts, uninterrupted
+from pystaged.platform.ctrl_c import Interrupts
 
 GIVEN = {"max_tokens": 8, "stop_loops": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
 
@@ -60,13 +60,13 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    with Interrupts() as entered:
+    with contextlib.suppress(KeyboardInterrupt), Interrupts() as entered:  # one may wait at the end
         yield entered
 
 
 @pytest.fixture
 def made(engine: Engine, interrupts: Interrupts) -> Chat:
-    return Chat(engine, Given(GIVEN), Color.NONE, interrupts, stats=True)
+    return Chat(engine, Given(GIVEN), interrupts, stats=True)
 
 
 def text_of(made: Chat, capsys: pytest.CaptureFixture[str]) -> str:
@@ -167,17 +167,20 @@ def test_the_handler_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         honest(self, number, frame)
 
     monkeypatch.setattr(Interrupts, "_press", disturbed)
-    with Interrupts() as entered:
-        with pytest.raises(KeyboardInterrupt), entered.allowed():
-            press()
-        burst()
+    with Interrupts() as outer:
+        with Interrupts() as entered:
+            with pytest.raises(KeyboardInterrupt), entered.allowed():
+                press()
+            burst()
+        assert outer._waiting  # what waits at the end is passed on
+        outer._waiting = False
 
 
 def test_a_drawing_is_finished(interrupts: Interrupts) -> None:
     drawn = []
 
     def draw() -> None:
-        with uninterrupted():
+        with Interrupts():
             burst()
             drawn.append(True)
 
@@ -204,5 +207,5 @@ def test_ignored_interrupts_stay_ignored() -> None:
 
 def test_what_follows_an_interrupt_that_was_handled_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctrl_c, "_presses", 0)
-    ctrl_c.is_handled()
-    ctrl_c._interrupt(signal.SIGINT, None)  # else KeyboardInterrupt
+    ctrl_c.let_tidy_up(1)
+    ctrl_c._press(signal.SIGINT, None)  # else KeyboardInterrupt

@@ -22,8 +22,7 @@ from pystaged.cli import console
 from pystaged.cli.painting import Wrap
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.stages import StageSpans
-from pystaged.loading import names
-from pystaged.loading.costs import CostStore
+from pystaged.loading import costs, names
 
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)
@@ -73,16 +72,16 @@ def long_text() -> str:
 
 
 @pytest.fixture(scope="module")
-def costs() -> dict[str, PassCost]:
+def known() -> dict[str, PassCost]:
     """What the pair's passes cost for drafting to pay however busy the machine is, by keys of the user's cache."""
-    keys, load = set[str](), CostStore.load
+    keys, load = set[str](), costs.kept_cost
 
-    def told(store: CostStore, key: str) -> PassCost | None:
+    def told(key: str) -> PassCost | None:
         keys.add(key)
-        return load(store, key)
+        return load(key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CostStore, "load", told)
+        patch.setattr(costs, "kept_cost", told)
         with pystaged.load("bundled") as engine:
             engine.generate(PROMPT, max_tokens=8)
     found = {}
@@ -97,10 +96,10 @@ def costs() -> dict[str, PassCost]:
 
 
 @pytest.fixture(autouse=True)
-def _drafting_pays(costs: dict[str, PassCost]) -> None:
+def _drafting_pays(known: dict[str, PassCost]) -> None:
     """Whatever the test before has learnt."""
-    for key, cost in costs.items():
-        CostStore().save(key, cost)
+    for key, cost in known.items():
+        costs.keep_cost(key, cost)
 
 
 # ---- Colours ----

@@ -286,27 +286,10 @@ def test_too_many_tokens_that_end_texts(tmp_path: Path) -> None:
         convert(with_ends(tmp_path / "c", [289, 290, 291, 292], None), tmp_path / "model.gguf")
 
 
-SETTINGS, RAW, LEGACY = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
-TOOLS, DEFAULT = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/default.jinja"
-OLD = json.dumps({"chat_template": "OLD"})
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({SETTINGS: OLD, RAW: "NEW"}, "NEW"),
-        ({LEGACY: OLD, RAW: "NEW"}, "NEW"),
-        ({SETTINGS: OLD, RAW: "NEW", TOOLS: "T"}, {"default": "NEW", "tool_use": "T"}),
-        ({SETTINGS: OLD, TOOLS: "T"}, {"tool_use": "T"}),
-        ({RAW: "NEW", DEFAULT: "NEWER\r\n."}, "NEWER\n."),
-        ({SETTINGS: OLD, LEGACY: json.dumps({"chat_template": "OLDER"})}, "OLD"),
-        ({SETTINGS: json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}]})}, {"tool_use": "T"}),
-        ({SETTINGS: json.dumps({"chat_template": {"default": "D", "rag": "R"}})}, {"default": "D", "rag": "R"}),
-    ],
-)
+@pytest.mark.parametrize(("files", "expected"), table("template_files"))
 def test_the_template_is_that_of_transformers(tmp_path: Path, files: dict[str, str], expected: Any) -> None:
     folder = write_family(tmp_path / "c", "llama")
-    (folder / TOOLS).parent.mkdir()
+    (folder / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (folder / name).write_bytes(text.encode())
     convert(folder, tmp_path / "model.gguf")
@@ -386,17 +369,7 @@ def test_malformed_configs(tmp_path: Path, case: str, model_type: str, changes: 
     assert list(tmp_path.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"type": "Unigram", "vocab": {"a": 0}}}, "cannot say how this tokenizer splits"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "byte_fallback": True}}, "cannot say how this tokenizer splits"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": split("a+")}}, "cannot say how this tokenizer splits"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": 5}}, "cannot say how this tokenizer splits"),
-        ({"normalizer": {"type": "Lowercase"}}, "cannot say how this tokenizer splits"),
-        ({"added_tokens": [{"content": "[PAD5]", "id": 298}]}, "have the same id 298"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), table("malformed_tokenizers"))
 def test_malformed_tokenizers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_family(tmp_path / "c", "llama")
     write_tokenizer_json(folder, **changes)

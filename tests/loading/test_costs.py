@@ -14,30 +14,26 @@ from pystaged._core import Model, Session
 from pystaged.decoding.cost import MEASURED_ROWS, PassCost
 from pystaged.decoding.experts import ExpertCost
 from pystaged.loading import costs
-from pystaged.loading.costs import CostStore, measure_passes
+from pystaged.loading.costs import keep_cost, kept_cost, measure_passes
 
 SECONDS = {1: 0.0004, 8: 0.0006, 32: 0.002}
 SLOPES = {1: 0.0001, 8: 0.0008, 32: 0.003}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CostStore:
-    store = CostStore(tmp_path / "costs")
-    store.save("key", PassCost(SECONDS, SLOPES))
-    return store
-
-
-@pytest.fixture
-def file(store: CostStore, tmp_path: Path) -> Path:
-    (path,) = (tmp_path / "costs").iterdir()
-    assert store.load("key") is not None
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_cost("key", PassCost(SECONDS, SLOPES))
+    (path,) = tmp_path.rglob("costs/*")
+    assert kept_cost("key") is not None
     return path
 
 
-def test_costs_of_a_mixture(store: CostStore) -> None:
+@pytest.mark.usefixtures("file")
+def test_costs_of_a_mixture() -> None:
     unions = {1: 8.0, 8: 30.0, 32: 50.0}
-    store.save("key", ExpertCost(SECONDS, SLOPES, unions, 2e-5, {1: 3.0, 8: 2.0, 32: 0.0}))
-    found = store.load("key")
+    keep_cost("key", ExpertCost(SECONDS, SLOPES, unions, 2e-5, {1: 3.0, 8: 2.0, 32: 0.0}))
+    found = kept_cost("key")
     assert isinstance(found, ExpertCost)
     assert (found.slopes, found.price, found.unions) == (SLOPES, 2e-5, unions)
     assert found.samples == {1: 3.0, 8: 2.0, 32: 0.0}
@@ -64,23 +60,21 @@ def test_a_mixture_is_measured_by_experts(tmp_path: Path) -> None:
         lambda path: path.write_text('{"seconds": {"1": 1e300}, "slopes": {"1": 0.0}}'),
     ],
 )
-def test_damaged_costs_are_removed_and_measured_again(
-    store: CostStore, file: Path, damage: Callable[[Path], object]
-) -> None:
+def test_damaged_costs_are_removed_and_measured_again(file: Path, damage: Callable[[Path], object]) -> None:
     damage(file)
-    assert (store.load("key"), file.exists()) == (None, False)
-    store.save("key", PassCost(SECONDS, SLOPES))
-    found = store.load("key")
+    assert (kept_cost("key"), file.exists()) == (None, False)
+    keep_cost("key", PassCost(SECONDS, SLOPES))
+    found = kept_cost("key")
     assert found is not None
     assert (found.seconds, found.slopes) == (SECONDS, SLOPES)
-    assert store.load("other") is None
+    assert kept_cost("other") is None
 
 
-def test_a_folder_in_its_place(store: CostStore, file: Path) -> None:
+def test_a_folder_in_its_place(file: Path) -> None:
     file.unlink()
     file.mkdir()
-    store.save("key", PassCost(SECONDS))
-    assert store.load("key") is None
+    keep_cost("key", PassCost(SECONDS))
+    assert kept_cost("key") is None
 
 
 @pytest.mark.parametrize("context", [1, 20, 287, 288, 3000])

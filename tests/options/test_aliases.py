@@ -137,17 +137,7 @@ def test_commands_called_as_in_other_programs() -> None:
     assert (done.returncode, done.stdout) == (0, b"777\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("temp", "there is no option 'temp'; did you mean temperature?"),
-        ("max_new_tokens", "did you mean max_tokens?"),
-        ("do_sample", "there is no option 'do_sample': a temperature above 0 samples;"),
-        ("temprature", "did you mean temperature?"),
-        ("num_return_sequences", "did you mean n?"),
-        ("zzz", "there is no option 'zzz'; the options are draft, "),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), table("keywords"))
 def test_keywords(name: str, words: str) -> None:
     with pytest.raises(TypeError) as caught:
         check_options([name], Options)
@@ -207,17 +197,7 @@ def test_a_suffix_is_guessed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names.bare_name("my-smollm2:135m-q8") == "my-smollm2:135m-q8"
 
 
-@pytest.mark.parametrize(
-    ("name", "is_usual"),
-    [
-        ("llama3.2", True),
-        ("Qwen3:latest", True),
-        ("gpt-oss:20b", True),
-        ("qwen3:4b", True),
-        ("Qwen3:1.7B", True),
-        ("qwen3:70b", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "is_usual"), table("usual_names"))
 def test_usual_names_lead_to_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, is_usual: bool) -> None:
     pulled: list[str] = []
     monkeypatch.setattr(names, "pull", lambda name, **_: pulled.append(name) or Path("model.gguf"))

@@ -239,42 +239,6 @@ def test_tokens_of_a_request_are_not_believed(server: Server, engine: Engine) ->
     assert with_tokens["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "Hello"}, "messages"),
-        ({"messages": [{}]}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "sound"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}}, "response_format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort"),
-        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": "required", "grammar": 'root ::= "a"'}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"chat_template": "{{ evil }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"grammar": "root ::= this is (not"}, "grammar"),
-        ({"prediction": {"type": "content"}}, "prediction"),
-    ],
-)
-def test_what_cannot_be_answered_names_the_parameter(server: Server, options: dict[str, Any], param: str) -> None:
-    status, body = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 4} | options)
-    assert (status, body["error"]["param"]) == (400, param), body
-
-
 def test_a_conversation_that_is_too_long(server: Server, engine: Engine) -> None:
     for stream in (False, True):
         status, body = server.ask(PATH, {"messages": MESSAGES * 200, "stream": stream})

@@ -186,46 +186,6 @@ def test_who_proposed_what(server: Server) -> None:
         assert all(tree[node["parent"]]["accepted"] for node in tree[1:] if node["accepted"])
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": "\ud800"}, "prompt"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 0}, "n"),
-        ({"n": 100, "prompt": ["a", "b"]}, "n"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"suffix": "end"}, "prompt"),
-        ({"best_of": 2}, "best_of"),
-        ({"logit_bias": {"0": "x"}}, "logit_bias"),
-        ({"stop": [1]}, "stop"),
-        ({"lora": [{"id": 0}]}, "lora"),
-        ({"guided_regex": "a*"}, "guided_regex"),
-        ({"tfs_z": 0.9}, "tfs_z"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"chat_template": "x"}, "chat_template"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-        ({"stop": [" " * 600_000, " " * 599_999]}, "stop"),
-        ({"dry_multiplier": 1, "dry_sequence_breakers": ["e" + "x y " * 1_000_000]}, "dry_sequence_breakers"),
-    ],
-)
-def test_what_cannot_be_answered_names_the_parameter(server: Server, options: dict[str, Any], param: str) -> None:
-    for stream in (False, True):
-        status, body = server.ask(PATH, {"prompt": "a", "max_tokens": 4, "stream": stream} | options)
-        assert status == 400
-        assert body["error"]["param"] == param
-        assert body["error"]["type"] == "invalid_request_error"
-        assert body["error"]["message"]
-
-
 def test_harmless_options_are_ignored(server: Server) -> None:
     harmless: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "store": True, "suffix": None, "stop": None}
     harmless |= {"dynatemp_range": 0.0, "top_n_sigma": -1, "t_max_predict_ms": 0, "allowed_token_ids": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.browser import chromium
-from support.scheduling import held, wait_until
+from support.scheduling import held, in_loop, wait_until
 from support.server import PATH, Server, asked, live_of
 
 import pystaged
@@ -99,6 +100,30 @@ def test_an_unloaded_model_is_not_kept_by_its_answers(several: Any) -> None:
             assert engine() is None
         finally:
             gc.enable()
+
+
+@in_loop
+async def test_what_is_loaded_when_the_server_ends_is_closed(several: Any) -> None:
+    """uvicorn cancels the request that waits for it; the thread that loads goes on."""
+    models, loads = several()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load(path: Path) -> Engine:
+        begun.set()
+        assert go_on.wait(600)
+        return loads(path)
+
+    models._load = load
+    asked = asyncio.ensure_future(models.lent("one").__aenter__())
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    asked.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asked
+    models.close()
+    go_on.set()
+    while not (loads.engines and loads.engines[0].runtime.contexts.closed):
+        await asyncio.sleep(0.001)
 
 
 def test_a_name_is_compared_with_theirs_alone(

@@ -236,22 +236,6 @@ def test_reasoning_that_is_begun_goes_on(server: Server, engine: Engine) -> None
     assert (found["thinking"], found["content"]) == (expected, "")
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"continue_final_message": True, "messages": ASKED}, "continue_final_message"),
-        ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
-        ({"messages": ASKED, "add_generation_prompt": False}, "add_generation_prompt"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
-    ],
-)
-def test_what_cannot_go_on_is_refused(server: Server, options: Any, param: str) -> None:
-    begun: Any = [*ASKED, {"role": "assistant", "content": "It is "}]
-    status, body = server.ask("/v1/chat/completions", {"messages": begun} | options)
-    assert (status, body["error"]["param"]) == (400, param)
-
-
 def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
     written = {"grammar": 'root ::= "a" "\ud800"'}
     response = server.send("POST", "/api/chat", {"messages": ASKED, "options": written})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import paths
 from support.browser import chromium
 from support.scheduling import is_idle, wait_until
 from support.server import NAME, Server, live
@@ -124,33 +125,7 @@ def written(*pieces: str, trees: Any = ()) -> dict[str, Any]:
 
 
 ASKED = {"role": "user", "content": ANSWER}
-MARKDOWN = """# A title with `code`
-
-Some **bo|ld**, *slanted*, ***both***, snake_case_name, 2 * 3 * 4 and \\*no\\*, ~~gone **and** away~~, ~5 ~~ 6~~
-on a second line, [a link](https://example.org/a_b), https://example.org/x?y=1.
-
-1. one
-   - inner `x`
-2. two
-
-```py
-def f():
-    return "**no** <b>"
-```
-
-> quoted *words*
-> again
-
-| a | b | c |
-|---|--:|:-:|
-| 1 | **2** | 3 |
-
-- [ ] later
-- [x] `done`
-- [y] neither
-
----
-"""
+MARKDOWN = (paths.DATA / "page.md").read_text("utf-8")
 HOSTILE = [
     "<img src=x onerror=hit()><script>hit()</" + "script>",
     "[click](javascript:hit()) [click](JaVaScRiPt:hit()) [data](data:text/html,x) [relative](//x)",

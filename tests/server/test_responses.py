@@ -69,31 +69,6 @@ def test_parts_instructions_and_earlier_answers(client: openai.OpenAI, engine: E
     assert found.output_text == expected.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("previous_response_id", "resp_1"),
-        ("background", True),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", {"type": "web_search"}),
-        ("tool_choice", {"type": "function", "name": "f"}),
-        ("input", [{"type": "item_reference", "id": "msg_1"}]),
-    ],
-)
-def test_what_is_not_there_is_refused_by_name(client: openai.OpenAI, name: str, value: object) -> None:
-    with pytest.raises(openai.BadRequestError) as found:
-        client.responses.create(**{"input": "a", name: value}, **GREEDY)
-    assert found.value.param == name
-
-
-def test_errors_name_the_input(client: openai.OpenAI) -> None:
-    image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "http://localhost/x.png"}]}
-    for asked in ("a" * 999, [image], []):
-        with pytest.raises(openai.BadRequestError) as found:
-            client.responses.create(input=asked, **GREEDY)
-        assert found.value.param == "input"
-
-
 def test_a_failure_in_the_middle(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     def fail(*_: object) -> Any:
         raise GrammarError("it broke")

@@ -160,20 +160,6 @@ def test_a_request_full_of_faults_is_read_to_the_first(kind: type[BaseModel], bo
     assert refused.value.error_count() <= 4  # one for each form that a member may have
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ([1, -1], "prompt[1]: must be at least 0"),
-        ([1, "a"], "prompt[1]: must be an integer"),
-        (["a", [1, 2.5]], "prompt[1][1]: must be an integer"),
-        ("", "prompt: must have at least 1 character"),
-    ],
-)
-def test_an_error_names_what_is_wrong(usual: TestClient, prompt: object, words: str) -> None:
-    error = usual.post(TEXT, json={"prompt": prompt}).json()["error"]
-    assert (error["message"], error["param"]) == (words, "prompt")
-
-
 def test_a_body_that_is_too_large(engine: Engine) -> None:
     with client(engine, max_body=1000) as small:
         assert small.post(TEXT, content=b" " * 1001).status_code == 413

@@ -249,39 +249,7 @@ def test_lm_eval(
     assert scores["acc,none"] == pytest.approx(right / 100, abs=1e-6)
 
 
-LEFT_OUT = {
-    "expect texts or counts of tokens of its own test model": [
-        *("test_chat_completion", "test_chat_completion_cached_tokens", "test_chat_completion_stream"),
-        *("test_chat_completion_with_openai_library", "test_completion", "test_completion_prompt_cache"),
-        *("test_completion_stream", "test_completion_stream_with_openai_library", "test_tokenize_with_bos"),
-        *("test_completion_stream_with_openai_library_stops", "test_completion_with_openai_library"),
-        *("test_nocache_long_input_prompt", "test_responses_with_openai_library"),
-        "test_responses_stream_with_openai_library",
-    ],
-    "start the server with other options": ["test_completion_unified", "test_metrics_disabled", "test_return_progress"],
-    "ask for what only llama-server has: its slots, verbose answers, fields of an answer, "
-    "counts of embeddings, templates without answers, prompts as objects or of texts and tokens mixed": [
-        *("test_cancel_request", "test_metrics_slots_idle_after_completion"),
-        *("test_metrics_timings_on_prompt_progress", "test_responses_stream_with_llama_telemetry"),
-        *("test_verbose_debug", "test_chat_template", "test_chat_template_assistant_prefill"),
-        *("test_completion_response_fields", "test_metrics_embedding_prompt_is_counted", "test_apply_chat_template"),
-        *("test_chat_completions_token_count", "test_json_prompt_no_mtmd", "test_completion_with_tokens_input"),
-        "test_anthropic_thinking_history_in_template",
-    ],
-    "are answered with 400 here: probabilities after sampling, answers begun for the model, and in /v1/messages "
-    "images, and no messages": [
-        *("test_n_probs_post_sampling", "test_n_probs_post_backend_sampling", "test_anthropic_empty_messages"),
-        *("test_chat_template_continue_final_message_vllm_compat", "test_anthropic_tool_result_with_image"),
-        *("test_anthropic_vision_format_accepted", "test_anthropic_vision_base64_with_multimodal_model"),
-    ],
-    "need a template of another model": [
-        *("test_anthropic_thinking_history_in_count_tokens", "test_anthropic_thinking_with_reasoning_model")
-    ],
-    "look for a header by its capitals, or want a first token to cost no step": [
-        *("test_metrics_prometheus_format", "test_metrics_prompt_processed_and_cached"),
-        *("test_metrics_predicted_total_matches_requests", "test_metrics_generation_rate_excludes_first_token"),
-    ],
-}
+LEFT_OUT: dict[str, list[str]] = dict(paths.table("left_out"))  # why, and which
 FILES = ("tokenize", "chat_completion", "completion", "metrics", "compat_anthropic", "compat_oai_responses")
 # A conversation in which the assistant speaks twice is refused there.
 TWICE = "unit/test_chat_completion.py::test_invalid_chat_completion_req[messages7]"

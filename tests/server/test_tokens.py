@@ -40,24 +40,6 @@ def test_pieces(server: Server) -> None:
     assert spelled.decode() == TEXT
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/tokenize", {}),
-        ("/tokenize", {"content": 5}),
-        ("/tokenize", {"prompt": "\ud800"}),
-        ("/detokenize", {}),
-        ("/detokenize", {"tokens": "x"}),
-        ("/detokenize", {"tokens": [10**9]}),
-        ("/detokenize", {"tokens": [-1]}),
-    ],
-)
-def test_what_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
-    status, found = server.ask(path, body)
-    assert status == 400
-    assert found["error"]["type"] == "invalid_request_error"
-
-
 @pytest.mark.parametrize("member", ["content", "prompt"])
 def test_what_no_tokenizer_splits_names_the_member(member: str) -> None:
     state: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=Tokenizer(VOCABULARY), n_ctx=8))
