@@ -95,10 +95,7 @@ class TreeDrafter:
 
     def work(self) -> dict[str, DrafterStats]:
         found = {"ngram": replace(self._looking_up)}
-        if self._costly:
-            name = self._costly.stage.name.lower()
-            found[name] = found[name].plus(self._passes) if name in found else replace(self._passes)
-        return found
+        return found | {"draft": replace(self._passes)} if self._costly else found
 
     def sessions(self) -> list[Session]:
         return [session for proposer in self._proposers for session in proposer.sessions()]
@@ -369,7 +366,7 @@ class TreeDrafter:
                 named = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
                 found[node] = Candidates(named, said.source)
             tree.passing += self._meter() - tree.pass_began
-        above, nobody = self._costly.stage if self._costly else Stage.NGRAM, Candidates({}, NOBODY)
+        nobody = Candidates({}, NOBODY)
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
@@ -377,7 +374,7 @@ class TreeDrafter:
             scores = found.get(node, nobody).scores
             for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
                 if i < tree.most_children or token in tree.children[node]:
-                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else above
+                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
         tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
