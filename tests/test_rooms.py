@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": 1250,
     "chat": 2660,
     "decoding": 3252,
-    "drafting": 2255,
+    "drafting": 2256,
     "backends": 400,
     "loading": 4310,
     "receipts": 700,

@@ -327,7 +327,10 @@ class TreeDrafter:
             if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
+            tail, found = tree.tail(node), []
+            for lookup in self._lookups:
+                found.append(lookup.after(tail))
+            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
                 child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
@@ -336,11 +339,8 @@ class TreeDrafter:
         if not tree.passes and tree.first == 0:
             self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
-        """The cells of the best tokens after a node that lookups find."""
-        tail, found = tree.tail(node), []
-        for lookup in self._lookups:
-            found.append(lookup.after(tail))
+    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups found."""
         mixed = mix(found)
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
         cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
@@ -370,7 +370,8 @@ class TreeDrafter:
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
-                guesses = self._guess(tree, node) if self._lookups else {}
+                tail = tree.tail(node)
+                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
             scores = found.get(node, nobody).scores
             for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
                 if i < tree.most_children or token in tree.children[node]:
