@@ -24,7 +24,7 @@ ROOMS = {
     "decoding": 3252,
     "drafting": 2256,
     "backends": 400,
-    "loading": 4310,
+    "loading": 4305,
     "receipts": 700,
     "server": 4245,
     "integrations": 900,
