@@ -36,23 +36,18 @@ class Drafter(Protocol):
 
     def work(self) -> dict[str, DrafterStats]:
         """Statistics of its work so far, by stage name."""
-        ...
 
     def sessions(self) -> list[Session]:
         """Its own sessions, which hold sequences."""
-        ...
 
     def inherit(self, other: Drafter) -> None:
         """Copy the learnt state of a drafter of the same kind."""
-        ...
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
-        ...
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
         """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states."""
-        ...
 
     def start(
         self,
@@ -69,42 +64,33 @@ class Drafter(Protocol):
             prediction: tokens expected after the prompt, no part of the sequence.
             constraint: the sequence's; forbidden nodes are cut from any tree.
         """
-        ...
 
     def end(self) -> None:
         """End the sequence and free what the next start would discard."""
-        ...
 
     def lag(self) -> float:
         """Estimated seconds to read the tokens that its cheapest draft needs and that it has not read yet."""
-        ...
 
     def price(self) -> float:
         """Estimated seconds of its cheapest draft after that: one pass or one lookup."""
-        ...
 
     def catch_up(self, seconds: float = math.inf) -> None:
         """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
-        ...
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         """Draft a tree of at most max_depth levels below the root, by passes that should fit into `seconds`."""
-        ...
 
     def request(self) -> AnyRequest | None:
         """The next pass that it needs; None if it is done."""
-        ...
 
     def take(self, request: AnyRequest) -> None:
         """Go on with the result of a pass. Raises the pass's error."""
-        ...
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append the tokens that the target emitted after the root; the last of them is the next root.
 
         Takes almost no time if it has not drafted, because plain steps are not charged for it.
         """
-        ...
 
 
 def fulfil_all(drafter: Drafter, clocks: Clocks | None = None) -> None:

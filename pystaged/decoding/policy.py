@@ -64,15 +64,12 @@ class TreePolicy(Protocol):
     @property
     def children(self) -> int:
         """Candidates per node to consider."""
-        ...
 
     def expand(self, growth: Growth) -> int:
         """Number of the best leaves to expand by another pass of the drafter; 0 ends the tree."""
-        ...
 
     def keep(self, growth: Growth) -> int:
         """Number of the best nodes that the target verifies, root excluded; 0 is plain decoding."""
-        ...
 
 
 def checked(policy: TreePolicy, member: str, answer: object, most: int, least: int = 0) -> int:

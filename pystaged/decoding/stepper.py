@@ -151,15 +151,15 @@ class Stepper:
             for request in requests:
                 fulfil(request, self._clocks)
             return requests
-        pending = [_num_pending(request) for request in requests]
+        before = [_extent(request) if isinstance(request, Propose) else request.past for request in requests]
         try:
             share(requests, self._clocks, self._make)
         except Exception as error:
-            for request, before in zip(requests, pending, strict=True):
-                if _was_made(request, before):
-                    request.error = own_copy(error)
-                else:
+            for request, extent in zip(requests, before, strict=True):
+                if _extent(request) in (extent, -1):
                     fulfil(request, self._clocks)
+                else:  # memory for the result was short: a pass that has changed its session cannot be repeated
+                    request.error = own_copy(error)
         return requests
 
 
@@ -231,22 +231,12 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
     return rows
 
 
-def _num_pending(request: AnyRequest) -> int:
-    """Pending rows of a draft's session before its pass, -1 where the session is closed."""
+def _extent(request: AnyRequest) -> int:
+    """What a pass changes: the pending rows of a draft's session, or the tokens of the target's. -1 if it is closed, in
+    a call, or its device lost, which its own pass raises; -2 if memory is too short even for the tokens."""
     try:
-        return request.session.num_pending if isinstance(request, Propose) else 0
-    except ValueError:
+        return request.session.num_pending if isinstance(request, Propose) else len(request.session.tokens)
+    except MemoryError:
+        return -2
+    except (ValueError, RuntimeError, OSError):
         return -1
-
-
-def _was_made(request: AnyRequest, pending: int) -> bool:
-    """Whether a failed pass has changed its session, because memory for the result was short; it cannot be repeated.
-    pending: the session's pending rows before it."""
-    try:
-        if isinstance(request, Propose):
-            return request.session.num_pending != pending
-        return len(request.session.tokens) != request.past
-    except MemoryError:  # too short even for the tokens
-        return True
-    except (ValueError, RuntimeError, OSError):  # closed, in a call, or its device lost: its own pass raises that
-        return False

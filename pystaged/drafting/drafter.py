@@ -95,10 +95,7 @@ class TreeDrafter:
 
     def work(self) -> dict[str, DrafterStats]:
         found = {"ngram": replace(self._looking_up)}
-        if self._costly:
-            name = self._costly.stage.name.lower()
-            found[name] = found[name].plus(self._passes) if name in found else replace(self._passes)
-        return found
+        return found | {"draft": replace(self._passes)} if self._costly else found
 
     def sessions(self) -> list[Session]:
         return [session for proposer in self._proposers for session in proposer.sessions()]
@@ -330,7 +327,10 @@ class TreeDrafter:
             if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
+            tail, found = tree.tail(node), []
+            for lookup in self._lookups:
+                found.append(lookup.after(tail))
+            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
                 child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
@@ -339,11 +339,8 @@ class TreeDrafter:
         if not tree.passes and tree.first == 0:
             self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
-        """The cells of the best tokens after a node that lookups find."""
-        tail, found = tree.tail(node), []
-        for lookup in self._lookups:
-            found.append(lookup.after(tail))
+    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups found."""
         mixed = mix(found)
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
         cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
@@ -369,15 +366,16 @@ class TreeDrafter:
                 named = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
                 found[node] = Candidates(named, said.source)
             tree.passing += self._meter() - tree.pass_began
-        above, nobody = self._costly.stage if self._costly else Stage.NGRAM, Candidates({}, NOBODY)
+        nobody = Candidates({}, NOBODY)
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
-                guesses = self._guess(tree, node) if self._lookups else {}
+                tail = tree.tail(node)
+                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
             scores = found.get(node, nobody).scores
             for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
                 if i < tree.most_children or token in tree.children[node]:
-                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else above
+                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
         tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began

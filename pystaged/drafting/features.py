@@ -14,7 +14,6 @@ from pystaged._core import HiddenRows, Model, ModelError, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
-from pystaged.decoding.tree import Stage
 from pystaged.drafting.calibration import FEATURES
 from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
@@ -40,7 +39,6 @@ class FeatureProposer(PassProposer):
         cost: processor seconds of a pass of the draft; None for 0.
     """
 
-    stage = Stage.DRAFT
     ahead = 0  # positions from a row's hidden states to the row's token
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
@@ -48,7 +46,7 @@ class FeatureProposer(PassProposer):
         self._model, self._target = model, target
         self._head_tokens = model.head_tokens
         self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
-        self._tokens: list[int] = []  # of the rows after them that are not read yet
+        self._tokens: list[int] = []  # of the rows that are not read yet
         self._hidden: HiddenRows | None = None  # theirs
 
     def inherit(self, other: Proposer) -> None:

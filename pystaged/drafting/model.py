@@ -12,7 +12,6 @@ from pystaged._core import Session
 from pystaged.decoding.cost import PassCost, surprise
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
-from pystaged.decoding.tree import Stage
 from pystaged.drafting.calibration import DRAFT, LATER
 from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer, Proposer
 from pystaged.sampling.constraint import Constraint, allows
@@ -33,7 +32,6 @@ class ModelProposer(PassProposer):
             those tokens are never proposed.
     """
 
-    stage = Stage.DRAFT
     _places = 1  # tokens that a pass proposes
 
     def __init__(

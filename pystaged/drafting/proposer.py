@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pystaged._core import ModelError, RecycledCandidates, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
-from pystaged.decoding.tree import Cell, Stage, TreeBuilder
+from pystaged.decoding.tree import Cell, TreeBuilder
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint
 
@@ -97,12 +97,12 @@ class Proposer:
     Before `propose` it is asked for the passes that it needs: each `request` is made and given to `take`, until there
     is none. Their session is its own.
 
-    stage: stage of its tokens. by_levels: whether a node's parent must have been in an earlier pass. recycled: the
-    candidates that it looks up and that learn from the target's rows, or None. cost: processor seconds of its passes,
-    which its drafter refines, or None.
+    Attributes:
+        by_levels: whether a node's parent must have been in an earlier pass.
+        recycled: the candidates that it looks up and that learn from the target's rows, or None.
+        cost: processor seconds of its passes, which its drafter refines, or None.
     """
 
-    stage = Stage.NGRAM
     by_levels = False
     recycled: RecycledCandidates | None = None
     cost: PassCost | None = None

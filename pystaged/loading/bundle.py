@@ -129,6 +129,7 @@ class Bundle:
         self.draft = drafts[self.draft_device] if drafts else None
         self._kept = KeptCandidates(self.path, self.vocabulary) if options["recycle"] else None
         self.recycled = self._kept.candidates if self._kept else None
+        self.text_over: Callable[[], None] = self._kept.save_now_and_then if self._kept else lambda: None
         if self._kept:
             weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
 
@@ -156,11 +157,6 @@ class Bundle:
         """Bytes of memory free for contexts on this machine, estimated."""
         # available_memory() counts pages mapped from a file as free.
         return max(available_memory() - sum(model.matrix_bytes for model in self.models if model.is_mapped), 0)
-
-    def text_over(self) -> None:
-        """Save recycled candidates after a sequence has ended, at most once in ten seconds."""
-        if self._kept:
-            self._kept.save_now_and_then()
 
     def close(self) -> None:
         """Save costs and recycled candidates, and close the connections to RPC servers."""
