@@ -26,7 +26,7 @@ ROOMS = {
     "backends": 400,
     "loading": 4292,
     "receipts": 700,
-    "server": 4192,
+    "server": 4175,
     "integrations": 900,
     "bench": 2614,
     "distill": 1700,
