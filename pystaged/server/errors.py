@@ -11,14 +11,11 @@ from pystaged._core import ContextFullError, DeviceError
 from pystaged.chat import ChatTemplateError
 from pystaged.sampling.definitions import GrammarError
 
-_KINDS = {
-    400: "invalid_request_error",
+_KINDS = {  # others are invalid_request_error
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",
@@ -55,7 +52,7 @@ class ApiError(Exception):
             "type": "error",
             "error": {
                 "message": message,
-                "type": kind or _KINDS[status],
+                "type": kind or _KINDS.get(status, "invalid_request_error"),
                 "param": param,
                 "code": code or status,
                 **more,
