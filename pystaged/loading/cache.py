@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape
@@ -183,17 +182,26 @@ def _tidy_up(path: Path) -> int:
 def _forget(repository: str, name: str) -> int:
     """Remove a file from all commits of a repository in Hugging Face's cache, or the repository where there is nothing
     else in it; returns the bytes freed."""
-    # Not by huggingface_hub: it passes a repository by in which a download was interrupted, and deletes whole commits,
-    # and what links lead to.
+    from huggingface_hub import scan_cache_dir  # noqa: PLC0415
+
+    scan = scan_cache_dir(_shared())
+    wanted = ("model", repository)
+    revisions = [
+        revision for each in scan.repos if (each.repo_type, each.repo_id) == wanted for revision in each.revisions
+    ]
+    places = {file.file_path.relative_to(each.snapshot_path).as_posix() for each in revisions for file in each.files}
+    if places == {name}:
+        strategy = scan.delete_revisions(*(revision.commit_hash for revision in revisions))
+        strategy.execute()
+        return strategy.expected_freed_size
+    # By hand: the scan passes a repository by in which a download was interrupted, and deletes what links lead to.
     root = (_shared() / f"models--{repository.replace('/', '--')}").resolve()
     links = [*root.glob(f"snapshots/*/{escape(name)}")]
     blobs = {each.resolve(): each.stat().st_size for each in links if each.exists()}
     for each in links:
         each.unlink()
-    left = {each.resolve() for each in root.glob("snapshots/**/*") if each.is_symlink() or each.is_file()}
+    left = {each.resolve() for each in root.glob("snapshots/**/*")}
     gone = {blob: size for blob, size in blobs.items() if blob not in left and blob.is_relative_to(root)}
     for blob in gone:
         blob.unlink(missing_ok=True)
-    if not left:
-        shutil.rmtree(root)
     return sum(gone.values())
