@@ -23,7 +23,7 @@ ROOMS = {
     "chat": 2660,
     "decoding": 3316,
     "drafting": 2346,
-    "backends": 400,
+    "backends": 370,
     "loading": 4310,
     "receipts": 700,
     "server": 4245,
@@ -41,14 +41,14 @@ CPP_ROOMS = {
     "machine": 1750,
     "files": 550,
     "weights": 1050,
-    "llama": 830,
-    "model": 2780,
+    "llama": 825,
+    "model": 2711,
     "state": 1100,
     "pass": 3050,
-    "sampling": 1250,
-    "text": 1800,
+    "sampling": 881,
+    "text": 1703,
     "drafting": 500,
-    "bindings": 1050,
+    "bindings": 884,
 }
 
 
