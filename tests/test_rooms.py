@@ -48,7 +48,7 @@ CPP_ROOMS = {
     "sampling": 881,
     "text": 1703,
     "drafting": 500,
-    "bindings": 884,
+    "bindings": 885,
 }
 
 
