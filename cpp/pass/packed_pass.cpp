@@ -173,49 +173,30 @@ void PackedPass::compute(const Pass& pass) {
     for (const Segment& segment : pass.segments) {
         auto* const state = static_cast<PackedState*>(segment.state);
         const auto is_its = [&](const Text& text) { return text.state == state; };
-        const auto text = std::find_if(texts_.begin(), texts_.end(), is_its);
-        if (text != texts_.end()) {
-            text->segments.push_back(segment);
-        } else {
-            texts_.push_back({state, {segment}, {}, {}});
+        auto text = std::find_if(texts_.begin(), texts_.end(), is_its);
+        if (text == texts_.end()) {
+            text =
+                texts_.insert(text, {state, segment.num_committed, segment.first_pending, segment.is_reading, {}, {}});
         }
-    }
-    for (const Text& text : texts_) {
-        const Segment& first = text.segments[0];
-        std::vector<int32_t> parents;  // the segments follow each other among the text's pending rows
-        for (const Segment& segment : text.segments) {
-            parents.insert(parents.end(), pass.parents + segment.first_row,
-                           pass.parents + segment.first_row + segment.num_rows);
-        }
-        text.state->begin(first.num_committed, first.first_pending, parents, first.is_reading);
-    }
-    ancestors_.clear();
-    for (const Segment& segment : pass.segments) {
-        const auto& state = static_cast<const PackedState&>(*segment.state);
+        text->rows.resize(segment.first_pending, -1);
         for (int i = 0; i < segment.num_rows; ++i) {
-            for (int back = 1; back < h.conv_taps; ++back) {
-                ancestors_.push_back(state.ancestor(segment.first_pending + i, back));
-            }
+            text->rows.push_back(segment.first_row + i);
         }
     }
+    ancestors_.resize(size_t(pass.num_rows) * std::max(0, h.conv_taps - 1));
     for (Text& text : texts_) {
-        if (h.delta.head_dim == 0 && h.space.head_dim == 0) {
-            break;
-        }
-        std::vector<int> pending;
-        for (const Segment& segment : text.segments) {
-            text.rows.resize(segment.first_pending + segment.num_rows, -1);
-            for (int i = 0; i < segment.num_rows; ++i) {
-                pending.push_back(segment.first_pending + i);
-                text.rows[pending.back()] = segment.first_row + i;
+        const int num_rows = static_cast<int>(text.rows.size()) - text.first;
+        int32_t* const parents = text.state->begin(text.num_committed, text.first, num_rows, text.is_reading);
+        text.for_rows([&](int row, int pending) { parents[pending - text.first] = pass.parents[row]; });
+        text.for_rows([&](int row, int pending) {
+            for (int back = 1; back < h.conv_taps; ++back) {
+                ancestors_[size_t(row) * (h.conv_taps - 1) + back - 1] = text.state->ancestor(pending, back);
             }
-        }
-        // Rows of a reading's passes before are included in the state.
-        const int first = text.segments[0].is_reading ? text.segments[0].first_pending : 0;
-        text.walk = make_walk(pending, [&](int row) {
-            const int parent = text.state->parent(row);
-            return parent < first ? -1 : parent;
         });
+        if (h.delta.head_dim > 0 || h.space.head_dim > 0) {
+            // Rows of a reading's passes before are included in the state.
+            text.walk.make(text.state->parents(), text.first, text.is_reading ? text.first : 0);
+        }
     }
     row_scales_.clear();
     for (int i = 0; h.temperature_scale != 0 && i < pass.num_rows; ++i) {

@@ -38,6 +38,24 @@ public:
         bool handed = false;         // quantized into handed_
     };
 
+    // A text's rows of a pass.
+    struct Text {
+        PackedState* state;
+        int num_committed;
+        int first;  // of its pending rows, that is in the pass with all behind it
+        bool is_reading;
+        std::vector<int> rows;  // of the pass, by pending row, -1 for those that are not in it
+        Walk walk;              // where layers are delta nets
+
+        // Calls act(row of the pass, pending row), in order.
+        template <class Act>
+        void for_rows(const Act& act) const {
+            for (int pending = first; pending < static_cast<int>(rows.size()); ++pending) {
+                act(rows[pending], pending);
+            }
+        }
+    };
+
     // The operations of run_transformer().
     Value embed(int num_rows);
     Value tail(Value x, int first_row) const;
@@ -75,13 +93,6 @@ private:
         void set(const Pass& pass, bool windowed);
     };
 
-    // A text's segments of a pass.
-    struct Text {
-        PackedState* state;
-        std::vector<Segment> segments;
-        std::vector<int> rows;  // of the pass, by pending row, -1 for those that are not in it
-        Walk walk;              // where layers are delta nets
-    };
     // What a thread needs for a delta net.
     struct DeltaScratch {
         Lines<float> tiles;
@@ -99,12 +110,18 @@ private:
     // Computes a tile of the state at the committed end, and copies the tile of the state before the pass's rows.
     template <class StepOf>
     void make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch);
-    // Applies scratch.steps to that copy, and writes the tile at each stop of a reading.
-    void walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch);
+    // Applies the steps of the text's walk to that copy, and writes the tile at each stop of a reading. of_pass(row,
+    // step) completes the step of a row of the pass.
+    template <class StepOf, class OfPass>
+    void walk_tile(const Text& text, RecurrentState& state, size_t tile, int keys, const StepOf& step,
+                   DeltaScratch& scratch, const OfPass& of_pass);
     // Memory of texts and threads, before anything is applied; of a head of so many keys, 0 where there are no tiles.
     void reserve_recurrent(int layer, int keys);
-    // Of a text, one head of keys and the heads of values that share it.
-    void run_delta(const DeltaNet& mixer, const Text& text, int layer, int head, int first_row, DeltaScratch& scratch);
+    // Of a text, what one head's state reads and is changed by: of queries, of keys or of values, in this order.
+    void prepare_delta(const DeltaNet& mixer, const Text& text, int layer, int head);
+    // Of a text, one head of values.
+    void run_delta(const DeltaNet& mixer, const Text& text, int layer, int value_head, int first_row,
+                   DeltaScratch& scratch);
     // The products of a dense network before its last matrix: `up`, after `gate` where that is apart. They write n rows
     // to `out`, and quantized to `handed` unless that is null.
     void open(const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out, float* gates,

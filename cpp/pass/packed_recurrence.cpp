@@ -60,6 +60,23 @@ private:
     int channels_, before_, first_;
 };
 
+// Convolves some channels of a text's rows, in order. take(row, inputs, convolution) writes a row's own inputs and says
+// where its result goes; false where none is wanted. `ancestors`: of the pass's rows, [rows][taps - 1].
+template <class Take>
+void convolve_rows(const Kernel& kernel, const PackedPass::Text& text, const std::vector<int>& ancestors,
+                   ConvolutionInputs all, Convolution convolution, const Take& take) {
+    const float* inputs[kMostTaps];
+    convolution.inputs = inputs;
+    all.apply(convolution.channels);
+    text.for_rows([&](int row, int pending) {
+        if (take(row, all.pending(pending), convolution)) {
+            all.find(pending, &ancestors[row * size_t(convolution.taps - 1)], inputs);
+            kernel.convolve(convolution);
+        }
+    });
+    all.finish(convolution.channels);
+}
+
 // ln(1 + e^x)
 double softplus(double x) {
     return x > 20 ? x : own_log(1 + own_exp(x));
@@ -73,37 +90,29 @@ PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value&
     const size_t stride = h.padded_width();
     const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
     reserve_recurrent(index, 0);
-    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_taps - 1;
+    const int num_blocks = (h.width + kChannels - 1) / kChannels;
     const auto convolve = [&](int task, int) {
         const Text& text = texts_[task / num_blocks];
         const int first = task % num_blocks * kChannels, count = std::min(kChannels, h.width - first);
-        ConvolutionInputs all(text.state->recurrent(index), 0, h.width, before, first);
-        all.apply(count);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, count, inputs, mixer.taps.data() + first, stride};
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                const float* b = product.rows + row * product.stride + first;
-                const float* c = b + h.width;
-                const float* values = c + h.width;
-                float* own = all.pending(pending);
-                for (int d = 0; d < count; ++d) {
-                    own[d] = b[d] * values[d];
-                }
-                if (row < first_row) {
-                    continue;
-                }
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                convolution.gate = c;
-                convolution.out = mixed_.data() + (row - first_row) * stride + first;
-                model_.kernel().convolve(convolution);
-                if (first + count == h.width) {
-                    std::fill(convolution.out + count, mixed_.data() + (row - first_row + 1) * stride, 0.0f);
-                }
+        const auto take = [&](int row, float* own, Convolution& convolution) {
+            const float* b = product.rows + row * product.stride + first;
+            const float* c = b + h.width;
+            const float* values = c + h.width;
+            for (int d = 0; d < count; ++d) {
+                own[d] = b[d] * values[d];
             }
-        }
-        all.finish(count);
+            if (row < first_row) {
+                return false;
+            }
+            float* out = mixed_.data() + (row - first_row) * stride;
+            convolution.gate = c;
+            convolution.out = out + first;
+            std::fill(out + h.width, out + stride, 0.0f);
+            return true;
+        };
+        convolve_rows(model_.kernel(), text, ancestors_,
+                      {text.state->recurrent(index), 0, h.width, h.conv_taps - 1, first},
+                      {h.conv_taps, count, nullptr, mixer.taps.data() + first, stride}, take);
     };
     ThreadPool::shared().run(static_cast<int>(texts_.size()) * num_blocks, threads_for(size_t(product.n) * h.width),
                              convolve);
@@ -159,7 +168,20 @@ void PackedPass::make_tile(RecurrentState& state, size_t tile, int keys, const S
     std::copy_n(state.base() + tile, size, scratch.tiles.data());
 }
 
-void PackedPass::walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch) {
+template <class StepOf, class OfPass>
+void PackedPass::walk_tile(const Text& text, RecurrentState& state, size_t tile, int keys, const StepOf& step,
+                           DeltaScratch& scratch, const OfPass& of_pass) {
+    scratch.steps.clear();
+    for (const WalkStep& walked : text.walk.steps) {
+        scratch.steps.push_back(step(state.pending(walked.row)));
+        DeltaStep& last = scratch.steps.back();
+        last.from = walked.from;
+        last.to = walked.to;
+        const int row = text.rows[walked.row];
+        if (row >= 0) {  // else of an earlier pass: it is repeated
+            of_pass(row, last);
+        }
+    }
     const auto walk = [&](int first, int last) {
         model_.kernel().delta(scratch.steps.data() + first, last - first, keys, scratch.tiles.data());
     };
@@ -177,9 +199,14 @@ PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, cons
     const DeltaNumbers& d = model_.numbers().delta;
     const Value product = products(mixer.input, input, mixer.stride);
     reserve_recurrent(index, d.head_dim);
+    const int num_texts = static_cast<int>(texts_.size()), num_heads = 2 * d.key_heads + d.value_heads;
+    ThreadPool::shared().run(num_texts * num_heads, threads_for(size_t(product.n) * d.channels()), [&](int task, int) {
+        prepare_delta(mixer, texts_[task / num_heads], index, task % num_heads);
+    });
     const int threads = threads_for(size_t(product.n) * d.values() * d.head_dim);
-    ThreadPool::shared().run(static_cast<int>(texts_.size()) * d.key_heads, threads, [&](int task, int worker) {
-        run_delta(mixer, texts_[task / d.key_heads], index, task % d.key_heads, first_row, delta_scratch_[worker]);
+    ThreadPool::shared().run(num_texts * d.value_heads, threads, [&](int task, int worker) {
+        const Text& text = texts_[task / d.value_heads];
+        run_delta(mixer, text, index, task % d.value_heads, first_row, delta_scratch_[worker]);
     });
     for (const Text& text : texts_) {
         text.state->recurrent(index).applied();
@@ -192,105 +219,83 @@ PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, cons
     return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
 }
 
-void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, int head, int first_row,
+void PackedPass::prepare_delta(const DeltaNet& mixer, const Text& text, int index, int head) {
+    const Hyperparameters& h = model_.numbers();
+    const DeltaNumbers& d = h.delta;
+    const Kernel& kernel = model_.kernel();
+    RecurrentState& state = text.state->recurrent(index);
+    const int size = d.head_dim, first = head * size, value_head = head - 2 * d.key_heads;
+    const auto channels = [&](int row) { return products_.data() + row * mixer.stride + mixer.qkv_at + first; };
+    const auto take = [&](int row, float* own, Convolution& convolution) {
+        convolution.out = channels(row);
+        std::copy_n(convolution.out, size, own);
+        return true;
+    };
+    convolve_rows(kernel, text, ancestors_, {state, size_t(d.values()) * size, d.channels(), h.conv_taps - 1, first},
+                  {h.conv_taps, size, nullptr, mixer.taps.data() + first, size_t(padded(d.channels(), kBlock))}, take);
+    text.for_rows([&](int row, int pending) {
+        float *made = channels(row), *kept = state.pending(pending);
+        if (value_head < 0) {
+            // x / sqrt(sum of squares + epsilon)
+            kernel.rms_norm(made, unit_.data(), h.norm_epsilon / size, size, size, made);
+            if (head >= d.key_heads) {
+                std::copy_n(made, size, kept + d.channels() + first - d.keys());
+            }
+            return;
+        }
+        float* product = products_.data() + row * mixer.stride;
+        float& rate = product[mixer.beta_at + value_head];
+        rate = static_cast<float>(1 / (1 + own_exp(-double(rate))));
+        const double step = softplus(product[mixer.alpha_at + value_head] + mixer.step.data()[value_head]);
+        kept[d.channels() + d.keys() + d.values() + value_head] =
+            static_cast<float>(own_exp(mixer.decay.data()[value_head] * step));
+    });
+}
+
+void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, int value_head, int first_row,
                            DeltaScratch& scratch) {
     const Hyperparameters& h = model_.numbers();
     const DeltaNumbers& d = h.delta;
     const Kernel& kernel = model_.kernel();
     RecurrentState& state = text.state->recurrent(index);
-    const int size = d.head_dim, before = h.conv_taps - 1, group = d.group();
-    const size_t mixed_stride = padded(d.values(), kBlock);
+    const int size = d.head_dim, key_head = d.key_head(value_head);
+    const size_t mixed_stride = padded(d.values(), kBlock), values_at = size_t(value_head) * size;
     // What the state keeps of a row: inputs of the convolution, keys, deltas, decays.
-    const size_t keys_at = d.channels() + size_t(head) * size, deltas_at = size_t(d.channels()) + d.keys();
-    const size_t decays_at = deltas_at + d.values();
+    const size_t keys_at = d.channels() + size_t(key_head) * size, deltas_at = size_t(d.channels()) + d.keys();
+    const size_t decay_at = deltas_at + d.values() + value_head;
     const float root = std::sqrt(static_cast<float>(size));
-    const std::vector<float>& unit = unit_;
-
     const auto product = [&](int row) { return products_.data() + row * mixer.stride; };
-    const auto convolve = [&](int first, bool normalize) {
-        ConvolutionInputs all(state, size_t(d.values()) * size, d.channels(), before, first);
-        all.apply(size);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, size, inputs, mixer.taps.data() + first,
-                                size_t(padded(d.channels(), kBlock))};
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                convolution.out = product(row) + mixer.qkv_at + first;
-                std::copy_n(convolution.out, size, all.pending(pending));
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                kernel.convolve(convolution);
-                if (normalize) {
-                    // x / sqrt(sum of squares + epsilon)
-                    kernel.rms_norm(convolution.out, unit.data(), h.norm_epsilon / size, size, size, convolution.out);
-                }
+    for (size_t column = values_at; column < values_at + size; column += kLanes) {
+        const size_t tile = column * size;
+        const auto step = [&](float* kept) {
+            DeltaStep result;
+            result.decay = kept[decay_at];
+            result.key = kept + keys_at;
+            result.delta = kept + deltas_at + column;
+            return result;
+        };
+        make_tile(state, tile, size, step, scratch);
+        walk_tile(text, state, tile, size, step, scratch, [&](int row, DeltaStep& made) {
+            const float* qkv = product(row) + mixer.qkv_at;
+            made.rate = product(row)[mixer.beta_at + value_head];
+            made.scale = 1 / root;
+            made.query = qkv + key_head * size;
+            made.value = qkv + 2 * d.keys() + column;
+            if (row >= first_row) {
+                made.out = mixed_.data() + (row - first_row) * mixed_stride + column;
             }
-        }
-        all.finish(size);
-    };
-    convolve(head * size, true);
-    convolve(d.keys() + head * size, true);
-    for (int i = 0; i < group; ++i) {
-        convolve(2 * d.keys() + d.value_head(head, i) * size, false);
+        });
     }
-    for (const Segment& segment : text.segments) {
-        for (int i = 0; i < segment.num_rows; ++i) {
-            float *row = product(segment.first_row + i), *kept = state.pending(segment.first_pending + i);
-            std::copy_n(row + mixer.qkv_at + d.keys() + head * size, size, kept + keys_at);
-            for (int j = 0; j < group; ++j) {
-                const int value_head = d.value_head(head, j);
-                float &rate = row[mixer.beta_at + value_head], &step = row[mixer.alpha_at + value_head];
-                rate = static_cast<float>(1 / (1 + own_exp(-double(rate))));
-                step = step + mixer.step.data()[value_head];
-                kept[decays_at + value_head] =
-                    static_cast<float>(own_exp(mixer.decay.data()[value_head] * softplus(step)));
+    text.for_rows([&](int row, int) {
+        if (row >= first_row) {
+            float* out = mixed_.data() + (row - first_row) * mixed_stride;
+            kernel.rms_norm(out + values_at, mixer.norm.data(), h.norm_epsilon, size, size, out + values_at);
+            kernel.open(product(row) + mixer.gate_at + values_at, true, size, out + values_at);
+            if (value_head + 1 == d.value_heads) {
+                std::fill(out + d.values(), out + mixed_stride, 0.0f);
             }
         }
-    }
-
-    std::vector<DeltaStep>& steps = scratch.steps;
-    for (int j = 0; j < group; ++j) {
-        const int value_head = d.value_head(head, j);
-        for (int value = 0; value < size; value += kLanes) {
-            const size_t column = size_t(value_head) * size + value, tile = column * size;
-            const auto step = [&](float* kept) {
-                DeltaStep result;
-                result.decay = kept[decays_at + value_head];
-                result.key = kept + keys_at;
-                result.delta = kept + deltas_at + column;
-                return result;
-            };
-            make_tile(state, tile, size, step, scratch);
-            steps.clear();
-            for (const WalkStep& walked : text.walk.steps) {
-                steps.push_back(step(state.pending(walked.row)));
-                steps.back().from = walked.from;
-                steps.back().to = walked.to;
-                const int row = text.rows[walked.row];
-                if (row < 0) {
-                    continue;  // of an earlier pass: it is repeated
-                }
-                steps.back().rate = product(row)[mixer.beta_at + value_head];
-                steps.back().scale = 1 / root;
-                steps.back().query = product(row) + mixer.qkv_at + head * size;
-                steps.back().value = product(row) + mixer.qkv_at + 2 * d.keys() + column;
-                if (row >= first_row) {
-                    steps.back().out = mixed_.data() + (row - first_row) * mixed_stride + column;
-                }
-            }
-            walk_tile(state, tile, size, scratch);
-        }
-        for (const Segment& segment : text.segments) {
-            for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
-                float* out = mixed_.data() + (row - first_row) * mixed_stride + size_t(value_head) * size;
-                kernel.rms_norm(out, mixer.norm.data(), h.norm_epsilon, size, size, out);
-                kernel.open(product(row) + mixer.gate_at + size_t(value_head) * size, true, size, out);
-                if (value_head + 1 == d.value_heads) {
-                    std::fill(out + size, mixed_.data() + (row - first_row + 1) * mixed_stride, 0.0f);
-                }
-            }
-        }
-    }
+    });
 }
 
 PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, const Value& input, int index,
@@ -301,36 +306,30 @@ PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, co
     const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
     const Value product = products(mixer.input, input, in_stride);
     reserve_recurrent(index, d.state_dim);
-    const int num_texts = static_cast<int>(texts_.size()), before = h.conv_taps - 1;
-    const int num_blocks = (d.channels() + kChannels - 1) / kChannels;
+    const int num_texts = static_cast<int>(texts_.size()), num_blocks = (d.channels() + kChannels - 1) / kChannels;
     const int threads = threads_for(size_t(product.n) * d.channels());
     ThreadPool::shared().run(num_texts * num_blocks, threads, [&](int task, int) {
         const Text& text = texts_[task / num_blocks];
         const int first = task % num_blocks * kChannels, count = std::min(kChannels, d.channels() - first);
         RecurrentState& state = text.state->recurrent(index);
-        ConvolutionInputs all(state, size_t(d.inner()) * d.state_dim, d.channels(), before, first);
-        all.apply(count);
-        const float* inputs[kMostTaps];
-        Convolution convolution{h.conv_taps, count, inputs, mixer.taps.data() + first,
+        const auto channels = [&](int row) { return products_.data() + row * in_stride + d.inner(); };
+        const auto take = [&](int row, float* own, Convolution& convolution) {
+            convolution.out = channels(row) + first;
+            std::copy_n(convolution.out, count, own);
+            return true;
+        };
+        Convolution convolution{h.conv_taps, count, nullptr, mixer.taps.data() + first,
                                 size_t(padded(d.channels(), kBlock))};
         convolution.bias = mixer.taps_bias.present() ? mixer.taps_bias.data() + first : nullptr;
+        convolve_rows(kernel, text, ancestors_,
+                      {state, size_t(d.inner()) * d.state_dim, d.channels(), h.conv_taps - 1, first}, convolution,
+                      take);
         // Of these channels, those that lead into states.
         const int keys_first = std::max(first, d.inner()), keys_last = std::min(first + count, d.inner() + d.keys());
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                float* channels = products_.data() + row * in_stride + d.inner();
-                convolution.out = channels + first;
-                std::copy_n(convolution.out, count, all.pending(pending));
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                kernel.convolve(convolution);
-                if (keys_first < keys_last) {
-                    std::copy(channels + keys_first, channels + keys_last,
-                              state.pending(pending) + d.channels() + keys_first - d.inner());
-                }
-            }
-        }
-        all.finish(count);
+        text.for_rows([&](int row, int pending) {
+            std::copy_n(channels(row) + keys_first, std::max(0, keys_last - keys_first),
+                        state.pending(pending) + d.channels() + keys_first - d.inner());
+        });
     });
     const int threads_of_states = threads_for(size_t(product.n) * d.inner() * d.state_dim);
     ThreadPool::shared().run(num_texts * d.heads, threads_of_states, [&](int task, int worker) {
@@ -365,17 +364,15 @@ void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index,
                  deltas_at = size_t(d.channels()) + d.keys();
     const size_t decays_at = deltas_at + d.inner(), own = size_t(head) * d.head_dim;
     const auto channels = [&](int row) { return products_.data() + row * in_stride + d.inner(); };
-    for (const Segment& segment : text.segments) {
-        for (int i = 0; i < segment.num_rows; ++i) {
-            const float* row = channels(segment.first_row + i);
-            float* kept = state.pending(segment.first_pending + i);
-            const double step = softplus(row[d.channels() + head] + mixer.step.data()[head]);
-            kept[decays_at + head] = static_cast<float>(own_exp(mixer.decay.data()[head] * step));
-            for (int p = 0; p < d.head_dim; ++p) {
-                kept[deltas_at + own + p] = row[own + p] * static_cast<float>(step);
-            }
+    text.for_rows([&](int row, int pending) {
+        const float* made = channels(row);
+        float* kept = state.pending(pending);
+        const double step = softplus(made[d.channels() + head] + mixer.step.data()[head]);
+        kept[decays_at + head] = static_cast<float>(own_exp(mixer.decay.data()[head] * step));
+        for (int p = 0; p < d.head_dim; ++p) {
+            kept[deltas_at + own + p] = made[own + p] * static_cast<float>(step);
         }
-    }
+    });
     for (int value = 0; value < d.head_dim; value += kLanes) {
         const auto step = [&](float* kept) {
             DeltaStep result;
@@ -386,28 +383,19 @@ void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index,
         };
         const size_t tile = (own + value) * d.state_dim;
         make_tile(state, tile, d.state_dim, step, scratch);
-        scratch.steps.clear();
-        for (const WalkStep& walked : text.walk.steps) {
-            scratch.steps.push_back(step(state.pending(walked.row)));
-            DeltaStep& last = scratch.steps.back();
-            last.from = walked.from;
-            last.to = walked.to;
-            const int row = text.rows[walked.row];
+        walk_tile(text, state, tile, d.state_dim, step, scratch, [&](int row, DeltaStep& made) {
             if (row >= first_row) {
-                last.query = channels(row) + d.inner() + d.keys() + size_t(d.group_of(head)) * d.state_dim;
-                last.out = mixed_.data() + (row - first_row) * stride + own + value;
+                made.query = channels(row) + d.inner() + d.keys() + size_t(d.group_of(head)) * d.state_dim;
+                made.out = mixed_.data() + (row - first_row) * stride + own + value;
             }
-        }
-        walk_tile(state, tile, d.state_dim, scratch);
+        });
     }
-    for (const Segment& segment : text.segments) {
-        for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
-            float* out = mixed_.data() + (row - first_row) * stride + own;
-            for (int p = 0; p < d.head_dim; ++p) {
-                out[p] += mixer.skip.data()[head] * channels(row)[own + p];
-            }
+    text.for_rows([&](int row, int) {
+        float* out = mixed_.data() + (row - first_row) * stride + own;
+        for (int p = 0; row >= first_row && p < d.head_dim; ++p) {
+            out[p] += mixer.skip.data()[head] * channels(row)[own + p];
         }
-    }
+    });
 }
 
 }  // namespace pystaged
