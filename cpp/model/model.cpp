@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <optional>
@@ -202,7 +203,8 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
 void Model::load_packed(Loader& loader, const std::string& packed) {
     if (!packed.empty()) {
         content_ = PackedContent(loader.file);
-        if (file_exists(packed)) {
+        std::error_code ignored;
+        if (std::filesystem::exists(std::filesystem::u8path(packed), ignored)) {
             PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);
