@@ -37,14 +37,14 @@ ROOT = 11  # files in no room
 CPP = Path(__file__).parent.parent / "cpp"
 # The rooms of C++ from the lowest up, with as many lines as each may have.
 CPP_ROOMS = {
-    "kernels": 3122,
-    "machine": 1750,
+    "kernels": 3121,
+    "machine": 1664,
     "files": 550,
-    "weights": 1050,
+    "weights": 1106,
     "llama": 830,
     "model": 2780,
-    "state": 1100,
-    "pass": 3050,
+    "state": 1087,
+    "pass": 2992,
     "sampling": 1250,
     "text": 1800,
     "drafting": 500,

@@ -203,8 +203,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
 void Model::load_packed(Loader& loader, const std::string& packed) {
     if (!packed.empty()) {
         content_ = PackedContent(loader.file);
-        std::error_code ignored;
-        if (std::filesystem::exists(std::filesystem::u8path(packed), ignored)) {
+        if (std::error_code none; std::filesystem::exists(std::filesystem::u8path(packed), none)) {
             PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);
