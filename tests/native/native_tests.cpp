@@ -1,4 +1,5 @@
-// Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type.
+// Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type; of
+// further ones, whether their passes allocate memory.
 #ifndef _WIN32
 #include <sys/wait.h>
 #include <unistd.h>
@@ -41,6 +42,10 @@ void* operator new(size_t bytes) {
         return memory;
     }
     throw std::bad_alloc();
+}
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    ++num_allocations;
+    return std::malloc(bytes);
 }
 void operator delete(void* memory) noexcept {
     std::free(memory);
@@ -721,8 +726,8 @@ void test_shapes() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 2) {
-        std::fprintf(stderr, "usage: native_tests MODEL.gguf\n");
+    if (argc < 2) {
+        std::fprintf(stderr, "usage: native_tests MODEL.gguf [MODEL.gguf...]\n");
         return 2;
     }
     const std::string path = argv[1];
@@ -741,7 +746,7 @@ int main(int argc, char** argv) {
 #else
     test_works(path, find_kernel(""));
 #endif
-    test_allocations(path);
+    std::for_each(argv + 1, argv + argc, test_allocations);
     test_bare_backend(path);
     test_packed_weights(path);
     test_text_files(path);
