@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -45,12 +46,6 @@ public:
     static Memory reserve(size_t bytes);
     // The first `bytes` of a file, which must not be written to. Throws std::system_error where it cannot be mapped.
     static Memory map(const File& file, size_t bytes);
-    ~Memory();
-    Memory(Memory&& other) noexcept;
-    Memory& operator=(Memory&& other) noexcept;
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
     // Throws std::bad_alloc.
@@ -59,10 +54,15 @@ public:
     void release(size_t first, size_t last);
 
 private:
+    struct Free {
+        size_t bytes;
+        void operator()(uint8_t* pages) const { free_pages(pages, bytes); }
+    };
+    Memory(uint8_t* pages, size_t bytes) : pages_(pages, {bytes}), data_(pages), size_(bytes) {}
+
+    std::unique_ptr<uint8_t, Free> pages_;
     uint8_t* data_ = nullptr;
     size_t size_ = 0;
-    uint8_t* base_ = nullptr;
-    size_t reserved_ = 0;
 };
 
 }  // namespace pystaged

@@ -217,27 +217,13 @@ void ThreadPool::work(int worker) {
     }
 }
 
-#if defined(__x86_64__)
-FloatEnvironment::FloatEnvironment() : before_(_mm_getcsr()) {
-    _mm_setcsr(0x1f80);  // all exceptions masked
-}
-
-FloatEnvironment::~FloatEnvironment() {
-    _mm_setcsr(static_cast<unsigned>(before_));
-}
-#elif defined(__aarch64__)
 FloatEnvironment::FloatEnvironment() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
 }
 
 FloatEnvironment::~FloatEnvironment() {
-    asm volatile("msr fpcr, %0" : : "r"(before_));
+    std::fesetenv(&before_);
 }
-#else
-FloatEnvironment::FloatEnvironment() : before_(0) {}
-
-FloatEnvironment::~FloatEnvironment() = default;
-#endif
 
 }  // namespace pystaged

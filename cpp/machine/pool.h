@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -182,7 +183,7 @@ public:
     FloatEnvironment& operator=(const FloatEnvironment&) = delete;
 
 private:
-    uint64_t before_;
+    std::fenv_t before_;
 };
 
 }  // namespace pystaged

@@ -115,10 +115,6 @@ std::unique_ptr<FILE, File::Close> File::stream() const {
     return std::unique_ptr<FILE, Close>(stream);
 }
 
-bool file_exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
-}
-
 size_t page_bytes() {
     static const size_t bytes = sysconf(_SC_PAGESIZE);
     return bytes;
@@ -168,19 +164,7 @@ void empty_pages(uint8_t* pages, size_t bytes) {
 }
 
 void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
-    constexpr size_t kPages = 64 << 10;  // whole ones, on every system
-#ifdef MAP_NORESERVE
-    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-#else
-    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
-#endif
-    // The lowest ones stay closed, so that a stack that is too small after all is no way into other memory.
-    const size_t size = (bytes + kPages - 1) / kPages * kPages;
-    void* const memory = mmap(nullptr, kPages + size, PROT_NONE, kFlags, -1, 0);
-    if (memory == MAP_FAILED) {
-        throw std::bad_alloc();
-    }
-    uint8_t* const stack = static_cast<uint8_t*>(memory) + kPages;
+    constexpr size_t kPages = 64 << 10;  // whole ones, on every system; and one more for what the library has there
     struct Call {
         void (*function)(void*);
         void* data;
@@ -193,17 +177,13 @@ void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
     pthread_attr_t attributes;
     pthread_t thread;
     pthread_attr_init(&attributes);
-    const bool started = mprotect(stack, size, PROT_READ | PROT_WRITE) == 0 &&
-                         pthread_attr_setstack(&attributes, stack, size) == 0 &&
+    const bool started = pthread_attr_setstacksize(&attributes, (bytes / kPages + 2) * kPages) == 0 &&
                          pthread_create(&thread, &attributes, run, &call) == 0;
     pthread_attr_destroy(&attributes);
-    if (started) {
-        pthread_join(thread, nullptr);
-    }
-    munmap(memory, kPages + size);
     if (!started) {
         throw std::bad_alloc();
     }
+    pthread_join(thread, nullptr);
 }
 
 #ifdef __linux__

@@ -47,8 +47,6 @@ private:
     int64_t changed_ = 0;
 };
 
-bool file_exists(const std::string& path);
-
 size_t page_bytes();
 // Zeros that take memory where they are touched, after they are committed: Windows counts those against its limit, as
 // if all were touched. Both throw std::bad_alloc; committing pages again leaves them as they are.

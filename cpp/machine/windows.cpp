@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <new>
 #include <system_error>
 #include <vector>
@@ -20,13 +21,6 @@ namespace {
 
 [[noreturn]] void fail() {
     throw std::system_error(static_cast<int>(GetLastError()), std::system_category());
-}
-
-std::wstring wide(const std::string& path) {
-    const int size = static_cast<int>(path.size());
-    std::wstring found(MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path.data(), size, nullptr, 0), L'\0');
-    MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path.data(), size, found.data(), static_cast<int>(found.size()));
-    return found;
 }
 
 HANDLE handle(int number) {
@@ -49,7 +43,7 @@ DWORD portion(size_t bytes) {
 
 File::File(const std::string& path, Use use) {
     const bool reads = use == Use::kRead;
-    const HANDLE file = CreateFileW(wide(path).c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
+    const HANDLE file = CreateFileW(std::filesystem::u8path(path).c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
                                     FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr, OPEN_EXISTING,
                                     reads ? FILE_ATTRIBUTE_NORMAL : FILE_FLAG_OPEN_REPARSE_POINT, nullptr);
     if (file == INVALID_HANDLE_VALUE) {
@@ -129,10 +123,6 @@ std::unique_ptr<FILE, File::Close> File::stream() const {
         throw std::system_error(error, std::generic_category());
     }
     return std::unique_ptr<FILE, Close>(stream);
-}
-
-bool file_exists(const std::string& path) {
-    return GetFileAttributesW(wide(path).c_str()) != INVALID_FILE_ATTRIBUTES;
 }
 
 size_t page_bytes() {

@@ -590,27 +590,20 @@ size_t Hyperparameters::kept_state_bytes() const {
     return values * sizeof(float);
 }
 
+// All that a row is made into, side by side: little of it is there at a time, but some of it several times. And the
+// logits of a usual tree.
 double Hyperparameters::pass_bytes() const {
-    const double values = (is_recurrent() ? 9.0 : 6.0) * padded_width() + 4.0 * q_width() + 2.0 * kv_width() +
-                          3.0 * padded(std::max(ffn_width, experts.shared_width), kBlock) +
-                          experts.used * (3.0 * padded_width() + 3.0 * padded(experts.width, kBlock)) +
-                          padded(experts.count, kBlock);
-    const double own =
-        (num_layers + 1.0) * padded(layer_embedding_width, kBlock) + padded(num_layers * layer_embedding_width, kBlock);
-    const double recurrent = 2.0 * delta.channels() + 3.0 * delta.values() + space.channels() + 3.0 * space.inner();
-    const double latents =
-        latent.rank == 0
-            ? 0
-            : 2.0 * latent.row() + 2.0 * latent.query_rank +
-                  double(num_heads) * (3.0 * latent.query() + 6.0 * latent.value + 2.0 * latent.rank + head_dim);
     size_t inputs = 0;
     for (int layer = 0; layer < num_layers; ++layer) {
         inputs = std::max(inputs, recurrent_sizes(layer).input);
     }
-    const double fused = 4.0 * hidden_width + 2.0 * std::max(features_width(), markov_rank);
-    constexpr double few_logits = 64;
-    return sizeof(float) *
-           (kMostPassRows * (values + recurrent + fused + own + inputs + latents) + few_logits * logits_stride());
+    const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
+    const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
+    const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + experts.count + expert +
+                       padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() + delta.values() +
+                       space.channels() + space.inner() + hidden_width + features_width() +
+                       num_layers * double(padded(layer_embedding_width, kBlock));
+    return sizeof(float) * (kMostPassRows * (3 * row + inputs) + 64 * double(logits_stride()));
 }
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target) {

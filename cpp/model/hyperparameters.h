@@ -48,9 +48,9 @@ struct DeltaNumbers {
     int keys() const { return key_heads * head_dim; }
     int values() const { return value_heads * head_dim; }
     int channels() const { return 2 * keys() + values(); }  // of queries, keys and values, in this order
-    // Heads of values that share head `key` of keys: so many, the i-th of them this one.
+    // Heads of values that share a head of keys, and that of one of them.
     int group() const { return value_heads / key_heads; }
-    int value_head(int key, int i) const { return grouped ? key * group() + i : key + i * key_heads; }
+    int key_head(int value) const { return grouped ? value / group() : value % key_heads; }
 };
 
 // Of Mamba-2: heads, and groups of them that share what leads into their states and out of them.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <optional>
@@ -193,7 +194,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
 void Model::load_packed(Loader& loader, const std::string& packed) {
     if (!packed.empty()) {
         content_ = PackedContent(loader.file);
-        if (file_exists(packed)) {
+        if (std::error_code none; std::filesystem::exists(std::filesystem::u8path(packed), none)) {
             PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);

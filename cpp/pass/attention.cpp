@@ -34,30 +34,6 @@ void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const Atte
     }
 }
 
-// What a segment asks of each KV head: to attend for its rows from `first_row` on, over chunks [first_chunk,
-// last_chunk) of positions.
-struct Share {
-    int first_row = 0;
-    int numbers = 0;  // rows times query heads; see HeadChunk
-    int first_chunk = INT_MAX, last_chunk = 0;
-    int parts = 1;          // that the numbers are split into, each a task
-    size_t totals = 0;      // where its own begin in AttentionScratch::totals
-    size_t unfinished = 0;  // where those of its parts begin in AttentionScratch::unfinished
-
-    int first_of(int part) const { return numbers * part / parts; }
-
-    // How many of its chunks are in the round that goes through `at_once` of them after the first `done`.
-    int chunks(int64_t done, int at_once) const {
-        return static_cast<int>(std::clamp<int64_t>(last_chunk - first_chunk - done, 0, at_once));
-    }
-};
-
-// One round's tasks of a share.
-struct Round {
-    int first_task = 0, chunks = 0;
-    size_t partials = 0;  // where its own begin in AttentionScratch::partials
-};
-
 }  // namespace
 
 void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at, int row,
@@ -73,7 +49,8 @@ void prepare_head(const Kernel& kernel, const AttentionLayer& how, const Attenti
                 segment.cache->store_value(kernel, head_behind(rows.v_at), cell, x);
             } else if (at >= rows.k_at) {
                 if (rows.v_at == rows.stride) {
-                    std::vector<float> value(x, x + how.head_dim);
+                    thread_local std::vector<float> value;
+                    value.assign(x, x + how.head_dim);
                     normalize(kernel, how, how.v_norm, 0, value.data());
                     segment.cache->store_value(kernel, head_behind(rows.k_at), cell, value.data());
                 }
@@ -87,17 +64,18 @@ void prepare_head(const Kernel& kernel, const AttentionLayer& how, const Attenti
 }
 
 void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
-                    float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch) {
+                    float* out, size_t out_stride, const QuantizedRows& quantized, AttentionScratch& scratch) {
     const int head_dim = how.head_dim, num_kv_heads = how.num_kv_heads, group = how.num_heads / num_kv_heads;
     const int num_segments = static_cast<int>(rows.segments.size());
     const int value_dim = how.value_dim > 0 ? how.value_dim : head_dim;
     const size_t stride = partial_stride(value_dim);
-    std::vector<Share> shares(num_segments);
+    std::vector<AttentionShare>& shares = scratch.shares;
+    shares.assign(num_segments, {});
     size_t head_floats = 0;  // of all shares
     int64_t most_chunks = 0, chunk_numbers = 0;
     for (int s = 0; s < num_segments; ++s) {
         const AttentionSegment& segment = rows.segments[s];
-        Share& share = shares[s];
+        AttentionShare& share = shares[s];
         const int end = segment.first_row + segment.num_rows;
         share.first_row = std::min(end, std::max(segment.first_row, rows.first_row));
         share.numbers = (end - share.first_row) * group;
@@ -109,15 +87,15 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         }
         share.totals = num_kv_heads * head_floats;
         head_floats += share.numbers * stride;
-        const int chunks = share.chunks(0, INT_MAX);
+        const int chunks = share.chunks_of(0, INT_MAX);
         most_chunks = std::max<int64_t>(most_chunks, chunks);
         chunk_numbers += int64_t(chunks) * share.numbers;
     }
     const int at_once = static_cast<int>(std::clamp(
         scratch.most_partials / std::max<size_t>(1, num_kv_heads * head_floats), size_t(1), size_t(INT_MAX)));
     int64_t tasks = 0;
-    for (const Share& share : shares) {
-        tasks += int64_t(num_kv_heads) * share.chunks(0, at_once);
+    for (const AttentionShare& share : shares) {
+        tasks += int64_t(num_kv_heads) * share.chunks_of(0, at_once);
     }
     // Tasks that threads cannot share out evenly are split by numbers, and so is a share that is long beside the
     // others.
@@ -125,7 +103,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     const int split = uneven ? num_threads / std::gcd(num_threads, static_cast<int>(tasks)) : 1;
     const int64_t most_numbers = std::max<int64_t>(1, num_kv_heads * chunk_numbers / (kTasksEnough * num_threads));
     size_t all_parts = 0;
-    for (Share& share : shares) {
+    for (AttentionShare& share : shares) {
         const int64_t parts = num_segments == 1 ? 1 : (share.numbers + most_numbers - 1) / most_numbers;
         share.parts =
             static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.numbers)));
@@ -135,7 +113,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
 
     const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
         const KvCache& cache = *rows.segments[s].cache;
-        const Share& share = shares[s];
+        const AttentionShare& share = shares[s];
         HeadChunk task;
         task.first = share.first_of(part);
         task.last = share.first_of(part + 1);
@@ -157,7 +135,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
         task.partials = partials;
         kernel.attend(task);
     };
-    const auto fold = [&](const Share& share, int kv_head, int part, const float* partials, int first, int count) {
+    const auto fold = [&](const AttentionShare& share, int kv_head, int part, const float* partials, int first,
+                          int count) {
         const bool done = first + count == share.last_chunk;
         const size_t next = share.numbers * stride;
         for (int i = share.first_of(part); i < share.first_of(part + 1); ++i) {
@@ -177,8 +156,8 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
                 const float* gates = rows.qkv + (rows.first_row + row - rows.begin) * rows.stride + rows.gate_at;
                 kernel.open(gates + size_t(head) * value_dim, false, value_dim, to);
             }
-            if (done && quantized) {
-                kernel.quantize(to, value_dim, row, from_block(*quantized, head * value_dim / kBlock));
+            if (done && quantized.quants) {
+                kernel.quantize(to, value_dim, row, from_block(quantized, head * value_dim / kBlock));
             }
         }
     };
@@ -187,33 +166,33 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     if (scratch.unfinished.size() < all_parts) {
         scratch.unfinished = std::vector<std::atomic<int>>(all_parts);
     }
-    std::vector<Round> rounds(num_segments);
     for (int64_t done = 0; done < most_chunks; done += at_once) {
         int num_tasks = 0;
         size_t floats = 0;
-        for (int s = 0; s < num_segments; ++s) {
-            rounds[s] = {num_tasks, shares[s].chunks(done, at_once), floats};
-            const int num_parts = num_kv_heads * shares[s].parts;
-            std::fill_n(&scratch.unfinished[shares[s].unfinished], num_parts, rounds[s].chunks);
-            num_tasks += num_parts * rounds[s].chunks;
-            floats += size_t(num_kv_heads) * rounds[s].chunks * shares[s].numbers * stride;
+        for (AttentionShare& share : shares) {
+            share.first_task = num_tasks;
+            share.chunks = share.chunks_of(done, at_once);
+            share.partials = floats;
+            const int num_parts = num_kv_heads * share.parts;
+            std::fill_n(&scratch.unfinished[share.unfinished], num_parts, share.chunks);
+            num_tasks += num_parts * share.chunks;
+            floats += size_t(num_kv_heads) * share.chunks * share.numbers * stride;
         }
         scratch.partials.resize(std::max(scratch.partials.size(), floats));
         ThreadPool::shared().run(num_tasks, num_threads, [&](int task, int worker) {
             int s = 0;
-            while (s + 1 < num_segments && rounds[s + 1].first_task <= task) {
+            while (s + 1 < num_segments && shares[s + 1].first_task <= task) {
                 ++s;
             }
-            const Share& share = shares[s];
-            const Round& round = rounds[s];
-            const int i = task - round.first_task, per_head = round.chunks * share.parts;
+            const AttentionShare& share = shares[s];
+            const int i = task - share.first_task, per_head = share.chunks * share.parts;
             const int kv_head = i / per_head, at = i % per_head / share.parts, part = i % share.parts;
             const size_t chunk_floats = share.numbers * stride;
-            float* partials = scratch.partials.data() + round.partials + kv_head * round.chunks * chunk_floats;
+            float* partials = scratch.partials.data() + share.partials + kv_head * share.chunks * chunk_floats;
             const int first = share.first_chunk + static_cast<int>(done);
             attend(s, kv_head, first + at, part, partials + at * chunk_floats, worker);
             if (--scratch.unfinished[share.unfinished + kv_head * share.parts + part] == 0) {
-                fold(share, kv_head, part, partials, first, round.chunks);
+                fold(share, kv_head, part, partials, first, share.chunks);
             }
         });
     }

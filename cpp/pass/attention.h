@@ -1,7 +1,9 @@
 // Attention of tree rows: each row sees the committed cells, its own ancestors, and itself.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <climits>
 #include <vector>
 
 #include "state/kv_cache.h"
@@ -53,6 +55,27 @@ struct AttentionRows {
     size_t stride = 0, gate_at = 0, k_at = 0, v_at = 0;
 };
 
+// What a segment asks of each KV head: to attend for its rows from `first_row` on, over chunks [first_chunk,
+// last_chunk) of positions.
+struct AttentionShare {
+    int first_row = 0;
+    int numbers = 0;  // rows times query heads; see HeadChunk
+    int first_chunk = INT_MAX, last_chunk = 0;
+    int parts = 1;          // that the numbers are split into, each a task
+    size_t totals = 0;      // where its own begin in AttentionScratch::totals
+    size_t unfinished = 0;  // where those of its parts begin in AttentionScratch::unfinished
+    // Of a round:
+    int first_task = 0, chunks = 0;
+    size_t partials = 0;  // where its own begin in AttentionScratch::partials
+
+    int first_of(int part) const { return numbers * part / parts; }
+
+    // How many of its chunks are in the round that goes through `at_once` of them after the first `done`.
+    int chunks_of(int64_t done, int at_once) const {
+        return static_cast<int>(std::clamp<int64_t>(last_chunk - first_chunk - done, 0, at_once));
+    }
+};
+
 // Memory to attend in, of a size that does not depend on the contexts' lengths.
 struct AttentionScratch {
     AttentionScratch(int num_threads, int head_dim) : scores(num_threads * attention_scratch(head_dim)) {}
@@ -63,6 +86,7 @@ struct AttentionScratch {
     Lines<float> partials;  // of each segment [kv heads][chunks of a round][numbers][partial_stride()]; see HeadChunk
     Lines<float> totals;    // of each segment [kv heads][numbers][partial_stride()]
     std::vector<std::atomic<int>> unfinished;  // of each segment [kv heads][parts], chunks of a round
+    std::vector<AttentionShare> shares;        // of each segment
 };
 
 // Prepares the head that begins at `at` in rows [row, end) of `qkv`: queries and keys are normed and rotated in place,
@@ -71,8 +95,8 @@ void prepare_head(const Kernel& kernel, const AttentionLayer& how, const Attenti
                   int end);
 
 // Attends, all heads being ready, for the rows from `first_row` on into out[n - first_row][out_stride], zero behind the
-// heads, and into `quantized` where that is given (heads must be a multiple of kBlock wide).
+// heads, and into `quantized` where there is any (heads must be a multiple of kBlock wide).
 void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer& how, const AttentionRows& rows,
-                    float* out, size_t out_stride, const QuantizedRows* quantized, AttentionScratch& scratch);
+                    float* out, size_t out_stride, const QuantizedRows& quantized, AttentionScratch& scratch);
 
 }  // namespace pystaged

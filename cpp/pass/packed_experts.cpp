@@ -6,7 +6,7 @@
 
 #include "machine/math.h"
 #include "machine/pool.h"
-#include "pass/packed_pass.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 
@@ -14,152 +14,169 @@ namespace {
 
 constexpr double kLeastSum = 1.0 / (1 << 14);  // llama.cpp's, of weights before they are divided by it
 
-// The indices of the `count` largest values, the largest first, the lower index first of equal ones.
-template <class Value>
-std::vector<int> largest(const std::vector<Value>& values, int count) {
-    std::vector<int> order(values.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + count, order.end(),
+// Writes the indices of the values, `count` of the largest first, the largest before all, the lower one first of equal
+// ones.
+template <class Number>
+void sort_largest(const Number* values, int n, int count, int* order) {
+    std::iota(order, order + n, 0);
+    std::partial_sort(order, order + count, order + n,
                       [&](int a, int b) { return values[a] > values[b] || (values[a] == values[b] && a < b); });
-    order.resize(count);
-    return order;
 }
 
-void softmax(std::vector<double>& values) {
-    const double top = *std::max_element(values.begin(), values.end());
+void softmax(double* values, int n) {
+    const double top = *std::max_element(values, values + n);
     double sum = 0;
-    for (double& value : values) {
-        sum += value = own_exp(value - top);
+    for (int i = 0; i < n; ++i) {
+        sum += values[i] = own_exp(values[i] - top);
     }
-    for (double& value : values) {
-        value /= sum;
+    for (int i = 0; i < n; ++i) {
+        values[i] /= sum;
     }
 }
 
 // Leaves the groups of the largest sums of two values; the values of the others become -inf (DeepSeek-V3, arXiv
-// 2412.19437).
-void keep_groups(std::vector<double>& values, int groups, int used) {
-    const size_t size = values.size() / groups;
-    std::vector<double> sums;
-    for (auto group = values.begin(); group != values.end(); group += size) {
-        std::vector<double> copy(group, group + size);
-        std::partial_sort(copy.begin(), copy.begin() + 2, copy.end(), std::greater<>());
-        sums.push_back(copy[0] + copy[1]);
+// 2412.19437). `sums` and `order` have room for as many numbers as there are groups.
+void keep_groups(double* values, int n, int groups, int used, double* sums, int* order) {
+    const int size = n / groups;
+    for (int group = 0; group < groups; ++group) {
+        double best[2] = {-INFINITY, -INFINITY};
+        for (int i = group * size; i < (group + 1) * size; ++i) {
+            best[1] = std::max(best[1], std::min(best[0], values[i]));
+            best[0] = std::max(best[0], values[i]);
+        }
+        sums[group] = best[0] + best[1];
     }
-    std::vector<bool> kept(groups);
-    for (const int group : largest(sums, used)) {
-        kept[group] = true;
+    sort_largest(sums, groups, used, order);
+    for (int i = used; i < groups; ++i) {
+        std::fill_n(values + order[i] * size, size, -INFINITY);
     }
-    for (size_t i = 0; i < values.size(); ++i) {
-        values[i] = kept[i / size] ? values[i] : -INFINITY;
+}
+
+// A place is a row at one of its experts; those of an expert lie side by side.
+struct Chosen {
+    int expert;
+    float weight;
+    int place;
+};
+struct Group {
+    int expert, first, n;  // its places
+    QuantizedRows inputs[2], handed;
+};
+struct Routes {
+    Chosen* chosen;  // [rows][used], in the order of selection
+    Group* groups;   // of experts that have rows, those with the most first, as theirs is the longest work
+    int num_groups;
+    struct Place {
+        int row, group;
+    }* places;
+};
+
+// Chooses a row's experts by the router's numbers. memory[3 * experts] and order[experts] are to work in.
+void choose_row(const ExpertNumbers& numbers, const Experts& experts, const float* logits, double* memory, int* order,
+                Chosen* chosen) {
+    const int count = numbers.count;
+    double *scores = memory, *ranked = memory + count, *weights = memory + 2 * count;
+    // Others have no order.
+    std::transform(logits, logits + count, scores, [](float x) { return std::isfinite(x) ? double(x) : 0.0; });
+    if (numbers.scores == Scores::softmax) {
+        softmax(scores, count);
+    } else if (numbers.scores == Scores::sigmoid) {
+        std::transform(scores, scores + count, scores, [](double x) { return 1 / (1 + own_exp(-x)); });
     }
+    std::copy_n(scores, count, ranked);
+    for (int i = 0; experts.bias.present() && i < count; ++i) {
+        ranked[i] += experts.bias.values[i];
+    }
+    if (numbers.groups > 1) {
+        keep_groups(ranked, count, numbers.groups, numbers.used_groups, weights, order);
+    }
+    sort_largest(ranked, count, numbers.used, order);
+    for (int i = 0; i < numbers.used; ++i) {
+        weights[i] = scores[order[i]];
+    }
+    if (numbers.scores == Scores::softmax_of_chosen) {
+        softmax(weights, numbers.used);
+    }
+    const double sum = std::accumulate(weights, weights + numbers.used, 0.0);
+    for (int i = 0; i < numbers.used; ++i) {
+        const double weight = numbers.normalized ? weights[i] / std::max(sum, kLeastSum) : weights[i];
+        const double factor = experts.factors.present() ? experts.factors.values[order[i]] : 1;
+        chosen[i] = {order[i], static_cast<float>(weight * numbers.scale * factor), 0};
+    }
+}
+
+// Chooses each row's experts by the router's scores[n][stride], and gathers the rows by expert.
+Routes choose(Workspace& w, const Experts& experts, const float* scores, size_t stride, int n) {
+    const ExpertNumbers& numbers = w.h.experts;
+    const int count = numbers.count, used = numbers.used, num_places = n * used;
+    Routes routes{w.arena.take<Chosen>(num_places), w.arena.take<Group>(count), 0,
+                  w.arena.take<Routes::Place>(num_places)};
+    double* const memory = w.arena.take<double>(size_t(n) * 3 * count);
+    int* const orders = w.arena.take<int>(size_t(n) * count);
+    // Each score takes as long as many of other values.
+    w.for_rows(n, size_t(count) * 16, [&](int row, int) {
+        choose_row(numbers, experts, scores + row * stride, memory + size_t(row) * 3 * count,
+                   orders + size_t(row) * count, routes.chosen + row * used);
+    });
+    int *rows_of = w.arena.take<int>(count), *group_of = w.arena.take<int>(count), *order = w.arena.take<int>(count);
+    std::fill_n(rows_of, count, 0);
+    for (int i = 0; i < num_places; ++i) {
+        ++rows_of[routes.chosen[i].expert];
+    }
+    sort_largest(rows_of, count, count, order);
+    for (int first = 0; first < num_places; first += rows_of[order[routes.num_groups++]]) {
+        group_of[order[routes.num_groups]] = routes.num_groups;
+        routes.groups[routes.num_groups] = {order[routes.num_groups], first, 0, {}, {}};
+    }
+    // The rows of a pass's last layers are its last ones.
+    const size_t first_row = w.pass->num_rows - n, first_bit = size_t(w.num_mixtures++) * count;
+    for (int i = 0; i < num_places; ++i) {
+        const int expert = routes.chosen[i].expert;
+        Group& group = routes.groups[group_of[expert]];
+        routes.chosen[i].place = group.first + group.n++;
+        routes.places[routes.chosen[i].place] = {i / used, group_of[expert]};
+        if (w.pass->experts) {
+            const size_t bit = first_bit + expert;
+            w.pass->experts[(first_row + i / used) * numbers.num_bytes() + bit / 8] |= 1 << bit % 8;
+        }
+    }
+    return routes;
+}
+
+// What the expert that all rows share adds to a row, and what that is multiplied by, [n][kBlock], or null.
+struct Shared {
+    float *rows = nullptr, *gates = nullptr;
+};
+Shared run_shared(Workspace& w, const Experts& experts, const Value& input) {
+    const Dense& dense = *experts.shared;
+    const Inputs read = w.inputs(input, {&dense.up, &dense.gate, &experts.shared_gate});
+    const size_t stride = dense.down.packed.padded_cols();
+    const QuantizedRows handed = w.quantized(dense.down, input.n, stride);
+    float *hidden = w.take(input.n, stride), *gates = w.take(input.n, stride);
+    const Shared shared{w.take(input.n, input.stride), experts.shared_gate.present() ? w.take(input.n, kBlock) : nullptr};
+    Product gate, products[2];
+    open(w, dense, read[1], read[0], hidden, gates, handed, gate, products[0]);
+    products[1] = {&experts.shared_gate.packed, read[2], epilogue(experts.shared_gate, shared.gates, kBlock)};
+    w.multiply(products, shared.gates ? 2 : 1);
+    w.multiply(dense.down, {hidden, input.n, stride, nullptr, handed}, epilogue(dense.down, shared.rows, input.stride));
+    return shared;
 }
 
 }  // namespace
 
-void PackedPass::choose(const Experts& experts, int n) {
-    const ExpertNumbers& numbers = model_.numbers().experts;
-    const size_t stride = experts.router.packed.padded_rows();
-    chosen_.resize(size_t(n) * numbers.used);
-    // Each score takes as long as many of other values.
-    ThreadPool::shared().run(n, threads_for(size_t(n) * numbers.count * 16), [&](int row, int) {
-        const float* logits = scores_.data() + row * stride;
-        std::vector<double> scores(logits, logits + numbers.count);
-        for (double& score : scores) {
-            score = std::isfinite(score) ? score : 0;  // so that they have an order
-        }
-        if (numbers.scores == Scores::softmax) {
-            softmax(scores);
-        } else if (numbers.scores == Scores::sigmoid) {
-            for (double& score : scores) {
-                score = 1 / (1 + own_exp(-score));
-            }
-        }
-        std::vector<double> ranked = scores;
-        for (int i = 0; experts.bias.present() && i < numbers.count; ++i) {
-            ranked[i] += experts.bias.values[i];
-        }
-        if (numbers.groups > 1) {
-            keep_groups(ranked, numbers.groups, numbers.used_groups);
-        }
-        const std::vector<int> best = largest(ranked, numbers.used);
-        std::vector<double> weights;
-        for (const int expert : best) {
-            weights.push_back(scores[expert]);
-        }
-        if (numbers.scores == Scores::softmax_of_chosen) {
-            softmax(weights);
-        }
-        const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
-        for (size_t i = 0; i < best.size(); ++i) {
-            const double weight = numbers.normalized ? weights[i] / std::max(sum, kLeastSum) : weights[i];
-            const double factor = experts.factors.present() ? experts.factors.values[best[i]] : 1;
-            chosen_[row * best.size() + i] = {best[i], static_cast<float>(weight * numbers.scale * factor)};
-        }
-    });
-    std::vector<int> rows_of(numbers.count);
-    for (const Chosen& chosen : chosen_) {
-        ++rows_of[chosen.expert];
-    }
-    // The experts with the most rows first, as theirs is the longest work.
-    groups_.clear();
-    std::vector<int> group_of(numbers.count);
-    int first = 0;
-    for (const int expert : largest(rows_of, numbers.count)) {
-        if (rows_of[expert] > 0) {
-            group_of[expert] = static_cast<int>(groups_.size());
-            groups_.push_back({expert, first, 0, {}, {}});
-            first += rows_of[expert];
-        }
-    }
-    rows_at_.resize(chosen_.size());
-    for (size_t i = 0; i < chosen_.size(); ++i) {
-        const int group = group_of[chosen_[i].expert];
-        chosen_[i].place = groups_[group].first + groups_[group].n++;
-        rows_at_[chosen_[i].place] = {static_cast<int>(i) / numbers.used, group};
-    }
-    // The rows of a pass's last layers are its last ones.
-    const size_t first_row = pass_->num_rows - n, first_bit = size_t(mixture_++) * numbers.count;
-    for (size_t i = 0; pass_->experts && i < chosen_.size(); ++i) {
-        const size_t bit = first_bit + chosen_[i].expert;
-        pass_->experts[(first_row + i / numbers.used) * numbers.num_bytes() + bit / 8] |= 1 << bit % 8;
-    }
-}
-
-void PackedPass::run_shared(const Experts& experts, const Value& input) {
-    const Dense& dense = *experts.shared;
-    std::vector<const Linear*> matrices = {&dense.up};
-    if (dense.gate.present()) {
-        matrices.push_back(&dense.gate);
-    }
-    if (experts.shared_gate.present()) {
-        matrices.push_back(&experts.shared_gate);
-    }
-    const std::vector<Activations> inputs = activations(input, matrices);
-    const QuantizedRows* handed = hand_to(dense.down, input.n);
-    Product gate, up;
-    open(dense, inputs[dense.gate.present() ? 1 : 0], inputs[0], hidden_.data(), gate_.data(), handed, gate, up);
-    std::vector<Product> products = {up};
-    if (experts.shared_gate.present()) {
-        products.push_back(
-            {&experts.shared_gate.packed, inputs.back(), epilogue(experts.shared_gate, shared_gates_.data(), kBlock)});
-    }
-    multiply(model_.kernel(), products, num_threads_);
-    const Value hidden{hidden_.data(), input.n, up.epilogue.stride, nullptr, handed != nullptr};
-    multiply_by(dense.down, hidden, epilogue(dense.down, branch_.data(), input.stride));
-}
-
-PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, const Value& input, const Norm& norm) {
-    const Hyperparameters& h = model_.numbers();
-    const int n = input.n, used = h.experts.used;
-    const size_t cols = input.stride, width = padded(h.experts.width, kBlock);
-    const Value routed = experts.router_norm.present() ? this->norm(x, experts.router_norm) : input;
-    Activations read = activations(routed, {&experts.router})[0];
-    const Epilogue scores = epilogue(experts.router, scores_.data(), experts.router.packed.padded_rows());
-    multiply(model_.kernel(), {{&experts.router.packed, read, scores}}, num_threads_);
-    choose(experts, n);
+Value add(Workspace& w, const Experts& experts, const Value& x, const Value& input, const Norm& post_norm) {
+    const Hyperparameters& h = w.h;
+    const int n = input.n, used = h.experts.used, num_places = n * used, cols = static_cast<int>(input.stride);
+    const int width = padded(h.experts.width, kBlock);
+    const Value routed = experts.router_norm.present() ? x.normed(experts.router_norm) : input;
+    Activations read = w.inputs(routed, {&experts.router})[0];
+    const size_t num_scores = experts.router.packed.padded_rows();
+    float* const scores = w.take(n, num_scores);
+    const Product router{&experts.router.packed, read, epilogue(experts.router, scores, num_scores)};
+    w.multiply(&router, 1);
+    const Routes routes = choose(w, experts, scores, num_scores, n);
     if (experts.norm.present()) {
-        read = activations(this->norm(x, experts.norm), {&experts.router})[0];
+        read = w.inputs(x.normed(experts.norm), {&experts.router})[0];
     }
 
     // A gate apart may need its input quantized in another way.
@@ -167,79 +184,82 @@ PackedPass::Value PackedPass::branch(const Experts& experts, const Value& x, con
     const bool apart = any.gate.present() && any.gate.packed.integer() &&
                        !(any.up.packed.integer() && any.gate.packed.reads(any.up.packed.packing()));
     const bool floats = !any.up.packed.integer() || (any.gate.present() && !any.gate.packed.integer());
-    for (Group& group : groups_) {
-        const auto rows = [&](Quantized& memory, size_t stride, Packing packing) -> QuantizedRows {
-            const size_t at = group.first * stride;
-            return {group.n, packing, memory.quants.data() + at, memory.factors.data() + at / kBlock};
-        };
-        group.inputs[0] = rows(expert_inputs_[0], cols, any.up.packed.packing());
-        group.inputs[1] = apart ? rows(expert_inputs_[1], cols, any.gate.packed.packing()) : group.inputs[0];
-        group.handed = rows(expert_handed_, width, any.down.packed.packing());
+    const QuantizedRows up_inputs = w.quantized(any.up, num_places, cols);
+    const QuantizedRows gate_inputs = apart ? w.quantized(any.gate, num_places, cols) : up_inputs;
+    const QuantizedRows handed = w.quantized(any.down, num_places, width);
+    const auto part = [](const QuantizedRows& all, const Group& group, size_t stride) -> QuantizedRows {
+        const size_t at = group.first * stride;
+        return all.quants ? QuantizedRows{group.n, all.packing, all.quants + at, all.factors + at / kBlock} : all;
+    };
+    for (Group* group = routes.groups; group < routes.groups + routes.num_groups; ++group) {
+        group->inputs[0] = part(up_inputs, *group, cols);
+        group->inputs[1] = part(gate_inputs, *group, cols);
+        group->handed = part(handed, *group, width);
     }
-    const int places = static_cast<int>(chosen_.size());
-    ThreadPool::shared().run(places, threads_for(places * cols), [&](int place, int) {
-        const auto [row, index] = rows_at_[place];
-        const Group& group = groups_[index];
-        const float* values = read.values + row * cols;
+    float* const gathered = w.take(floats ? num_places : 0, cols);
+    w.for_rows(num_places, cols, [&](int place, int) {
+        const auto [row, index] = routes.places[place];
+        const Group& group = routes.groups[index];
+        const float* values = read.values + row * size_t(cols);
         if (floats) {
-            std::copy_n(values, cols, gathered_.data() + place * cols);
+            std::copy_n(values, cols, gathered + place * size_t(cols));
         }
-        if (any.up.packed.integer()) {
-            model_.kernel().quantize(values, static_cast<int>(cols), place - group.first, group.inputs[0]);
+        if (up_inputs.quants) {
+            w.kernel.quantize(values, cols, place - group.first, group.inputs[0]);
         }
         if (apart) {
-            model_.kernel().quantize(values, static_cast<int>(cols), place - group.first, group.inputs[1]);
+            w.kernel.quantize(values, cols, place - group.first, group.inputs[1]);
         }
     });
 
-    std::vector<Product> gates(groups_.size()), ups(groups_.size()), downs;
-    for (size_t i = 0; i < groups_.size(); ++i) {
-        const Group& group = groups_[i];
+    const size_t num_groups = routes.num_groups;
+    Product *gates = w.arena.take<Product>(num_groups), *ups = w.arena.take<Product>(num_groups),
+            *downs = w.arena.take<Product>(num_groups);
+    float *hidden = w.take(num_places, width), *opened = w.take(num_places, width), *made = w.take(num_places, cols);
+    for (size_t i = 0; i < num_groups; ++i) {
+        const Group& group = routes.groups[i];
         const Dense& expert = experts.each[group.expert];
-        const QuantizedRows* handed = expert.down.packed.integer() ? &group.handed : nullptr;
-        const float* gathered = gathered_.data() + group.first * cols;
-        float* hidden = expert_hidden_.data() + group.first * width;
-        open(expert, {group.n, int(cols), gathered, group.inputs[1]}, {group.n, int(cols), gathered, group.inputs[0]},
-             hidden, expert_gates_.data() + group.first * width, handed, gates[i], ups[i]);
-        downs.push_back({&expert.down.packed,
-                         {group.n, int(width), hidden, group.handed},
-                         epilogue(expert.down, expert_out_.data() + group.first * cols, cols)});
+        const float* values = floats ? gathered + size_t(group.first) * cols : nullptr;
+        float* const own = hidden + size_t(group.first) * width;
+        open(w, expert, {group.n, cols, values, group.inputs[1]}, {group.n, cols, values, group.inputs[0]}, own,
+             opened + size_t(group.first) * width, group.handed, gates[i], ups[i]);
+        downs[i] = {&expert.down.packed,
+                    {group.n, width, own, group.handed},
+                    epilogue(expert.down, made + size_t(group.first) * cols, cols)};
     }
-    multiply(model_.kernel(), ups, num_threads_);
-    multiply(model_.kernel(), downs, num_threads_);
-    if (experts.shared) {
-        run_shared(experts, input);
-    }
+    w.multiply(ups, num_groups);
+    w.multiply(downs, num_groups);
+    const Shared shared = experts.shared ? run_shared(w, experts, input) : Shared();
 
-    float* out = next_rows();
-    ThreadPool::shared().run(n, threads_for(places * cols), [&](int row, int) {
-        float *sum = out + row * cols, *shared = branch_.data() + row * cols;
+    float* const out = w.next_rows();
+    w.for_rows(n, size_t(used) * cols, [&](int row, int) {
+        float *sum = out + row * size_t(cols), *own = shared.rows + row * size_t(cols);
         std::fill_n(sum, cols, 0.0f);
         for (int i = row * used; i < (row + 1) * used; ++i) {
-            const float* result = expert_out_.data() + chosen_[i].place * cols;
-            for (size_t d = 0; d < cols; ++d) {
-                sum[d] += chosen_[i].weight * result[d];
+            const Chosen& chosen = routes.chosen[i];
+            const float* result = made + chosen.place * size_t(cols);
+            for (int d = 0; d < cols; ++d) {
+                sum[d] += chosen.weight * result[d];
             }
         }
         if (experts.post_norm.present()) {
-            apply(experts.post_norm, sum, h.width, sum);
-            apply(experts.shared_post_norm, shared, h.width, shared);
+            w.apply(experts.post_norm, sum, h.width, sum);
+            w.apply(experts.shared_post_norm, own, h.width, own);
         }
         if (experts.shared) {
-            const float logit = experts.shared_gate.present() ? shared_gates_[size_t(row) * kBlock] : 0;
-            const float gate = experts.shared_gate.present() ? float(1 / (1 + own_exp(-double(logit)))) : 1;
-            for (size_t d = 0; d < cols; ++d) {
-                sum[d] += gate * shared[d];
+            const float gate = shared.gates ? float(1 / (1 + own_exp(-double(shared.gates[size_t(row) * kBlock])))) : 1;
+            for (int d = 0; d < cols; ++d) {
+                sum[d] += gate * own[d];
             }
         }
-        if (norm.present()) {
-            apply(norm, sum, h.width, sum);
+        if (post_norm.present()) {
+            w.apply(post_norm, sum, h.width, sum);
         }
-        for (size_t d = 0; d < cols; ++d) {
+        for (int d = 0; d < cols; ++d) {
             sum[d] = x.rows[row * x.stride + d] + h.residual_scale * sum[d];
         }
     });
-    return {out, n, cols};
+    return {out, n, input.stride};
 }
 
 }  // namespace pystaged

@@ -3,143 +3,144 @@
 #include <algorithm>
 
 #include "machine/pool.h"
-#include "pass/packed_pass.h"
+#include "pass/packed_attention.h"
 
 namespace pystaged {
 
-void PackedPass::store_latents(const LatentAttention& attention, const AttentionRows& rows, int n) {
-    const Hyperparameters& h = model_.numbers();
-    const LatentNumbers& latent = h.latent;
-    const Kernel& kernel = model_.kernel();
+namespace {
+
+// Writes keys and values of the rows of latent attention.
+void store_latents(Workspace& w, const LatentAttention& attention, const AttentionRows& rows, int n) {
+    const LatentNumbers& latent = w.h.latent;
     const size_t cols = padded(latent.rank, kBlock);
     const int each = latent.own + latent.value;
-    const size_t stride = padded(h.num_heads * each, kBlock);
-    std::vector<std::pair<KvCache*, int>> cells(n);
+    const size_t stride = padded(w.h.num_heads * each, kBlock);
+    struct Cell {
+        KvCache* cache;
+        int number;
+    };
+    Cell* const cells = w.arena.take<Cell>(n);
     for (const AttentionSegment& segment : rows.segments) {
         for (int i = std::max(segment.first_row, rows.begin); i < segment.first_row + segment.num_rows; ++i) {
             cells[i - rows.begin] = {segment.cache, segment.first_cell + i - segment.first_row};
         }
     }
-    const auto for_rows = [&](const auto& act) {
-        ThreadPool::shared().run(n, threads_for(n * stride), [&](int i, int) {
-            act(i, products_.data() + i * attention.stride + attention.latent_at);
-        });
-    };
-    for_rows([&](int i, float* row) {
+    const auto latent_row = [&](int i) { return rows.qkv + i * rows.stride + attention.latent_at; };
+    float* const ranks = latent.absorbed ? nullptr : w.take(n, cols);
+    w.for_rows(n, stride, [&](int i, int) {
+        float* row = latent_row(i);
         const size_t angles = size_t(rows.begin + i) * rows.half;
-        kernel.rms_norm(row, attention.norm.weight.data(), h.norm_epsilon, latent.rank, latent.rank, row);
-        kernel.rotate(row + latent.rank, rows.half, rows.cos + angles, rows.sin + angles);
+        w.kernel.rms_norm(row, attention.norm.weight.data(), w.h.norm_epsilon, latent.rank, latent.rank, row);
+        w.kernel.rotate(row + latent.rank, rows.half, rows.cos + angles, rows.sin + angles);
         if (latent.absorbed) {
-            const auto [cache, cell] = cells[i];
-            cache->store_key(kernel, 0, cell, row);
-            cache->store_value(kernel, 0, cell, row);
+            cells[i].cache->store_key(w.kernel, 0, cells[i].number, row);
+            cells[i].cache->store_value(w.kernel, 0, cells[i].number, row);
         } else {
-            float* copy = ranks_.data() + i * cols;
-            std::fill(std::copy_n(row, latent.rank, copy), copy + cols, 0.0f);
+            std::fill(std::copy_n(row, latent.rank, ranks + i * cols), ranks + (i + 1) * cols, 0.0f);
         }
     });
     if (latent.absorbed) {
         return;
     }
-    multiply_by(attention.expansion, {ranks_.data(), n, cols}, epilogue(attention.expansion, heads_.data(), stride));
-    for_rows([&](int i, const float* row) {
-        const auto [cache, cell] = cells[i];
-        std::vector<float> key(latent.query());
-        std::copy_n(row + latent.rank, latent.turned, key.data() + latent.own);
-        for (int head = 0; head < h.num_heads; ++head) {
-            const float* made = heads_.data() + i * stride + size_t(head) * each;
-            std::copy_n(made, latent.own, key.data());
-            cache->store_key(kernel, head, cell, key.data());
-            cache->store_value(kernel, head, cell, made + latent.own);
+    float *made = w.take(n, stride), *keys = w.take(n, latent.query());
+    w.multiply(attention.expansion, {ranks, n, cols}, epilogue(attention.expansion, made, stride));
+    w.for_rows(n, stride, [&](int i, int) {
+        float* key = keys + size_t(i) * latent.query();
+        std::copy_n(latent_row(i) + latent.rank, latent.turned, key + latent.own);
+        for (int head = 0; head < w.h.num_heads; ++head) {
+            const float* of_head = made + i * stride + size_t(head) * each;
+            std::copy_n(of_head, latent.own, key);
+            cells[i].cache->store_key(w.kernel, head, cells[i].number, key);
+            cells[i].cache->store_value(w.kernel, head, cells[i].number, of_head + latent.own);
         }
     });
 }
 
-PackedPass::Value PackedPass::branch(const LatentAttention& attention, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const Hyperparameters& h = model_.numbers();
-    const LatentNumbers& latent = h.latent;
-    const Kernel& kernel = model_.kernel();
-    const int num_heads = h.num_heads, n = input.n - first_row;
-    AttentionRows rows = attention_rows(input, index, first_row);
-    products(attention.input, input, attention.stride);
-    store_latents(attention, rows, input.n);
+// Of each head its part, multiplied apart: inputs [heads][n][cols], quantized in the same order, as rows of `width`
+// outputs side by side.
+void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
+                    const QuantizedRows& quantized, float* out, int width, size_t stride) {
+    Product* const products = w.arena.take<Product>(matrices.size());
+    for (size_t head = 0; head < matrices.size(); ++head) {
+        products[head] = {
+            &matrices[head].packed,
+            {n, cols, inputs + head * n * cols, from_block(quantized, static_cast<int>(head * cols / kBlock))},
+            epilogue(matrices[head], out + head * width, stride)};
+    }
+    w.multiply(products, matrices.size());
+}
+
+}  // namespace
+
+Value mix(Workspace& w, const LatentAttention& attention, const Value& input, int index, int first_row) {
+    const LatentNumbers& latent = w.h.latent;
+    const int num_heads = w.h.num_heads, n = input.n - first_row, head_dim = w.h.head_dim;
+    AttentionRows& rows = attention_rows(w, input.n, index, first_row);
+    rows.qkv = w.take(input.n, attention.stride);
+    rows.stride = attention.stride;
+    w.products(attention.input, input, rows.qkv, rows.stride);
+    store_latents(w, attention, rows, input.n);
     if (n == 0) {
         return {};
     }
-
     rows.begin = rows.first_row;
-    rows.qkv = products_.data() + first_row * attention.stride;
-    rows.stride = attention.stride;
+    rows.qkv += first_row * rows.stride;
     if (attention.queries.present()) {
         const size_t cols = padded(latent.query_rank, kBlock), stride = attention.queries.packed.padded_rows();
-        ThreadPool::shared().run(n, threads_for(n * cols), [&](int i, int) {
-            apply(attention.q_norm, rows.qkv + i * rows.stride, latent.query_rank, ranks_.data() + i * cols);
+        float *ranks = w.take(n, cols), *queries = w.take(n, stride);
+        w.for_rows(n, cols, [&](int i, int) {
+            w.apply(attention.q_norm, rows.qkv + i * rows.stride, latent.query_rank, ranks + i * cols);
         });
-        multiply_by(attention.queries, {ranks_.data(), n, cols}, epilogue(attention.queries, queries_.data(), stride));
-        rows.qkv = queries_.data();
+        w.multiply(attention.queries, {ranks, n, cols}, epilogue(attention.queries, queries, stride));
+        rows.qkv = queries;
         rows.stride = stride;
     }
-
-    // Products of each head's part, [heads][n][cols] of `head_inputs_` or quantized, side by side in rows of `out`.
-    const auto multiply_heads = [&](const std::vector<Linear>& matrices, size_t cols, const QuantizedRows& quantized,
-                                    float* out, int width, size_t stride) {
-        std::vector<Product> products;
-        for (int head = 0; head < num_heads; ++head) {
-            products.push_back({&matrices[head].packed,
-                                {n, int(cols), head_inputs_.data() + head * n * cols,
-                                 from_block(quantized, static_cast<int>(head * cols / kBlock))},
-                                epilogue(matrices[head], out + size_t(head) * width, stride)});
-        }
-        multiply(kernel, products, num_threads_);
-    };
-    const size_t own = padded(latent.own, kBlock), stride = size_t(num_heads) * h.head_dim;
-    const bool quantizes = latent.absorbed && attention.keys[0].packed.integer();
+    const size_t own = padded(latent.own, kBlock), stride = size_t(num_heads) * head_dim;
+    float *parts = nullptr, *queries = nullptr;  // what matrices of each head read, and queries of latent rows
     QuantizedRows quantized;
     if (latent.absorbed) {
-        quantized = quantized_heads_.rows(n, attention.keys[0].packed.packing());
+        parts = w.take(n * num_heads, own);
+        queries = w.take(n, stride);
+        quantized = w.quantized(attention.keys[0], n, num_heads * own);
     }
-    ThreadPool::shared().run(n, threads_for(n * stride), [&](int i, int) {
+    w.for_rows(n, stride, [&](int i, int) {
         const size_t angles = size_t(rows.begin + i) * rows.half;
         for (int head = 0; head < num_heads; ++head) {
             float* query = rows.qkv + i * rows.stride + size_t(head) * latent.query();
-            kernel.rotate(query + latent.own, rows.half, rows.cos + angles, rows.sin + angles);
+            w.kernel.rotate(query + latent.own, rows.half, rows.cos + angles, rows.sin + angles);
             if (latent.absorbed) {
-                float* part = head_inputs_.data() + (size_t(head) * n + i) * own;
+                float* part = parts + (size_t(head) * n + i) * own;
                 std::fill(std::copy_n(query, latent.own, part), part + own, 0.0f);
-                if (quantizes) {
-                    kernel.quantize(part, static_cast<int>(own), i,
-                                    from_block(quantized, static_cast<int>(head * own / kBlock)));
+                if (quantized.quants) {
+                    w.kernel.quantize(part, static_cast<int>(own), i,
+                                      from_block(quantized, static_cast<int>(head * own / kBlock)));
                 }
                 std::copy_n(query + latent.own, latent.turned,
-                            heads_.data() + i * stride + size_t(head) * h.head_dim + latent.rank);
+                            queries + i * stride + size_t(head) * head_dim + latent.rank);
             }
         }
     });
-    const AttentionLayer how = attention_layer(index);
-    const size_t width = padded(num_heads * how.value_dim, kBlock);
-    const Norm& norm = model_.weights().layers[index].mixer_post_norm;
+    const AttentionLayer how = attention_layer(w, index);
     if (!latent.absorbed) {
-        const QuantizedRows* handed = how.value_dim % kBlock == 0 ? hand_to(attention.output, n) : nullptr;
-        tree_attention(kernel, num_threads_, how, rows, mixed_.data(), width, handed, attention_scratch_);
-        return add(x, {mixed_.data(), n, width, nullptr, handed != nullptr}, attention.output, norm);
+        return attend(w, how, rows, attention.output);
     }
-    multiply_heads(attention.keys, own, quantized, heads_.data(), h.head_dim, stride);
-    rows.qkv = heads_.data();
+    multiply_heads(w, attention.keys, n, static_cast<int>(own), parts, quantized, queries, head_dim, stride);
+    rows.qkv = queries;
     rows.stride = stride;
-    const PackedMatrix& values = attention.values[0].packed;
-    quantized = quantized_heads_.rows(n, values.packing());
-    tree_attention(kernel, num_threads_, how, rows, mixed_.data(), width, values.integer() ? &quantized : nullptr,
-                   attention_scratch_);
-    ThreadPool::shared().run(values.integer() ? 0 : n, threads_for(n * width), [&](int i, int) {
-        for (int head = 0; head < num_heads; ++head) {
-            std::copy_n(mixed_.data() + i * width + size_t(head) * latent.rank, latent.rank,
-                        head_inputs_.data() + (size_t(head) * n + i) * latent.rank);
-        }
-    });
-    const size_t result = size_t(num_heads) * latent.value;
-    multiply_heads(attention.values, latent.rank, quantized, queries_.data(), latent.value, result);
-    return add(x, {queries_.data(), n, result}, attention.output, norm);
+    const Value latents = attend(w, how, rows, attention.values[0]);
+    if (!latents.handed.quants) {
+        parts = w.take(n * num_heads, latent.rank);
+        w.for_rows(n, latents.stride, [&](int i, int) {
+            for (int head = 0; head < num_heads; ++head) {
+                std::copy_n(latents.rows + i * latents.stride + size_t(head) * latent.rank, latent.rank,
+                            parts + (size_t(head) * n + i) * latent.rank);
+            }
+        });
+    }
+    const size_t width = size_t(num_heads) * latent.value;
+    float* const out = w.take(n, width);
+    multiply_heads(w, attention.values, n, latent.rank, parts, latents.handed, out, latent.value, width);
+    return {out, n, width};
 }
 
 }  // namespace pystaged

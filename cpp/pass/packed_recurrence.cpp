@@ -7,7 +7,7 @@
 
 #include "machine/math.h"
 #include "machine/pool.h"
-#include "pass/packed_pass.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 
@@ -60,354 +60,326 @@ private:
     int channels_, before_, first_;
 };
 
+// Convolves some channels of a text's rows, in order, whose inputs begin at `at` in the layer's state. take(row,
+// inputs, convolution) writes a row's own inputs and says where its result goes; false where none is wanted.
+template <class Take>
+void convolve_rows(const Workspace& w, const TextRows& text, int layer, size_t at, int channels, int first,
+                   Convolution convolution, const Take& take) {
+    const int before = convolution.taps - 1;
+    ConvolutionInputs all(text.state->recurrent(layer), at, channels, before, first);
+    const float* inputs[kMostConvWidth];
+    convolution.inputs = inputs;
+    all.apply(convolution.channels);
+    text.for_rows([&](int row, int pending) {
+        if (take(row, all.pending(pending), convolution)) {
+            all.find(pending, &w.ancestors[row * size_t(before)], inputs);
+            w.kernel.convolve(convolution);
+        }
+    });
+    all.finish(convolution.channels);
+}
+
+// The texts' states of a layer, [keys][kLanes] a tile, and what each thread needs for them.
+class States {
+public:
+    // Reserves memory of texts, before anything is applied; without tiles where there are no keys.
+    States(Workspace& w, int layer, int keys) : w_(w), layer_(layer), keys_(keys) {
+        const size_t input_size = w.h.recurrent_sizes(layer).input;
+        int num_copies = 1;
+        for (int i = 0; i < w.num_texts; ++i) {
+            RecurrentState& state = w.texts[i].state->recurrent(layer);
+            state.reserve(w.take(state.num_reading(), input_size));
+            num_copies = std::max(num_copies, w.texts[i].walk.num_copies);
+            num_steps_ = std::max({num_steps_, state.num_unapplied(), static_cast<int>(w.texts[i].walk.steps.size())});
+        }
+        tiles_size_ = size_t(num_copies) * keys * kLanes;
+        tiles_ = w.take(w.num_threads, tiles_size_);
+        steps_ = w.arena.take<DeltaStep>(size_t(w.num_threads) * num_steps_);
+    }
+
+    // Calls act(text, index, worker) for every text and index in [0, count), where each row has so many values.
+    template <class Act>
+    void run(int count, size_t values, const Act& act) const {
+        const int threads = w_.pass->num_rows * values < 16 << 10 ? 1 : w_.num_threads;
+        ThreadPool::shared().run(w_.num_texts * count, threads,
+                                 [&](int task, int worker) { act(w_.texts[task / count], task % count, worker); });
+    }
+
+    // Computes a tile of the state at the committed end, applies the steps of the text's walk to a copy of the one
+    // before the pass's rows, and writes the tile at each stop of a reading. step(kept) makes the step of a row from
+    // what the state keeps of it; of_pass(row, step) completes that of a row of the pass.
+    template <class StepOf, class OfPass>
+    void walk(const TextRows& text, size_t tile, int worker, const StepOf& step, const OfPass& of_pass) const {
+        RecurrentState& state = text.state->recurrent(layer_);
+        const size_t size = size_t(keys_) * kLanes;
+        float* const tiles = tiles_ + worker * tiles_size_;
+        DeltaStep* const steps = steps_ + worker * size_t(num_steps_);
+        const float* now = state.state() + tile;
+        int applied = 0;
+        for (const RecurrentState::Stop& stop : state.stops()) {
+            float* next = stop.state + tile;
+            if (next != now) {
+                std::copy_n(now, size, next);
+            }
+            int count = 0;
+            while (applied < stop.rows) {
+                steps[count++] = step(state.unapplied(applied++));
+            }
+            w_.kernel.delta(steps, count, keys_, next);
+            now = next;
+        }
+        std::copy_n(state.base() + tile, size, tiles);
+        DeltaStep* last = steps;
+        for (const WalkStep& walked : text.walk.steps) {
+            *last = step(state.pending(walked.row));
+            last->from = walked.from;
+            last->to = walked.to;
+            if (text.rows[walked.row] >= 0) {  // else of an earlier pass: it is repeated
+                of_pass(text.rows[walked.row], *last);
+            }
+            ++last;
+        }
+        int done = 0;
+        for (const RecurrentState::Stop& stop : state.reading_stops()) {
+            w_.kernel.delta(steps + done, stop.rows - done, keys_, tiles);
+            std::copy_n(tiles, size, stop.state + tile);
+            done = stop.rows;
+        }
+        w_.kernel.delta(steps + done, static_cast<int>(last - steps) - done, keys_, tiles);
+    }
+
+    void applied() const {
+        for (int i = 0; i < w_.num_texts; ++i) {
+            w_.texts[i].state->recurrent(layer_).applied();
+        }
+    }
+
+private:
+    Workspace& w_;
+    int layer_, keys_, num_steps_ = 0;
+    size_t tiles_size_;
+    float* tiles_;      // [threads][copies]
+    DeltaStep* steps_;  // [threads][num_steps_]
+};
+
 // ln(1 + e^x)
 double softplus(double x) {
     return x > 20 ? x : own_log(1 + own_exp(x));
 }
 
-}  // namespace
+int num_blocks(int channels) {
+    return (channels + kChannels - 1) / kChannels;
+}
 
-PackedPass::Value PackedPass::branch(const ShortConvolution& mixer, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const Hyperparameters& h = model_.numbers();
-    const size_t stride = h.padded_width();
-    const Value product = products(mixer.input, input, padded(3 * h.width, kBlock));
-    reserve_recurrent(index, 0);
-    const int num_blocks = (h.width + kChannels - 1) / kChannels, before = h.conv_width - 1;
-    const auto convolve = [&](int task, int) {
-        const Text& text = texts_[task / num_blocks];
-        const int first = task % num_blocks * kChannels, count = std::min(kChannels, h.width - first);
-        ConvolutionInputs all(text.state->recurrent(index), 0, h.width, before, first);
-        all.apply(count);
-        const float* inputs[kMostConvWidth];
-        Convolution convolution{h.conv_width, count, inputs, mixer.conv.data() + first, stride};
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                const float* b = product.rows + row * product.stride + first;
-                const float* c = b + h.width;
-                const float* values = c + h.width;
-                float* own = all.pending(pending);
-                for (int d = 0; d < count; ++d) {
-                    own[d] = b[d] * values[d];
-                }
-                if (row < first_row) {
-                    continue;
-                }
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                convolution.gate = c;
-                convolution.out = mixed_.data() + (row - first_row) * stride + first;
-                model_.kernel().convolve(convolution);
-                if (first + count == h.width) {
-                    std::fill(convolution.out + count, mixed_.data() + (row - first_row + 1) * stride, 0.0f);
-                }
+// The parts of a delta net's rows: of `product`, and of what the state keeps, which are inputs of the convolution,
+// keys, deltas and decays.
+struct DeltaRows {
+    const DeltaNet& mixer;
+    const DeltaNumbers& d;
+    float* product;  // [n][mixer.stride]
+
+    float* row(int i) const { return product + i * mixer.stride; }
+    float* qkv(int i) const { return row(i) + mixer.qkv_at; }
+    size_t keys_at(int key_head) const { return d.channels() + size_t(key_head) * d.head_dim; }
+    size_t deltas_at() const { return size_t(d.channels()) + d.keys(); }
+    size_t decay_at(int value_head) const { return deltas_at() + d.values() + value_head; }
+};
+
+// Of a text, what one head's state reads and is changed by: of queries, of keys or of values, in this order.
+void prepare_head(const Workspace& w, const DeltaRows& rows, const TextRows& text, int layer, int head) {
+    const DeltaNumbers& d = rows.d;
+    RecurrentState& state = text.state->recurrent(layer);
+    const int size = d.head_dim, first = head * size, value_head = head - 2 * d.key_heads;
+    const auto take = [&](int row, float* own, Convolution& convolution) {
+        convolution.out = rows.qkv(row) + first;
+        std::copy_n(convolution.out, size, own);
+        return true;
+    };
+    convolve_rows(w, text, layer, size_t(d.values()) * size, d.channels(), first,
+                  {w.h.conv_width, size, nullptr, rows.mixer.conv.data() + first, size_t(padded(d.channels(), kBlock))},
+                  take);
+    text.for_rows([&](int row, int pending) {
+        float *made = rows.qkv(row) + first, *kept = state.pending(pending);
+        if (value_head < 0) {
+            // x / sqrt(sum of squares + epsilon), by a norm whose weights are 1 / sqrt(size)
+            w.kernel.rms_norm(made, w.unit.data(), w.h.norm_epsilon / size, size, size, made);
+            if (head >= d.key_heads) {
+                std::copy_n(made, size, kept + rows.keys_at(head - d.key_heads));
             }
+            return;
         }
-        all.finish(count);
-    };
-    ThreadPool::shared().run(static_cast<int>(texts_.size()) * num_blocks, threads_for(size_t(product.n) * h.width),
-                             convolve);
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).applied();
-    }
-    const int num_out = product.n - first_row;
-    if (num_out == 0) {
-        return {};
-    }
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
-}
-
-void PackedPass::reserve_recurrent(int index, int keys) {
-    int num_copies = 1, num_steps = 0;
-    size_t num_read = 0;
-    const size_t input_size = model_.numbers().recurrent_sizes(index).input;
-    for (const Text& text : texts_) {
-        num_read += text.state->recurrent(index).num_reading();
-    }
-    reading_inputs_.resize(std::max(reading_inputs_.size(), num_read * input_size));
-    num_read = 0;
-    for (const Text& text : texts_) {
-        RecurrentState& state = text.state->recurrent(index);
-        state.reserve(reading_inputs_.data() + num_read * input_size);
-        num_read += state.num_reading();
-        num_copies = std::max(num_copies, text.walk.num_copies);
-        num_steps = std::max({num_steps, state.num_unapplied(), static_cast<int>(text.walk.steps.size())});
-    }
-    delta_scratch_.resize(model_.num_threads());
-    for (DeltaScratch& scratch : delta_scratch_) {
-        scratch.tiles.resize(std::max(scratch.tiles.size(), size_t(num_copies) * keys * kLanes));
-        scratch.steps.reserve(num_steps);
-    }
-}
-
-template <class StepOf>
-void PackedPass::make_tile(RecurrentState& state, size_t tile, int keys, const StepOf& step, DeltaScratch& scratch) {
-    const size_t size = size_t(keys) * kLanes;
-    const float* now = state.state() + tile;
-    int applied = 0;
-    for (const RecurrentState::Stop& stop : state.stops()) {
-        float* next = stop.state + tile;
-        if (next != now) {
-            std::copy_n(now, size, next);
-        }
-        for (scratch.steps.clear(); applied < stop.rows; ++applied) {
-            scratch.steps.push_back(step(state.unapplied(applied)));
-        }
-        model_.kernel().delta(scratch.steps.data(), static_cast<int>(scratch.steps.size()), keys, next);
-        now = next;
-    }
-    std::copy_n(state.base() + tile, size, scratch.tiles.data());
-}
-
-void PackedPass::walk_tile(RecurrentState& state, size_t tile, int keys, DeltaScratch& scratch) {
-    const auto walk = [&](int first, int last) {
-        model_.kernel().delta(scratch.steps.data() + first, last - first, keys, scratch.tiles.data());
-    };
-    int done = 0;
-    for (const RecurrentState::Stop& stop : state.reading_stops()) {
-        walk(done, stop.rows);
-        std::copy_n(scratch.tiles.data(), size_t(keys) * kLanes, stop.state + tile);
-        done = stop.rows;
-    }
-    walk(done, static_cast<int>(scratch.steps.size()));
-}
-
-PackedPass::Value PackedPass::branch(const DeltaNet& mixer, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const DeltaNumbers& d = model_.numbers().delta;
-    const Value product = products(mixer.input, input, mixer.stride);
-    reserve_recurrent(index, d.head_dim);
-    const int threads = threads_for(size_t(product.n) * d.values() * d.head_dim);
-    ThreadPool::shared().run(static_cast<int>(texts_.size()) * d.key_heads, threads, [&](int task, int worker) {
-        run_delta(mixer, texts_[task / d.key_heads], index, task % d.key_heads, first_row, delta_scratch_[worker]);
+        float& rate = rows.row(row)[rows.mixer.beta_at + value_head];
+        rate = static_cast<float>(1 / (1 + own_exp(-double(rate))));
+        const float step = rows.row(row)[rows.mixer.alpha_at + value_head] + rows.mixer.step.data()[value_head];
+        kept[rows.decay_at(value_head)] =
+            static_cast<float>(own_exp(rows.mixer.decay.data()[value_head] * softplus(step)));
     });
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).applied();
-    }
-    const int num_out = product.n - first_row;
-    if (num_out == 0) {
-        return {};
-    }
-    const size_t stride = padded(d.values(), kBlock);
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
 }
 
-void PackedPass::run_delta(const DeltaNet& mixer, const Text& text, int index, int head, int first_row,
-                           DeltaScratch& scratch) {
-    const Hyperparameters& h = model_.numbers();
-    const DeltaNumbers& d = h.delta;
-    const Kernel& kernel = model_.kernel();
-    RecurrentState& state = text.state->recurrent(index);
-    const int size = d.head_dim, before = h.conv_width - 1, group = d.group();
-    const size_t mixed_stride = padded(d.values(), kBlock);
-    // What the state keeps of a row: inputs of the convolution, keys, deltas, decays.
-    const size_t keys_at = d.channels() + size_t(head) * size, deltas_at = size_t(d.channels()) + d.keys();
-    const size_t decays_at = deltas_at + d.values();
+// Of a text, one head of values, whose states are mapped to out[n][stride] of the rows from `first_row` on.
+void run_head(const Workspace& w, const DeltaRows& rows, const States& states, const TextRows& text, int value_head,
+              int worker, int first_row, float* out, size_t stride) {
+    const DeltaNumbers& d = rows.d;
+    const int size = d.head_dim, key_head = d.key_head(value_head);
+    const size_t values_at = size_t(value_head) * size;
     const float root = std::sqrt(static_cast<float>(size));
-    const std::vector<float>& unit = unit_;
-
-    const auto product = [&](int row) { return products_.data() + row * mixer.stride; };
-    const auto convolve = [&](int first, bool normalize) {
-        ConvolutionInputs all(state, size_t(d.values()) * size, d.channels(), before, first);
-        all.apply(size);
-        const float* inputs[kMostConvWidth];
-        Convolution convolution{h.conv_width, size, inputs, mixer.conv.data() + first,
-                                size_t(padded(d.channels(), kBlock))};
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                convolution.out = product(row) + mixer.qkv_at + first;
-                std::copy_n(convolution.out, size, all.pending(pending));
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                kernel.convolve(convolution);
-                if (normalize) {
-                    // x / sqrt(sum of squares + epsilon)
-                    kernel.rms_norm(convolution.out, unit.data(), h.norm_epsilon / size, size, size, convolution.out);
-                }
-            }
-        }
-        all.finish(size);
-    };
-    convolve(head * size, true);
-    convolve(d.keys() + head * size, true);
-    for (int i = 0; i < group; ++i) {
-        convolve(2 * d.keys() + d.value_head(head, i) * size, false);
+    for (size_t column = values_at; column < values_at + size; column += kLanes) {
+        const auto step = [&](float* kept) {
+            DeltaStep result;
+            result.decay = kept[rows.decay_at(value_head)];
+            result.key = kept + rows.keys_at(key_head);
+            result.delta = kept + rows.deltas_at() + column;
+            return result;
+        };
+        states.walk(text, column * size, worker, step, [&](int row, DeltaStep& made) {
+            made.rate = rows.row(row)[rows.mixer.beta_at + value_head];
+            made.scale = 1 / root;
+            made.query = rows.qkv(row) + key_head * size;
+            made.value = rows.qkv(row) + 2 * d.keys() + column;
+            made.out = row < first_row ? nullptr : out + (row - first_row) * stride + column;
+        });
     }
-    for (const Segment& segment : text.segments) {
-        for (int i = 0; i < segment.num_rows; ++i) {
-            float *row = product(segment.first_row + i), *kept = state.pending(segment.first_pending + i);
-            std::copy_n(row + mixer.qkv_at + d.keys() + head * size, size, kept + keys_at);
-            for (int j = 0; j < group; ++j) {
-                const int value_head = d.value_head(head, j);
-                float &rate = row[mixer.beta_at + value_head], &step = row[mixer.alpha_at + value_head];
-                rate = static_cast<float>(1 / (1 + own_exp(-double(rate))));
-                step = step + mixer.step.data()[value_head];
-                kept[decays_at + value_head] =
-                    static_cast<float>(own_exp(mixer.decay.data()[value_head] * softplus(step)));
-            }
+    text.for_rows([&](int row, int) {
+        if (row >= first_row) {
+            float *end = out + (row - first_row + 1) * stride, *own = end - stride + values_at;
+            w.kernel.rms_norm(own, rows.mixer.norm.data(), w.h.norm_epsilon, size, size, own);
+            w.kernel.open(rows.row(row) + rows.mixer.gate_at + values_at, true, size, own);
+            std::fill(value_head + 1 == d.value_heads ? own + size : end, end, 0.0f);
         }
-    }
-
-    std::vector<DeltaStep>& steps = scratch.steps;
-    for (int j = 0; j < group; ++j) {
-        const int value_head = d.value_head(head, j);
-        for (int value = 0; value < size; value += kLanes) {
-            const size_t column = size_t(value_head) * size + value, tile = column * size;
-            const auto step = [&](float* kept) {
-                DeltaStep result;
-                result.decay = kept[decays_at + value_head];
-                result.key = kept + keys_at;
-                result.delta = kept + deltas_at + column;
-                return result;
-            };
-            make_tile(state, tile, size, step, scratch);
-            steps.clear();
-            for (const WalkStep& walked : text.walk.steps) {
-                steps.push_back(step(state.pending(walked.row)));
-                steps.back().from = walked.from;
-                steps.back().to = walked.to;
-                const int row = text.rows[walked.row];
-                if (row < 0) {
-                    continue;  // of an earlier pass: it is repeated
-                }
-                steps.back().rate = product(row)[mixer.beta_at + value_head];
-                steps.back().scale = 1 / root;
-                steps.back().query = product(row) + mixer.qkv_at + head * size;
-                steps.back().value = product(row) + mixer.qkv_at + 2 * d.keys() + column;
-                if (row >= first_row) {
-                    steps.back().out = mixed_.data() + (row - first_row) * mixed_stride + column;
-                }
-            }
-            walk_tile(state, tile, size, scratch);
-        }
-        for (const Segment& segment : text.segments) {
-            for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
-                float* out = mixed_.data() + (row - first_row) * mixed_stride + size_t(value_head) * size;
-                kernel.rms_norm(out, mixer.norm.data(), h.norm_epsilon, size, size, out);
-                kernel.open(product(row) + mixer.gate_at + size_t(value_head) * size, true, size, out);
-                if (value_head + 1 == d.value_heads) {
-                    std::fill(out + size, mixed_.data() + (row - first_row + 1) * mixed_stride, 0.0f);
-                }
-            }
-        }
-    }
+    });
 }
 
-PackedPass::Value PackedPass::branch(const StateSpace& mixer, const Value& x, const Value& input, int index,
-                                     int first_row) {
-    const Hyperparameters& h = model_.numbers();
-    const SpaceNumbers& d = h.space;
-    const Kernel& kernel = model_.kernel();
-    const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
-    const Value product = products(mixer.input, input, in_stride);
-    reserve_recurrent(index, d.state_dim);
-    const int num_texts = static_cast<int>(texts_.size()), before = h.conv_width - 1;
-    const int num_blocks = (d.channels() + kChannels - 1) / kChannels;
-    const int threads = threads_for(size_t(product.n) * d.channels());
-    ThreadPool::shared().run(num_texts * num_blocks, threads, [&](int task, int) {
-        const Text& text = texts_[task / num_blocks];
-        const int first = task % num_blocks * kChannels, count = std::min(kChannels, d.channels() - first);
-        RecurrentState& state = text.state->recurrent(index);
-        ConvolutionInputs all(state, size_t(d.inner()) * d.state_dim, d.channels(), before, first);
-        all.apply(count);
-        const float* inputs[kMostConvWidth];
-        Convolution convolution{h.conv_width, count, inputs, mixer.conv.data() + first,
-                                size_t(padded(d.channels(), kBlock))};
-        convolution.bias = mixer.conv_bias.present() ? mixer.conv_bias.data() + first : nullptr;
-        // Of these channels, those that lead into states.
-        const int keys_first = std::max(first, d.inner()), keys_last = std::min(first + count, d.inner() + d.keys());
-        for (const Segment& segment : text.segments) {
-            for (int i = 0; i < segment.num_rows; ++i) {
-                const int row = segment.first_row + i, pending = segment.first_pending + i;
-                float* channels = products_.data() + row * in_stride + d.inner();
-                convolution.out = channels + first;
-                std::copy_n(convolution.out, count, all.pending(pending));
-                all.find(pending, &ancestors_[row * size_t(before)], inputs);
-                kernel.convolve(convolution);
-                if (keys_first < keys_last) {
-                    std::copy(channels + keys_first, channels + keys_last,
-                              state.pending(pending) + d.channels() + keys_first - d.inner());
-                }
-            }
-        }
-        all.finish(count);
-    });
-    const int threads_of_states = threads_for(size_t(product.n) * d.inner() * d.state_dim);
-    ThreadPool::shared().run(num_texts * d.heads, threads_of_states, [&](int task, int worker) {
-        run_space(mixer, texts_[task / d.heads], index, task % d.heads, first_row, delta_scratch_[worker]);
-    });
-    for (const Text& text : texts_) {
-        text.state->recurrent(index).applied();
-    }
-    const int num_out = product.n - first_row, group = d.inner() / d.groups;
-    if (num_out == 0) {
-        return {};
-    }
-    ThreadPool::shared().run(num_out, threads, [&](int i, int) {
-        float* out = mixed_.data() + i * stride;
-        kernel.open(products_.data() + (first_row + i) * in_stride, true, d.inner(), out);
-        for (int g = 0; mixer.norm.present() && g < d.groups; ++g) {
-            kernel.rms_norm(out + g * group, mixer.norm.data() + size_t(g) * padded(group, kBlock), h.norm_epsilon,
-                            group, group, out + g * group);
-        }
-        std::fill(out + d.inner(), out + stride, 0.0f);
-    });
-    return add(x, {mixed_.data(), num_out, stride}, mixer.output, model_.weights().layers[index].mixer_post_norm);
-}
-
-void PackedPass::run_space(const StateSpace& mixer, const Text& text, int index, int head, int first_row,
-                           DeltaScratch& scratch) {
-    const SpaceNumbers& d = model_.numbers().space;
-    RecurrentState& state = text.state->recurrent(index);
-    const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
+// Of a text, one head of Mamba-2, of `product`, in which gates are followed by the convolution's channels and steps.
+void run_head(const Workspace& w, const StateSpace& mixer, const float* product, const States& states,
+              const TextRows& text, int layer, int head, int worker, int first_row, float* out, size_t stride) {
+    const SpaceNumbers& d = w.h.space;
+    RecurrentState& state = text.state->recurrent(layer);
     // What the state keeps of a row: inputs of the convolution, what leads into states, what they take in, decays.
-    const size_t keys_at = d.channels() + size_t(d.group_of(head)) * d.state_dim,
-                 deltas_at = size_t(d.channels()) + d.keys();
-    const size_t decays_at = deltas_at + d.inner(), own = size_t(head) * d.head_dim;
-    const auto channels = [&](int row) { return products_.data() + row * in_stride + d.inner(); };
-    for (const Segment& segment : text.segments) {
-        for (int i = 0; i < segment.num_rows; ++i) {
-            const float* row = channels(segment.first_row + i);
-            float* kept = state.pending(segment.first_pending + i);
-            const double step = softplus(row[d.channels() + head] + mixer.step.data()[head]);
-            kept[decays_at + head] = static_cast<float>(own_exp(mixer.decay.data()[head] * step));
-            for (int p = 0; p < d.head_dim; ++p) {
-                kept[deltas_at + own + p] = row[own + p] * static_cast<float>(step);
-            }
+    const size_t of_group = size_t(d.group_of(head)) * d.state_dim, own = size_t(head) * d.head_dim;
+    const size_t deltas_at = size_t(d.channels()) + d.keys(), decays_at = deltas_at + d.inner();
+    const auto channels = [&](int row) {
+        return product + row * size_t(mixer.input[0].packed.padded_rows()) + d.inner();
+    };
+    text.for_rows([&](int row, int pending) {
+        const float* made = channels(row);
+        float* kept = state.pending(pending);
+        const double step = softplus(made[d.channels() + head] + mixer.step.data()[head]);
+        kept[decays_at + head] = static_cast<float>(own_exp(mixer.decay.data()[head] * step));
+        for (int p = 0; p < d.head_dim; ++p) {
+            kept[deltas_at + own + p] = made[own + p] * static_cast<float>(step);
         }
-    }
+    });
     for (int value = 0; value < d.head_dim; value += kLanes) {
         const auto step = [&](float* kept) {
             DeltaStep result;
             result.decay = kept[decays_at + head];
-            result.key = kept + keys_at;
+            result.key = kept + d.channels() + of_group;
             result.delta = kept + deltas_at + own + value;
             return result;
         };
-        const size_t tile = (own + value) * d.state_dim;
-        make_tile(state, tile, d.state_dim, step, scratch);
-        scratch.steps.clear();
-        for (const WalkStep& walked : text.walk.steps) {
-            scratch.steps.push_back(step(state.pending(walked.row)));
-            DeltaStep& last = scratch.steps.back();
-            last.from = walked.from;
-            last.to = walked.to;
-            const int row = text.rows[walked.row];
+        states.walk(text, (own + value) * d.state_dim, worker, step, [&](int row, DeltaStep& made) {
             if (row >= first_row) {
-                last.query = channels(row) + d.inner() + d.keys() + size_t(d.group_of(head)) * d.state_dim;
-                last.out = mixed_.data() + (row - first_row) * stride + own + value;
+                made.query = channels(row) + d.inner() + d.keys() + of_group;
+                made.out = out + (row - first_row) * stride + own + value;
             }
-        }
-        walk_tile(state, tile, d.state_dim, scratch);
+        });
     }
-    for (const Segment& segment : text.segments) {
-        for (int row = std::max(first_row, segment.first_row); row < segment.first_row + segment.num_rows; ++row) {
-            float* out = mixed_.data() + (row - first_row) * stride + own;
-            for (int p = 0; p < d.head_dim; ++p) {
-                out[p] += mixer.skip.data()[head] * channels(row)[own + p];
+    text.for_rows([&](int row, int) {
+        for (int p = 0; row >= first_row && p < d.head_dim; ++p) {
+            out[(row - first_row) * stride + own + p] += mixer.skip.data()[head] * channels(row)[own + p];
+        }
+    });
+}
+
+}  // namespace
+
+Value mix(Workspace& w, const ShortConvolution& mixer, const Value& input, int layer, int first_row) {
+    const int width = w.h.width, n = input.n - first_row;
+    const size_t stride = w.h.padded_width();
+    const Value product = w.products(mixer.input, input, padded(3 * width, kBlock));
+    const States states(w, layer, 0);
+    float* const mixed = w.take(n, stride);
+    states.run(num_blocks(width), width, [&](const TextRows& text, int block, int) {
+        const int first = block * kChannels, count = std::min(kChannels, width - first);
+        const auto take = [&](int row, float* own, Convolution& convolution) {
+            const float *b = product.rows + row * product.stride + first, *c = b + width, *values = c + width;
+            for (int d = 0; d < count; ++d) {
+                own[d] = b[d] * values[d];
             }
+            if (row < first_row) {
+                return false;
+            }
+            float* const out = mixed + (row - first_row) * stride;
+            convolution.gate = c;
+            convolution.out = out + first;
+            std::fill(first + count == width ? out + width : out + stride, out + stride, 0.0f);
+            return true;
+        };
+        convolve_rows(w, text, layer, 0, width, first,
+                      {w.h.conv_width, count, nullptr, mixer.conv.data() + first, stride}, take);
+    });
+    states.applied();
+    return {mixed, n, stride};
+}
+
+Value mix(Workspace& w, const DeltaNet& mixer, const Value& input, int layer, int first_row) {
+    const DeltaNumbers& d = w.h.delta;
+    const int n = input.n - first_row;
+    const size_t stride = padded(d.values(), kBlock);
+    const DeltaRows rows{mixer, d, w.take(input.n, mixer.stride)};
+    w.products(mixer.input, input, rows.product, mixer.stride);
+    const States states(w, layer, d.head_dim);
+    float* const mixed = w.take(n, stride);
+    states.run(2 * d.key_heads + d.value_heads, d.channels(),
+               [&](const TextRows& text, int head, int) { prepare_head(w, rows, text, layer, head); });
+    states.run(d.value_heads, size_t(d.values()) * d.head_dim, [&](const TextRows& text, int head, int worker) {
+        run_head(w, rows, states, text, head, worker, first_row, mixed, stride);
+    });
+    states.applied();
+    return {mixed, n, stride};
+}
+
+Value mix(Workspace& w, const StateSpace& mixer, const Value& input, int layer, int first_row) {
+    const SpaceNumbers& d = w.h.space;
+    const int n = input.n - first_row, group = d.inner() / d.groups;
+    const size_t in_stride = mixer.input[0].packed.padded_rows(), stride = padded(d.inner(), kBlock);
+    float *product = w.take(input.n, in_stride), *mixed = w.take(n, stride);
+    w.products(mixer.input, input, product, in_stride);
+    const States states(w, layer, d.state_dim);
+    states.run(num_blocks(d.channels()), d.channels(), [&](const TextRows& text, int block, int) {
+        const int first = block * kChannels, count = std::min(kChannels, d.channels() - first);
+        const auto channels = [&](int row) { return product + row * in_stride + d.inner(); };
+        const auto take = [&](int row, float* own, Convolution& convolution) {
+            convolution.out = channels(row) + first;
+            std::copy_n(convolution.out, count, own);
+            return true;
+        };
+        Convolution convolution{w.h.conv_width, count, nullptr, mixer.conv.data() + first,
+                                size_t(padded(d.channels(), kBlock))};
+        convolution.bias = mixer.conv_bias.present() ? mixer.conv_bias.data() + first : nullptr;
+        convolve_rows(w, text, layer, size_t(d.inner()) * d.state_dim, d.channels(), first, convolution, take);
+        // Of these channels, those that lead into states.
+        const int keys_first = std::max(first, d.inner()), keys_last = std::min(first + count, d.inner() + d.keys());
+        text.for_rows([&](int row, int pending) {
+            float* kept = text.state->recurrent(layer).pending(pending);
+            std::copy_n(channels(row) + keys_first, std::max(0, keys_last - keys_first),
+                        kept + d.channels() + keys_first - d.inner());
+        });
+    });
+    states.run(d.heads, size_t(d.inner()) * d.state_dim, [&](const TextRows& text, int head, int worker) {
+        run_head(w, mixer, product, states, text, layer, head, worker, first_row, mixed, stride);
+    });
+    states.applied();
+    w.for_rows(n, d.channels(), [&](int i, int) {
+        float* out = mixed + i * stride;
+        w.kernel.open(product + (first_row + i) * in_stride, true, d.inner(), out);
+        for (int g = 0; mixer.norm.present() && g < d.groups; ++g) {
+            w.kernel.rms_norm(out + g * group, mixer.norm.data() + size_t(g) * padded(group, kBlock), w.h.norm_epsilon,
+                              group, group, out + g * group);
         }
-    }
+        std::fill(out + d.inner(), out + stride, 0.0f);
+    });
+    return {mixed, n, stride};
 }
 
 }  // namespace pystaged

@@ -1,49 +1,46 @@
 #include "pass/walk.h"
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 
 namespace pystaged {
 
-Walk make_walk(const std::vector<int>& rows, const std::function<int(int)>& parent) {
-    Walk walk;
-    if (rows.empty()) {
-        return walk;
-    }
-    // Of row i, and the committed rows in front: rows behind it that are to be walked, itself included, and its
-    // children.
-    const int count = rows.back() + 1;
-    std::vector<int> sizes(count + 1);
-    std::vector<std::vector<int>> children(count + 1);
-    for (const int row : rows) {
-        sizes[row + 1] = 1;
-    }
+void Walk::make(const std::vector<int32_t>& parents, int first, int base) {
+    const int count = static_cast<int>(parents.size());
+    const auto parent = [&](int row) { return parents[row] < base ? -1 : parents[row]; };
+    // Of row i, and the committed rows in front: rows behind it that are to be walked, itself included; and where its
+    // children begin.
+    sizes_.assign(count + 1, 0);
+    begins_.assign(count + 2, 0);
+    std::fill(sizes_.begin() + first + 1, sizes_.end(), 1);
+    children_.clear();
     for (int row = count - 1; row >= 0; --row) {
-        if (sizes[row + 1] > 0) {
-            children[parent(row) + 1].push_back(row);
-            sizes[parent(row) + 1] += sizes[row + 1];
+        if (sizes_[row + 1] > 0) {
+            children_.push_back(row);
+            sizes_[parent(row) + 1] += sizes_[row + 1];
+            ++begins_[parent(row) + 2];
         }
     }
-    for (std::vector<int>& its : children) {
-        std::sort(its.begin(), its.end(),
-                  [&](int a, int b) { return sizes[a + 1] != sizes[b + 1] ? sizes[a + 1] < sizes[b + 1] : a < b; });
-    }
+    std::partial_sum(begins_.begin(), begins_.end(), begins_.begin());
+    const auto key = [&](int row) { return std::tuple(parent(row), sizes_[row + 1], row); };
+    std::sort(children_.begin(), children_.end(), [&](int a, int b) { return key(a) < key(b); });
+    steps.clear();
+    num_copies = 1;
     // A stack, because a chain may be longer than calls may nest. The last child takes the place of its parent.
-    std::vector<WalkStep> open;
     const auto push_children = [&](int row, int copy) {
-        const std::vector<int>& its = children[row + 1];
-        for (size_t i = its.size(); i-- > 0;) {
-            open.push_back({its[i], copy, i + 1 == its.size() ? copy : copy + 1});
+        for (int i = begins_[row + 2]; i-- > begins_[row + 1];) {
+            open_.push_back({children_[i], copy, i + 1 == begins_[row + 2] ? copy : copy + 1});
         }
     };
     push_children(-1, 0);
-    while (!open.empty()) {
-        const WalkStep step = open.back();
-        open.pop_back();
-        walk.steps.push_back(step);
-        walk.num_copies = std::max(walk.num_copies, step.to + 1);
+    while (!open_.empty()) {
+        const WalkStep step = open_.back();
+        open_.pop_back();
+        steps.push_back(step);
+        num_copies = std::max(num_copies, step.to + 1);
         push_children(step.row, step.to);
     }
-    return walk;
 }
 
 }  // namespace pystaged

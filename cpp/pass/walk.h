@@ -2,7 +2,7 @@
 // branches part, another copy is made.
 #pragma once
 
-#include <functional>
+#include <cstdint>
 #include <vector>
 
 namespace pystaged {
@@ -15,10 +15,14 @@ struct WalkStep {
 struct Walk {
     std::vector<WalkStep> steps;
     int num_copies = 1;
-};
 
-// Visits all `rows`, which rise, and their ancestors: depth first, small branches first, so that copies are
-// few. parent(row) is the pending row before, or -1.
-Walk make_walk(const std::vector<int>& rows, const std::function<int(int)>& parent);
+    // Visits all pending rows from `first` on and their ancestors: depth first, small branches first, so that copies
+    // are few. parents[row] is the pending row before; what is below `base` counts as committed.
+    void make(const std::vector<int32_t>& parents, int first, int base);
+
+private:
+    std::vector<int> sizes_, children_, begins_;
+    std::vector<WalkStep> open_;
+};
 
 }  // namespace pystaged

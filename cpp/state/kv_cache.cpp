@@ -35,8 +35,7 @@ KvCache::KvCache(KvType type, int num_heads, int head_dim, int num_cells, int va
       num_cells_(padded(num_cells, kLanes)),
       key_bytes_(key_bytes(type, head_dim)),
       value_bytes_(value_bytes(type, value_dim_)),
-      memory_(Memory::reserve(num_heads * num_cells_ * (key_bytes_ + value_bytes_))),
-      moved_(key_bytes_) {}
+      memory_(Memory::reserve(num_heads * num_cells_ * (key_bytes_ + value_bytes_))) {}
 
 void KvCache::commit(int first, int last) {
     for (int head = 0; head < num_heads_; ++head) {
@@ -47,49 +46,55 @@ void KvCache::commit(int first, int last) {
 }
 
 template <class Act>
-void KvCache::for_key(int cell, const Act& act) const {
+void KvCache::for_keys(int a, int b, const Act& act) const {
     constexpr std::integral_constant<size_t, sizeof(uint16_t)> half;
     constexpr std::integral_constant<size_t, sizeof(uint32_t)> word;
-    size_t at = cell / kLanes * kLanes * key_bytes_;
-    const size_t lane = cell % kLanes;
+    size_t of_a = a / kLanes * kLanes * key_bytes_, of_b = b / kLanes * kLanes * key_bytes_;
+    const auto piece = [&](size_t at, auto bytes) {
+        act(of_a + at + a % kLanes * bytes, of_b + at + b % kLanes * bytes, bytes);
+    };
     if (type_ == KvType::f16) {
         for (int d = 0; d < head_dim_; ++d) {
-            act(at + (d * kLanes + lane) * half, half);
+            piece(d * kLanes * half, half);
         }
         return;
     }
-    for (int d = 0; d < head_dim_; d += kBlock, at += kQ8.block_bytes) {
-        act(at + lane * half, half);
+    for (int d = 0; d < head_dim_; d += kBlock, of_a += kQ8.block_bytes, of_b += kQ8.block_bytes) {
+        piece(0, half);
         for (size_t i = 0; i < kBlock / word; ++i) {
-            act(at + kQ8.factors_bytes + (i * kLanes + lane) * word, word);
+            piece(kQ8.factors_bytes + i * kLanes * word, word);
         }
     }
 }
 
-void KvCache::write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key) {
-    const uint8_t* from = key.data();
-    for_key(cell, [&](size_t at, auto bytes) {
-        std::memcpy(data + at, from, bytes);
-        from += bytes;
-    });
-}
-
 void KvCache::store_key(const Kernel& kernel, int head, int cell, const float* key) {
-    std::vector<uint8_t> pieces(key_bytes_);
-    uint8_t* out = pieces.data();
-    if (type_ == KvType::f16) {
-        kernel.to_f16(key, head_dim_, reinterpret_cast<uint16_t*>(out));
+    uint8_t* out = head_data(head) + cell / kLanes * kLanes * key_bytes_;
+    const size_t lane = cell % kLanes;
+    const auto put = [&](size_t at, const void* from, auto bytes) {
+        std::memcpy(out + at + lane * bytes, from, bytes);
+    };
+    constexpr std::integral_constant<size_t, sizeof(uint16_t)> half;
+    constexpr std::integral_constant<size_t, sizeof(uint32_t)> word;
+    for (int d = 0; d < head_dim_; d += kBlock) {
+        const int count = std::min(kBlock, head_dim_ - d);
+        uint16_t halves[kBlock];
+        if (type_ == KvType::f16) {
+            kernel.to_f16(key + d, count, halves);
+            for (int i = 0; i < count; ++i) {
+                put((d + i) * kLanes * half, halves + i, half);
+            }
+            continue;
+        }
+        EightBits k(kernel, key + d, count);
+        kernel.to_f16(&k.factors.scale, 1, halves);
+        put(0, halves, half);
+        std::transform(k.quants, k.quants + kBlock, k.quants,
+                       [](int8_t quant) { return static_cast<int8_t>(quant + zero_point(Packing::q8_0)); });
+        for (size_t i = 0; i < kBlock / word; ++i) {
+            put(kQ8.factors_bytes + i * kLanes * word, k.quants + i * word, word);
+        }
+        out += kQ8.block_bytes;
     }
-    for (int d = 0; type_ == KvType::q8_0 && d < head_dim_; d += kBlock) {
-        const EightBits k(kernel, key + d, head_dim_ - d);
-        uint16_t scale;
-        kernel.to_f16(&k.factors.scale, 1, &scale);
-        std::memcpy(out, &scale, sizeof(scale));
-        out += sizeof(scale);
-        out = std::transform(k.quants, k.quants + kBlock, out,
-                             [](int8_t quant) { return static_cast<uint8_t>(quant + zero_point(Packing::q8_0)); });
-    }
-    write_key(head_data(head), cell, pieces);
 }
 
 void KvCache::store_value(const Kernel& kernel, int head, int cell, const float* value) {
@@ -109,12 +114,7 @@ void KvCache::store_value(const Kernel& kernel, int head, int cell, const float*
 void KvCache::move(int from, int to) {
     for (int head = 0; head < num_heads_; ++head) {
         uint8_t* data = head_data(head);
-        uint8_t* out = moved_.data();
-        for_key(from, [&](size_t at, auto bytes) {
-            std::memcpy(out, data + at, bytes);
-            out += bytes;
-        });
-        write_key(data, to, moved_);
+        for_keys(from, to, [&](size_t at, size_t to_at, auto bytes) { std::memcpy(data + to_at, data + at, bytes); });
         uint8_t* values = data + num_cells_ * key_bytes_;
         std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
     }

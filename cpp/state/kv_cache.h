@@ -45,16 +45,15 @@ public:
 
 private:
     uint8_t* head_data(int head) const { return memory_.data() + head * num_cells_ * (key_bytes_ + value_bytes_); }
-    // Calls act(offset, bytes) for every piece of a cell's key, in order; offsets from the head's first byte.
+    // Calls act(offset in a cell, offset in another, bytes) for every piece of their keys; offsets from the head's
+    // first byte.
     template <class Act>
-    void for_key(int cell, const Act& act) const;
-    void write_key(uint8_t* data, int cell, const std::vector<uint8_t>& key);
+    void for_keys(int a, int b, const Act& act) const;
 
     KvType type_;
     int num_heads_, head_dim_, value_dim_;
     size_t num_cells_, key_bytes_, value_bytes_;  // of a cell and head
     Memory memory_;
-    std::vector<uint8_t> moved_;  // the key in hand of move()
 };
 
 }  // namespace pystaged

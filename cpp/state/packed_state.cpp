@@ -81,16 +81,15 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
     }
 }
 
-void PackedState::begin(int num_committed, int first, const std::vector<int32_t>& parents, bool is_reading) {
-    const int num_rows = static_cast<int>(parents.size());
-    parents_.resize(first);
-    parents_.insert(parents_.end(), parents.begin(), parents.end());
+int32_t* PackedState::begin(int num_committed, int first, int num_rows, bool is_reading) {
+    parents_.resize(first + num_rows);
     touch(num_committed + first + num_rows);
     for (LayerState& layer : layers_) {
         if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
             recurrent->begin(first, num_rows, is_reading);
         }
     }
+    return parents_.data() + first;
 }
 
 void PackedState::touch(int end) {

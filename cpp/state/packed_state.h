@@ -56,12 +56,12 @@ public:
     void resume(int length, const std::vector<int32_t>& shape) override;
     size_t num_bytes(int length) const override;
 
-    // All pending rows of the next pass, from `first` on, of a reading or else of a tree; parents[i] is the one before
-    // row first + i.
-    void begin(int num_committed, int first, const std::vector<int32_t>& parents, bool is_reading);
+    // All pending rows of the next pass, from `first` on, of a reading or else of a tree. Returns where the one before
+    // each of them is to be written.
+    int32_t* begin(int num_committed, int first, int num_rows, bool is_reading);
     // The pending row that is `back` rows before a pending one, or -1 - i for the committed row i rows before the last.
     int ancestor(int row, int back) const;
-    int parent(int row) const { return parents_[row]; }
+    const std::vector<int32_t>& parents() const { return parents_; }
     // Of a layer that has one, or attends to another one's.
     KvState& kv(int layer) { return std::get<KvState>(layers_[kv_at_[layer]]); }
     RecurrentState& recurrent(int layer) { return std::get<RecurrentState>(layers_[recurrent_at_[layer]]); }

@@ -1,7 +1,9 @@
 // Products of packed matrices with the rows of a pass, shared out over the thread pool.
 #pragma once
 
+#include <atomic>
 #include <functional>
+#include <unordered_map>
 #include <vector>
 
 #include "weights/packed_matrix.h"
@@ -11,15 +13,24 @@ namespace pystaged {
 // out = W x, then the epilogue, for x.n rows of activations.
 struct Product {
     const PackedMatrix* weights = nullptr;
-    Activations x;
-    Epilogue epilogue;
-    const QuantizedRows* quantized = nullptr;  // the outputs too, by the thread that has them at hand; or none
-    const Product* before = nullptr;           // whose outputs of the same places are made first: the gates of this one
+    Activations x = {};
+    Epilogue epilogue = {};
+    QuantizedRows quantized = {};     // the outputs too, by the thread that has them at hand; or none
+    const Product* before = nullptr;  // whose outputs of the same places are made first: the gates of this one
     float* maxima = nullptr;  // of the outputs by find_maxima(), a row's stride being its n: [x.n][stride / kRun]
     // If not 0, so many outputs belong together; rows() is a multiple. `finish` is called with the first output of each
-    // such part and rows [row, end), by the thread that makes the last one of them.
-    int part = 0;
-    std::function<void(int first, int row, int end)> finish = nullptr;
+    // such part, counted from `first`, and rows [row, end), by the thread that makes the last one of them.
+    int part = 0, first = 0;
+    const std::function<void(int first, int row, int end)>* finish = nullptr;
+};
+
+// What of a product says how it is shared out.
+struct ProductShape {
+    explicit ProductShape(const Product& product);
+
+    size_t bytes;  // of weights
+    int rows, cols, n, part;
+    int gated, unit;  // whether outputs are gated, and blocks of outputs that one task makes together
 };
 
 // What a thread computes at a time: blocks [first, last) of the outputs, of rows [row, end).
@@ -35,11 +46,31 @@ struct ProductTasks {
     int work = 0;         // of each task in 2^16 multiply-adds, where they are alike; or 0
     size_t parts = 0;     // how many counts there are
 
-    void share_out(const std::vector<Product>& products, int num_threads);
+    void share_out(const std::vector<ProductShape>& shapes, int threads);
 };
 
-// All of them in one join.
-void multiply(const Kernel& kernel, const std::vector<Product>& products, int num_threads);
+// Computes products over the thread pool. How those of the same shapes are shared out is found once. For one caller at
+// a time.
+class Multiplier {
+public:
+    explicit Multiplier(const Kernel& kernel) : kernel_(kernel) {}
+
+    // All of them in one join.
+    void multiply(const Product* products, size_t count, int num_threads);
+
+private:
+    struct Plan {
+        std::vector<ProductShape> shapes;
+        ProductTasks shared;
+    };
+    const ProductTasks& plan(int num_threads);
+
+    const Kernel& kernel_;
+    std::vector<ProductShape> shapes_;          // of the call in hand
+    std::unordered_map<uint64_t, Plan> plans_;  // by a digest of shapes and threads
+    Plan passing_;                              // of shapes that will not come again
+    std::vector<std::atomic<int>> unmade_;      // see ProductTask::parts
+};
 
 // The maxima of the runs of x[size], one of them NaN where not all of x is finite. What is behind them becomes -inf, up
 // to x[n], n a multiple of kRun.

@@ -114,6 +114,12 @@ struct Product {
     Product(int n, int rows) : out(size_t(n) * rows), quantized(n, rows) {}
 };
 
+// As a pass computes them, one after another.
+void multiply(const Kernel& kernel, const std::vector<pystaged::Product>& products, int num_threads) {
+    static std::map<const Kernel*, Multiplier> multipliers;
+    multipliers.try_emplace(&kernel, kernel).first->second.multiply(products.data(), products.size(), num_threads);
+}
+
 // What x.n rows give, with what `how` says besides bias, residual and quantized output.
 void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<float>& x, int first, int n,
               const Array<float>& bias, const Array<float>& residual, int num_threads, Epilogue how, Product& result) {
@@ -140,9 +146,10 @@ void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<floa
             std::copy_n(&result.out[at], part, &finished[at]);
         }
     };
+    const std::function<void(int, int, int)> call = finish;
     multiply(
         kernel,
-        {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, &next, nullptr, nullptr, part, finish}},
+        {{&matrix, {n, cols, values, input.rows(n, matrix.packing())}, how, next, nullptr, nullptr, part, 0, &call}},
         num_threads);
     CHECK(num_finished == (part > 0 ? n * matrix.rows() / part : 0));
     for (int i = 0; part > 0 && i < n; ++i) {
@@ -810,7 +817,7 @@ void test_maxima() {
                     std::fill_n(out.data(), out.size(), NAN);
                     epilogue.out = out.data();
                     epilogue.stride = stride;
-                    multiply(*kernel, {{&matrix, activations, epilogue, nullptr, nullptr, maxima.data()}}, num_threads);
+                    multiply(*kernel, {{&matrix, activations, epilogue, {}, nullptr, maxima.data()}}, num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];
                         CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
@@ -1046,7 +1053,7 @@ void test_attention(const AttentionCase& c) {
             prepare_head(kernel, how, rows, at, 0, rows.n);
         }
         const QuantizedRows next = quantized ? quantized->rows(rows.n - first_row, Packing::q8_0) : QuantizedRows();
-        tree_attention(kernel, num_threads, how, rows, out.data(), out_stride, quantized ? &next : nullptr, scratch);
+        tree_attention(kernel, num_threads, how, rows, out.data(), out_stride, next, scratch);
         for (int head = 0; head < c.kv_heads; ++head) {
             for (int i = 0; i < c.n; ++i) {
                 const int cell = c.committed + i;
@@ -1185,7 +1192,7 @@ void test_memory_that_ends() {
         prepare_head(find_kernel("scalar"), how, rows, at, 0, 1);
     }
     const auto attend = [&](AttentionScratch& scratch) {
-        tree_attention(find_kernel("scalar"), 1, how, rows, out.data(), out.size(), nullptr, scratch);
+        tree_attention(find_kernel("scalar"), 1, how, rows, out.data(), out.size(), {}, scratch);
     };
     bool failed = true;
     for (int few = 0; failed; ++few) {

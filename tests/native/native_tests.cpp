@@ -1,4 +1,5 @@
-// Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type.
+// Tests of the engine for a build with sanitizers: native_tests MODEL.gguf, a small model that may be of any type; of
+// further ones, whether their passes allocate memory.
 #ifndef _WIN32
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,6 +31,27 @@
 #include "text/text_file.h"
 
 using namespace pystaged;
+
+// Of this process, by C++.
+std::atomic<size_t> num_allocations{0};
+
+void* operator new(size_t bytes) {
+    ++num_allocations;
+    if (void* const memory = std::malloc(bytes)) {
+        return memory;
+    }
+    throw std::bad_alloc();
+}
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    ++num_allocations;
+    return std::malloc(bytes);
+}
+void operator delete(void* memory) noexcept {
+    std::free(memory);
+}
+void operator delete(void* memory, size_t) noexcept {
+    std::free(memory);
+}
 
 namespace {
 
@@ -159,6 +181,42 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
     return tokens;
 }
 
+// The beginning of a prompt, as a tree's rows that are a chain, of which the last one is judged.
+struct ChainPass {
+    PackedPass pass;
+    std::unique_ptr<TextState> state;
+    std::vector<int32_t> positions, parents;
+    std::vector<RowContext> contexts;
+    std::vector<float> logits, maxima;
+    Pass what;
+
+    ChainPass(const Model& model, const std::vector<int32_t>& prompt, int most)
+        : pass(model),
+          state(pass.make_state(most, most)),
+          positions(most),
+          parents(most),
+          logits(model.numbers().logits_stride()),
+          maxima(logits.size() / kRun) {
+        std::iota(positions.begin(), positions.end(), 0);
+        std::iota(parents.begin(), parents.end(), -1);
+        for (const int32_t position : positions) {
+            contexts.push_back({position + 1, position + 1, nullptr});
+        }
+        what.tokens = prompt.data();
+        what.positions = positions.data();
+        what.parents = parents.data();
+        what.contexts = contexts.data();
+        what.num_logits = 1;
+        what.logits = logits.data();
+        what.maxima = maxima.data();
+    }
+    void compute(int num_rows) {
+        what.num_rows = num_rows;
+        what.segments = {{state.get(), 0, num_rows, 0, 0}};
+        pass.compute(what);
+    }
+};
+
 // A prompt in passes of any size, and a pass that is interrupted between two layers.
 void test_prompt(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
@@ -182,42 +240,37 @@ void test_prompt(const std::string& path, const Kernel& kernel) {
         session.discard();
     }
 
-    PackedPass pass(*model);
-    const std::unique_ptr<TextState> state = pass.make_state(100, 100);
-    std::vector<int32_t> positions(100), parents(100);
-    std::iota(positions.begin(), positions.end(), 0);
-    std::iota(parents.begin(), parents.end(), -1);
-    std::vector<RowContext> contexts;
-    for (const int32_t position : positions) {
-        contexts.push_back({position + 1, position + 1, nullptr});
-    }
-    const size_t stride = model->numbers().logits_stride();
-    std::vector<float> whole(stride), again(stride), maxima(stride / kRun);
+    ChainPass pass(*model, prompt, 100);
+    std::vector<float> whole(pass.logits.size());
     int calls = 0;
     std::function<void()> interrupted = [&] { ++calls; };
-    Pass what;
-    what.num_rows = 100;
-    what.tokens = prompt.data();
-    what.positions = positions.data();
-    what.parents = parents.data();
-    what.contexts = contexts.data();
-    what.segments = {{state.get(), 0, 100, 0, 0}};
-    what.num_logits = 1;
-    what.logits = whole.data();
-    what.maxima = maxima.data();
-    what.interrupted = &interrupted;
-    pass.compute(what);
+    pass.what.interrupted = &interrupted;
+    pass.compute(100);
+    whole = pass.logits;
     CHECK(calls == model->numbers().num_layers);
     interrupted = [&] {
         if (--calls == 0) {
             throw std::runtime_error("interrupted");
         }
     };
-    CHECK_THROWS(std::runtime_error, (pass.compute(what), 0));
-    what.interrupted = nullptr;
-    what.logits = again.data();
-    pass.compute(what);
-    CHECK(again == whole);
+    CHECK_THROWS(std::runtime_error, (pass.compute(100), 0));
+    pass.what.interrupted = nullptr;
+    std::fill(pass.logits.begin(), pass.logits.end(), 0.0f);
+    pass.compute(100);
+    CHECK(pass.logits == whole);
+}
+
+// Of each size, the second pass takes no memory but what the first one left.
+void test_allocations(const std::string& path) {
+    const Model model(path, "", 2);
+    const std::vector<int32_t> prompt = random_tokens(model, 100);
+    ChainPass pass(model, prompt, 100);
+    for (const int num_rows : {1, 7, 16, 64, 100, 3}) {
+        pass.compute(num_rows);
+        const size_t before = num_allocations;
+        pass.compute(num_rows);
+        CHECK(num_allocations == before);
+    }
 }
 
 void test_session(const std::string& path, const Kernel& kernel) {
@@ -668,8 +721,8 @@ void test_shapes() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 2) {
-        std::fprintf(stderr, "usage: native_tests MODEL.gguf\n");
+    if (argc < 2) {
+        std::fprintf(stderr, "usage: native_tests MODEL.gguf [MODEL.gguf...]\n");
         return 2;
     }
     const std::string path = argv[1];
@@ -688,6 +741,7 @@ int main(int argc, char** argv) {
 #else
     test_works(path, find_kernel(""));
 #endif
+    std::for_each(argv + 1, argv + argc, test_allocations);
     test_bare_backend(path);
     test_packed_weights(path);
     test_text_files(path);

@@ -1,9 +1,10 @@
 // The thread pool's protocol (cpp/machine/pool.cpp), small enough for a model checker of weak memory, which tries every
-// execution that C11 (RC11) or a CPU (IMM) allows and reports races of the plain fields, too. Needs GenMC:
+// execution that C11 (RC11) or a CPU (IMM) allows and reports races of the plain fields, too. Needs GenMC (0.10):
 //   for model in rc11 imm; do genmc --$model pool_model.c; genmc --$model -- -DSLEEPERS pool_model.c; done
 // It must find an error with any one of -DPUBLISH, -DCLAIM, -DFINISH or -DWAIT=memory_order_relaxed, with -DEARLY, and
 // with -DSLEEPERS -DSLEEP=memory_order_relaxed, so that we know it looks.
 #include <assert.h>
+#include <genmc.h>  // __VERIFIER_assume
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -23,8 +24,6 @@
 #ifndef SLEEP
 #define SLEEP memory_order_seq_cst
 #endif
-
-void __VERIFIER_assume(int);
 
 enum { kWorkers = 2, kJobs = 2 };
 // Of each job; the second has an index for more threads than it may use.

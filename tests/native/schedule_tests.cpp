@@ -112,7 +112,7 @@ private:
         product.weights = &matrix;
         product.x.n = n;
         product.epilogue.gated = shape.gated;
-        shared_.share_out({product}, static_cast<int>(cores_.size()));
+        shared_.share_out({ProductShape(product)}, static_cast<int>(cores_.size()));
         size_t unfinished = shared_.tasks.size();
         claims_.open(static_cast<int>(unfinished), shared_.num_threads, shared_.work);
         workers_.assign(shared_.num_threads, {});
