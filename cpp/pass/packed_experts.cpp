@@ -153,7 +153,8 @@ Shared run_shared(Workspace& w, const Experts& experts, const Value& input) {
     const size_t stride = dense.down.packed.padded_cols();
     const QuantizedRows handed = w.quantized(dense.down, input.n, stride);
     float *hidden = w.take(input.n, stride), *gates = w.take(input.n, stride);
-    const Shared shared{w.take(input.n, input.stride), experts.shared_gate.present() ? w.take(input.n, kBlock) : nullptr};
+    const Shared shared{w.take(input.n, input.stride),
+                        experts.shared_gate.present() ? w.take(input.n, kBlock) : nullptr};
     Product gate, products[2];
     open(w, dense, read[1], read[0], hidden, gates, handed, gate, products[0]);
     products[1] = {&experts.shared_gate.packed, read[2], epilogue(experts.shared_gate, shared.gates, kBlock)};
