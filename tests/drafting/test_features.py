@@ -17,7 +17,7 @@ from support.families import CASES
 from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
-from support.scheduling import wait_until
+from support.scheduling import ActingPolicy, wait_until
 from support.steps import verify
 
 from pystaged import Engine, ModelError
@@ -25,7 +25,7 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.policy import FixedPolicy, Growth
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import Read
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.tree import TokenTree
@@ -250,19 +250,10 @@ def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) 
 
 
 def test_texts_out_of_phase_share_the_targets_passes(pair: Pair) -> None:
-    class Waiting(FixedPolicy):
-        """The first text waits in its third step until there is a second one."""
-
-        steps = 0
-
-        def keep(self, growth: Growth) -> int:
-            Waiting.steps += 1
-            if Waiting.steps == 3:
-                wait_until(lambda: second.text.is_open)
-            return super().keep(growth)
-
+    """The first text waits in its third step until there is a second one."""
+    policy = ActingPolicy(lambda: wait_until(lambda: second.text.is_open), 3)
     with (
-        Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=Waiting(2, 3, 6)) as engine,
+        Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=policy) as engine,
         ThreadPoolExecutor(1) as pool,
     ):
         first, second = (engine.stream(CONTEXT[:n].tolist(), max_tokens=60) for n in (40, 50))
