@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.family_reference import FamilyReference
+from support.family_reference import FamilyReference, log_softmax
 from support.random_models import RandomModel, add_sentencepiece, write
 from support.scheduling import HeldPolicy, wait_until
 from support.steps import evaluate, prefill
@@ -297,8 +297,7 @@ def test_scores_are_the_models_log_probabilities(engine: Engine, path: Path) -> 
     """In several passes, beside doubles."""
     tokens = np.random.default_rng(0).integers(0, 299, CONTEXT).tolist()
     scored = engine.score(tokens)
-    logits = FamilyReference(path).logits(tokens)
-    exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    exact = log_softmax(FamilyReference(path).logits(tokens))
     assert scored.tokens == tokens
     assert scored.logprobs.dtype == np.float64
     assert np.isnan(scored.logprobs[0])

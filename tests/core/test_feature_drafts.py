@@ -14,7 +14,7 @@ import pytest
 from support.assistants import Assistant, write_assistant
 from support.draft_checkpoints import FORMS, filled, write_form
 from support.families import CASES
-from support.family_reference import FamilyReference
+from support.family_reference import FamilyReference, log_softmax
 from support.feature_drafts import Block, BlockTwin, Contents, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
 from support.logits import llama_ahead, llama_assistant
 from support.memory import resident
@@ -266,8 +266,7 @@ def compare(target_path: Path, path: Path, twin: BlockTwin, block: Block) -> Non
         before = [tokens[0], 5, 6]
         found, chances = session.likeliest([0, 1, 1], before if draft.has_markov else [], 20)
         for i, row in enumerate((0, 1, 1)):
-            corrected = expected[row] + twin.correction(before[i])
-            logprobs = corrected - np.log(np.exp(corrected).sum())
+            logprobs = log_softmax(expected[row] + twin.correction(before[i]))
             close(chances[i], np.sort(logprobs)[::-1][:20])
             close(logprobs[found[i]], np.sort(logprobs)[::-1][:20])
         session.discard()

@@ -25,7 +25,7 @@ from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
 from support.paths import table
 from support.plain import Plain
-from support.steps import evaluate, prefill, rank, verify
+from support.steps import evaluate, path_to, prefill, rank, verify
 
 from pystaged import ContextFullError, _core, _llama
 from pystaged.backends.rpc import RemoteModel, RemoteSession
@@ -60,8 +60,7 @@ class Tree:
     parents: list[int]
 
     def rows_to(self, row: int) -> list[int]:
-        """The rows from the committed end to this one."""
-        return [*self.rows_to(self.parents[row]), row] if row >= 0 else []
+        return path_to(row, self.parents)
 
     def path(self, row: int) -> tuple[int, ...]:
         """The tokens of those rows."""

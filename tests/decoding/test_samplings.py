@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import generate
+from support.family_reference import log_softmax
 from support.sampling import samplings
 from support.steps import evaluate
 
@@ -201,8 +202,8 @@ def test_logprobs_of_pieces_and_result(engine: Engine) -> None:
     text = [*begun, *result.tokens]
     evaluate(session, text, range(-1, len(text) - 1))
     for i, each in enumerate(result.logprobs):
-        logits = session.logits(len(begun) - 1 + i).astype(np.float64)
-        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        logits = session.logits(len(begun) - 1 + i)
+        logprobs = log_softmax(logits)
         assert each.logprob == pytest.approx(logprobs[each.token], abs=1e-5)
         assert [other.token for other in each.top] == np.argsort(-logits, kind="stable")[:4].tolist()
         assert [other.logprob for other in each.top] == pytest.approx(np.sort(logprobs)[::-1][:4], abs=1e-5)

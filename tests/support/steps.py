@@ -25,6 +25,11 @@ def evaluate(session: Any, tokens: Ints, parents: Ints, num_logits: int | None =
     perform(session, "propose", tokens, parents, len(tokens) if num_logits is None else num_logits, 0, GREEDY)
 
 
+def path_to(row: int, parents: Sequence[int]) -> list[int]:
+    """The rows of a tree from its root to this one, which is included."""
+    return [*path_to(parents[row], parents), row] if row >= 0 else []
+
+
 def rank(session: Any, rows: Ints, k: int, sampling: Sampling | Sequence[Sampling], masks: Any = None) -> Any:
     """The likeliest next tokens after pending rows, and their scores."""
     return perform(session, "rank", rows, k, sampling, masks)
