@@ -75,8 +75,8 @@ def rpc_version() -> tuple[int, int]:
     """Major and minor version of ggml's RPC protocol. Raises DeviceError if the installed llama-cpp-python lacks it."""
 
 def serve_devices(endpoint: str, device: str, num_threads: int) -> None:
-    """Lend a device of this machine to others over ggml's RPC, until the process ends. Raises DeviceError if there is no
-    such device, no RPC in the installed llama-cpp-python, or the port is taken."""
+    """Lend a device of this machine to others over ggml's RPC, until the process ends. Raises DeviceError if there is
+    no such device, no RPC in the installed llama-cpp-python, or the port is taken."""
 
 @overload
 def gumbel(seed: int, position: int, token: int) -> float: ...
@@ -234,7 +234,7 @@ class Model(_Sizes):
         progress: called after each tensor that is copied to a device.
         kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
         packed: path for save_packed; if the file there has this model's packed weights, they are mapped.
-        lender: the target, for a draft that reads its hidden states; a draft without embedding or head uses the
+        target: the target, for a draft that reads its hidden states; a draft without embedding or head uses the
             target's. If both have one file, the MTP layer in it is loaded.
         other_pairs, other_feedback: see Form in pystaged.loading.features.
 
@@ -253,7 +253,7 @@ class Model(_Sizes):
         progress: Callable[[], None] | None = None,
         kv: str = "f16",
         packed: _Path = "",
-        lender: Model | None = None,
+        target: Model | None = None,
         other_pairs: bool = False,
         other_feedback: bool = False,
     ) -> None: ...

@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1039,
     "sampling": 1241,
     "chat": 2654,
-    "decoding": 3279,
+    "decoding": 3284,
     "drafting": 2262,
     "backends": 370,
     "loading": 4291,
@@ -39,16 +39,16 @@ CPP = Path(__file__).parent.parent / "cpp"
 CPP_ROOMS = {
     "kernels": 3121,
     "machine": 1741,
-    "files": 535,
+    "files": 541,
     "weights": 1048,
     "llama": 825,
-    "model": 2757,
+    "model": 2711,
     "state": 1079,
     "pass": 2994,
-    "sampling": 894,
-    "text": 1702,
+    "sampling": 881,
+    "text": 1703,
     "drafting": 234,
-    "bindings": 884,
+    "bindings": 885,
 }
 
 

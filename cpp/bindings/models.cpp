@@ -123,19 +123,19 @@ void add_models(py::module_& m) {
     py::class_<Model, std::shared_ptr<Model>>(m, "Model")
         .def(py::init([](const Path& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress, const std::string& kv, const Path& packed,
-                         std::shared_ptr<Model> lender, bool other_pairs, bool other_feedback) {
-                 if ((other_pairs || other_feedback) && !lender) {
+                         std::shared_ptr<Model> target, bool other_pairs, bool other_feedback) {
+                 if ((other_pairs || other_feedback) && !target) {
                      throw py::value_error("another form is for drafts that read a target's hidden states");
                  }
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(
                      path.bytes, kernel, num_threads, device == "cpu" ? Devices() : find_devices(device), progress,
-                     type, packed.bytes, std::move(lender), DraftForm{other_pairs, other_feedback});
+                     type, packed.bytes, std::move(target), DraftForm{other_pairs, other_feedback});
              }),
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
-             py::arg("lender") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
+             py::arg("target") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
         .def(
             "cut_head",
             [](Model& self, int rows) {

@@ -264,7 +264,7 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });
     m.def("run", &run_works, py::arg("works"));
     const auto of_sessions = [](auto act) {
-        return [act](const Path& path, const std::string& head, const py::object& sessions) {
+        return [act](const py::object& path, const py::bytes& head, const py::object& sessions) {
             const py::tuple held(sessions);  // see run_works()
             std::vector<Session*> native;
             for (const py::handle session : held) {
@@ -273,7 +273,8 @@ void add_sessions(py::module_& m) {
                 }
                 native.push_back(&session.cast<Session&>());
             }
-            without_interpreter([&] { act(path.bytes, head, native); });
+            const std::string file = to_path(path).bytes, begin = head;  // what it calls may change the list
+            without_interpreter([&] { act(file, begin, native); });
         };
     };
     m.def("write_texts", of_sessions(&write_texts), py::arg("path"), py::arg("head"), py::arg("sessions"));

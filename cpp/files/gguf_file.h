@@ -71,6 +71,12 @@ public:
     [[noreturn]] void fail(const Parts&... parts) const {
         fail(say(parts...));
     }
+    template <class... Parts>
+    void require(bool holds, const Parts&... parts) const {
+        if (!holds) {
+            fail(parts...);
+        }
+    }
     [[noreturn]] void refuse(const std::string& what) const;
     template <class... Parts>
     [[noreturn]] void refuse(const Parts&... parts) const {

@@ -75,21 +75,23 @@ public:
         file_.fail("metadata '", name(key), "' ", parts...);
     }
     template <class... Parts>
+    void require(bool holds, const char* key, const Parts&... parts) const {
+        if (!holds) {
+            fail(key, parts...);
+        }
+    }
+    template <class... Parts>
     [[noreturn]] void refuse(const char* key, const Parts&... parts) const {
         file_.refuse("metadata '", name(key), "' ", parts...);
     }
     float real(const char* key, float otherwise) const {
         const float value = file_.real(name(key), otherwise);
-        if (!std::isfinite(value)) {
-            fail(key, "is not a number");
-        }
+        require(std::isfinite(value), key, "is not a number");
         return value;
     }
     float positive(const char* key, float otherwise) const {
         const float value = real(key, otherwise);
-        if (!(value > 0)) {
-            fail(key, "is not above 0");
-        }
+        require(value > 0, key, "is not above 0");
         return value;
     }
 
@@ -109,13 +111,9 @@ void read_delta_nets(const GgufFile& file, const Family& family, const Keys& key
     h.delta.head_dim = keys.number("ssm.state_size", kLanes, 1024);
     h.delta.key_heads = keys.number("ssm.group_count", 1, 1024);
     h.delta.value_heads = keys.number("ssm.time_step_rank", 1, 4096);
-    if (h.delta.head_dim % kLanes != 0) {
-        keys.fail("ssm.state_size", "is no multiple of ", kLanes);
-    }
-    if (h.delta.value_heads % h.delta.key_heads != 0) {
-        file.fail(h.delta.value_heads, " heads of values do not share ", h.delta.key_heads,
-                  " heads of keys evenly (metadata '", keys.name("ssm.group_count"), "')");
-    }
+    keys.require(h.delta.head_dim % kLanes == 0, "ssm.state_size", "is no multiple of ", kLanes);
+    file.require(h.delta.value_heads % h.delta.key_heads == 0, h.delta.value_heads, " heads of values do not share ",
+                 h.delta.key_heads, " heads of keys evenly (metadata '", keys.name("ssm.group_count"), "')");
     keys.number("ssm.inner_size", h.delta.values(), h.delta.values());
     h.delta.grouped = family.has(kGroupedValues);
 }
@@ -128,11 +126,11 @@ void read_state_spaces(const GgufFile& file, const Keys& keys, Hyperparameters& 
     space.heads = keys.number("ssm.time_step_rank", 1, 4096);
     const int inner = keys.number("ssm.inner_size", 1, kMostNumbers);
     space.head_dim = inner / space.heads;
-    if (inner % (space.heads * kLanes) != 0 || space.state_dim % kLanes != 0 || space.heads % space.groups != 0) {
-        file.fail("metadata '", keys.name("ssm.*"), "': ", inner, " numbers in ", space.heads, " heads of ",
-                  space.groups, " groups with states of ", space.state_dim,
-                  ", where heads and states must be multiples of ", kLanes, ", and groups as large as each other");
-    }
+    file.require(
+        inner % (space.heads * kLanes) == 0 && space.state_dim % kLanes == 0 && space.heads % space.groups == 0,
+        "metadata '", keys.name("ssm.*"), "': ", inner, " numbers in ", space.heads, " heads of ", space.groups,
+        " groups with states of ", space.state_dim, ", where heads and states must be multiples of ", kLanes,
+        ", and groups as large as each other");
 }
 
 void read_mixers(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
@@ -229,9 +227,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     Rope& rope = h.rope;
     const auto read_dims = [&](const char* key, int head_dim) {
         const int dims = keys.number(key, 2, head_dim, head_dim);
-        if (dims % 2 != 0) {
-            keys.fail(key, "is odd, but rotary positions turn pairs");
-        }
+        keys.require(dims % 2 == 0, key, "is odd, but rotary positions turn pairs");
         return dims;
     };
     rope.dims = read_dims("rope.dimension_count", h.head_dim);
@@ -239,9 +235,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         keys.fail("rope.dimension_count", "is ", rope.dims, " where heads are ", h.head_dim, " wide");
     }
     rope.base = keys.positive("rope.freq_base", 10000);
-    if (!(rope.base > 1)) {
-        keys.fail("rope.freq_base", "is not above 1");
-    }
+    keys.require(rope.base > 1, "rope.freq_base", "is not above 1");
     // Positions of images have three parts; those of texts are three times the same, but some pairs may have none.
     if (const auto sections = keys.array("rope.dimension_sections")) {
         const int64_t pairs = rope.dims / 2;
@@ -249,9 +243,7 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         for (int64_t i = 0; turns && i < pairs; ++i) {
             turns = (*sections)[i % 3] <= pairs && i < 3 * (*sections)[i % 3];
         }
-        if (!turns) {
-            keys.fail("rope.dimension_sections", "leaves pairs without a position");
-        }
+        keys.require(turns, "rope.dimension_sections", "leaves pairs without a position");
     }
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
@@ -323,17 +315,14 @@ void read_latents(const GgufFile& file, const Keys& keys, Hyperparameters& h, in
     latent.value = latent.absorbed ? keys.number("attention.value_length_mla", 1, 1 << 16) : value_length;
     const bool fits = latent.absorbed ? h.head_dim == latent.row() && value_length == latent.rank && h.num_kv_heads == 1
                                       : latent.own > 0 && h.num_kv_heads == h.num_heads;
-    if (!fits) {
-        file.fail(h.num_kv_heads, " heads of keys of ", h.head_dim, " and values of ", value_length,
-                  " numbers do not fit latent rows of ", latent.rank, ", with ", latent.turned, " that are turned");
-    }
+    file.require(fits, h.num_kv_heads, " heads of keys of ", h.head_dim, " and values of ", value_length,
+                 " numbers do not fit latent rows of ", latent.rank, ", with ", latent.turned, " that are turned");
     if (latent.absorbed && (latent.rank % kBlock != 0 || latent.value % kBlock != 0)) {
         file.fail("latent rows of ", latent.rank, " numbers and values of ", latent.value, " must be multiples of ",
                   kBlock);
     }
-    if (int64_t(h.num_heads) * (latent.query() + latent.value) > kMostNumbers) {
-        file.fail(h.num_heads, " heads of ", latent.query(), " and ", latent.value, " numbers are absurdly many");
-    }
+    file.require(int64_t(h.num_heads) * (latent.query() + latent.value) <= kMostNumbers, h.num_heads, " heads of ",
+                 latent.query(), " and ", latent.value, " numbers are absurdly many");
 }
 
 // What families may have of their own in each layer.
@@ -383,24 +372,18 @@ void borrow_cells(const GgufFile& file, const Hyperparameters& target, Hyperpara
             --from;
         }
         const std::string kind = std::string("layers with") + (layer.windowed ? "" : "out") + " a window";
-        if (from < 0) {
-            file.fail("the draft attends to ", kind, " of its target, which has none");
-        }
+        file.require(from >= 0, "the draft attends to ", kind, " of its target, which has none");
         const LayerNumbers& lent = target.layers[from];
-        if (layer.num_kv_heads != lent.num_kv_heads || layer.head_dim != lent.head_dim) {
-            file.fail("the draft attends to ", layer.num_kv_heads, " heads of ", layer.head_dim, " numbers in ", kind,
-                      ", but the target has ", lent.num_kv_heads, " of ", lent.head_dim);
-        }
+        file.require(layer.num_kv_heads == lent.num_kv_heads && layer.head_dim == lent.head_dim,
+                     "the draft attends to ", layer.num_kv_heads, " heads of ", layer.head_dim, " numbers in ", kind,
+                     ", but the target has ", lent.num_kv_heads, " of ", lent.head_dim);
         layer.cells_of = lent.cells_of;
         layer.lent = true;
     }
-    if (h.window != target.window) {
-        file.fail("the draft's window is ", h.window, " positions, the target's ", target.window);
-    }
+    file.require(h.window == target.window, "the draft's window is ", h.window, " positions, the target's ",
+                 target.window);
     // A row has no cell at its own position.
-    if (h.window == 1) {
-        file.fail("a window of 1 position leaves a draft without keys and values nothing to attend to");
-    }
+    file.require(h.window != 1, "a window of 1 position leaves a draft without keys and values nothing to attend to");
     h.window = std::max(0, h.window - 1);
 }
 
@@ -411,9 +394,7 @@ void read_windows(const Family& family, const Keys& keys, Hyperparameters& h) {
     }
     h.window = keys.number("attention.sliding_window", 0, int64_t(1) << 30, family.window);
     if (h.window == 0) {
-        if (family.window > 0) {
-            keys.fail("attention.sliding_window", "is 0");
-        }
+        keys.require(family.window == 0, "attention.sliding_window", "is 0");
         return;
     }
     const auto pattern = keys.numbers_of_layers("attention.sliding_window_pattern");
@@ -436,9 +417,7 @@ void read_scales(const Family& family, const Keys& keys, Hyperparameters& h) {
             return value == 0 ? otherwise : value;
         };
         h.logit_scale = 1 / keys.real("logit_scale", family.has(kStateSpaces) ? 1 : 0);
-        if (!std::isfinite(h.logit_scale)) {
-            keys.fail("logit_scale", "is missing or 0");
-        }
+        keys.require(std::isfinite(h.logit_scale), "logit_scale", "is missing or 0");
         h.residual_scale = scale("residual_scale", 1);
         h.embedding_scale = scale("embedding_scale", 1);
         h.attention_scale = scale("attention.scale", h.attention_scale);
@@ -476,9 +455,7 @@ bool has_layer(const GgufFile& file, int layer) {
 // Of a head that may lack tokens.
 int head_rows(const GgufFile& file) {
     const int64_t rows = file.tensor(kHeadName).ne[1];
-    if (rows < 1 || rows > kMostNumbers) {
-        file.fail("tensor '", kHeadName, "' has ", rows, " rows");
-    }
+    file.require(rows >= 1 && rows <= kMostNumbers, "tensor '", kHeadName, "' has ", rows, " rows");
     return static_cast<int>(rows);
 }
 
@@ -494,11 +471,9 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     auto layers = keys.array("target_layers");
     const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
     if (is_ahead) {
-        if (h.first_layer != target->num_layers) {
-            file.fail("layer ", h.first_layer,
-                      " predicts further tokens (MTP) for a model of as many layers, but the target has ",
-                      target->num_layers);
-        }
+        file.require(h.first_layer == target->num_layers, "layer ", h.first_layer,
+                     " predicts further tokens (MTP) for a model of as many layers, but the target has ",
+                     target->num_layers);
         layers = {target->num_layers};
     } else if (borrows_cells) {
         layers = {target->num_layers};
@@ -518,21 +493,17 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     h.target_width = borrows_cells
                          ? keys.number("embedding_length_out", 1, kMostNumbers)
                          : keys.number("target_hidden_size", 1, kMostNumbers, is_ahead ? h.width : target->width);
-    if (h.target_width != target->width) {
-        file.fail("the draft was made for a target that is ", h.target_width, " wide, but this one is ", target->width,
-                  " wide");
-    }
-    if (h.vocab_size < target->vocab_size || (borrows_cells && h.vocab_size > target->vocab_size)) {
-        file.fail("the draft knows ", h.vocab_size, " tokens, but the target has ", target->vocab_size);
-    }
+    file.require(h.target_width == target->width, "the draft was made for a target that is ", h.target_width,
+                 " wide, but this one is ", target->width, " wide");
+    file.require(h.vocab_size >= target->vocab_size && (!borrows_cells || h.vocab_size == target->vocab_size),
+                 "the draft knows ", h.vocab_size, " tokens, but the target has ", target->vocab_size);
     if (!borrows_cells && !file.has_tensor(kHeadName) && target->width != h.width) {
         file.fail("the draft is ", h.width, " wide, but the head that it borrows of its target ", target->width);
     }
-    if (h.width % kBlock != 0 || h.target_width % kBlock != 0 ||
-        int64_t(h.target_layers.size()) * h.target_width > kMostNumbers) {
-        file.fail("the widths of draft and target, ", h.width, " and ", h.target_width, ", must be multiples of ",
-                  kBlock);
-    }
+    file.require(h.width % kBlock == 0 && h.target_width % kBlock == 0 &&
+                     int64_t(h.target_layers.size()) * h.target_width <= kMostNumbers,
+                 "the widths of draft and target, ", h.width, " and ", h.target_width, ", must be multiples of ",
+                 kBlock);
     // It goes on as far as its target does.
     h.max_context = std::max(h.max_context, target->max_context);
     if (borrows_cells) {
@@ -642,8 +613,8 @@ double Hyperparameters::pass_bytes() const {
            (kMostPassRows * (values + recurrent + fused + own + inputs + latents) + few_logits * logits_stride());
 }
 
-Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender) {
-    if (family.reads != Reads::nothing && !lender) {
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target) {
+    if (family.reads != Reads::nothing && !target) {
         file.fail(
             "architecture '", family.name,
             "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
@@ -659,15 +630,12 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.num_ahead = borrows_cells ? 0 : keys.number("nextn_predict_layers", 0, h.num_layers - 1, 0);
     h.num_layers -= h.num_ahead;
     if (family.reads == Reads::joined_with_tokens) {
-        if (family.has(kLayerNorm) || family.has(kLayersDiffer)) {
-            file.fail("layers that predict further tokens are not supported in architecture '", family.name,
-                      "'; name another draft");
-        }
-        if (h.num_ahead != 1) {
-            file.fail("the file has ", h.num_ahead, " layers that predict further tokens (metadata '",
-                      keys.name("nextn_predict_layers"),
-                      "'); a draft is made of one, which is called again for each token");
-        }
+        file.require(!family.has(kLayerNorm) && !family.has(kLayersDiffer),
+                     "layers that predict further tokens are not supported in architecture '", family.name,
+                     "'; name another draft");
+        file.require(h.num_ahead == 1, "the file has ", h.num_ahead, " layers that predict further tokens (metadata '",
+                     keys.name("nextn_predict_layers"),
+                     "'); a draft is made of one, which is called again for each token");
         h.first_layer = h.num_layers;
         h.num_layers = h.num_ahead;
         h.num_ahead = 0;
@@ -678,15 +646,11 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     h.layers.resize(h.num_layers);
     read_mixers(file, family, keys, h);
     for (h.last_mixing = h.num_layers - 1; h.layers[h.last_mixing].mixers.empty(); --h.last_mixing) {
-        if (h.last_mixing == 0) {
-            keys.fail("feed_forward_length", "leaves no layer that mixes rows");
-        }
+        keys.require(h.last_mixing != 0, "feed_forward_length", "leaves no layer that mixes rows");
     }
     const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
     h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, attends);
-    if (h.num_heads == 0) {
-        keys.fail("attention.head_count", "is missing");
-    }
+    keys.require(h.num_heads != 0, "attention.head_count", "is missing");
     read_windows(family, keys, h);
     read_heads(file, family, keys, h);
     h.ffn_width = keys.number_of_layers(
@@ -700,12 +664,9 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (h.ffn_width == 0 && !is_dense) {
         h.ffn_width = h.experts.width;
     }
-    if (h.ffn_width == 0) {
-        keys.fail("feed_forward_length", "is missing");
-    }
-    if (int64_t(h.num_heads) * h.head_dim > kMostNumbers) {
-        file.fail(h.num_heads, " heads of ", h.head_dim, " numbers are absurdly many");
-    }
+    keys.require(h.ffn_width != 0, "feed_forward_length", "is missing");
+    file.require(int64_t(h.num_heads) * h.head_dim <= kMostNumbers, h.num_heads, " heads of ", h.head_dim,
+                 " numbers are absurdly many");
     const char *of_layer_norms = "attention.layer_norm_epsilon", *epsilon = "attention.layer_norm_rms_epsilon";
     if (family.has(kLayerNorm) || (!keys.has(epsilon) && keys.has(of_layer_norms))) {
         epsilon = of_layer_norms;
@@ -714,33 +675,28 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         keys.fail(epsilon, "is missing");
     }
     h.norm_epsilon = file.real(keys.name(epsilon), 1e-5f);
-    if (!(h.norm_epsilon > 0 && h.norm_epsilon < 1)) {
-        keys.fail(epsilon, "is not between 0 and 1");
-    }
+    keys.require(h.norm_epsilon > 0 && h.norm_epsilon < 1, epsilon, "is not between 0 and 1");
     const bool borrows =
-        lender && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
-    if (borrows && lender->width != h.width) {
+        target && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
+    if (borrows && target->width != h.width) {
         file.fail("the draft borrows the embedding of its target, and was made for one that is ", h.width,
-                  " wide, but this one is ", lender->width, " wide");
+                  " wide, but this one is ", target->width, " wide");
     }
-    const int64_t vocab_size = borrows ? lender->vocab_size : file.tensor(kEmbedding).ne[1];
-    if (vocab_size < 1 || vocab_size > kMostNumbers) {
-        file.fail("tensor 'token_embd.weight' has ", vocab_size, " rows");
-    }
+    const int64_t vocab_size = borrows ? target->vocab_size : file.tensor(kEmbedding).ne[1];
+    file.require(vocab_size >= 1 && vocab_size <= kMostNumbers, "tensor 'token_embd.weight' has ", vocab_size, " rows");
     h.vocab_size = static_cast<int>(vocab_size);
     h.vocab_rows = h.vocab_size;
     if (family.reads != Reads::nothing && !borrows_cells) {
         const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
-        h.vocab_rows = has_head ? head_rows(file) : lender->vocab_rows;
+        h.vocab_rows = has_head ? head_rows(file) : target->vocab_rows;
     }
     h.layer_embedding_width =
         family.has(kLayersDiffer) ? keys.number("embedding_length_per_layer_input", 0, kMostNumbers, 0) : 0;
-    if (int64_t(h.layer_embedding_width) * h.num_layers > kMostNumbers) {
-        keys.fail("embedding_length_per_layer_input", "is absurdly large");
-    }
+    keys.require(int64_t(h.layer_embedding_width) * h.num_layers <= kMostNumbers, "embedding_length_per_layer_input",
+                 "is absurdly large");
     read_rope(file, family, keys, h);
     read_scales(family, keys, h);
-    read_features(file, family, keys, lender, h);
+    read_features(file, family, keys, target, h);
     return h;
 }
 

@@ -63,8 +63,8 @@ struct SpaceNumbers {
     int group_of(int head) const { return head / (heads / groups); }
 };
 
-// Of latent attention: a row's keys and values are products of one latent row, besides a part of the keys that is
-// turned and that all heads share (DeepSeek-V2, arXiv 2405.04434).
+// Of multi-head latent attention (MLA): a row's keys and values are products of one latent row, besides a part of the
+// keys that is turned and that all heads share (DeepSeek-V2, arXiv 2405.04434).
 struct LatentNumbers {
     int rank = 0;                        // numbers of a latent row; 0 for other attention
     int query_rank = 0;                  // of what queries are made of, 0 where that is the input itself
@@ -165,8 +165,8 @@ struct Hyperparameters {
     double pass_bytes() const;
 };
 
-// `lender` is the target of a draft that reads hidden states, or null. Throws ModelError for what is missing, out of
+// `target` is the target of a draft that reads hidden states, or null. Throws ModelError for what is missing, out of
 // range, or inconsistent.
-Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* lender);
+Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target);
 
 }  // namespace pystaged

@@ -101,7 +101,7 @@ Attention load_attention(Loader& from) {
         result.v_norm.values.assign(layer.head_dim, 1.0f);
     }
     if (from.family.has(kSinks)) {
-        result.sinks = from.vector(from.take("attn_sinks.weight", {h.num_heads}));
+        result.sinks = from.vector("attn_sinks.weight", {h.num_heads});
     }
     load_query_key_value(from, result);
     result.output = from.linear(from.take("attn_output.weight", {q, h.width}),
@@ -141,7 +141,7 @@ LatentAttention load_latent_attention(Loader& from) {
     if (latent.query_rank > 0) {
         members.push_back(
             {from.take("attn_q_a.weight", {h.width, latent.query_rank}), nullptr, in_order(latent.query_rank), &q_at});
-        result.q_norm.weight = from.vector(from.take("attn_q_a_norm.weight", {latent.query_rank}));
+        result.q_norm.weight = from.vector("attn_q_a_norm.weight", {latent.query_rank});
         result.queries = from.pack(
             {{from.take("attn_q_b.weight", {latent.query_rank, queries})}, {}, turned(queries, latent.query())});
     } else {
@@ -151,23 +151,22 @@ LatentAttention load_latent_attention(Loader& from) {
     members.push_back({from.take("attn_kv_a_mqa.weight", {h.width, latent.row()}), nullptr,
                        turned(latent.row(), latent.row()), &result.latent_at});
     result.input = from.pack_side_by_side(members, result.stride);
-    result.norm.weight = from.vector(from.take("attn_kv_a_norm.weight", {latent.rank}));
+    result.norm.weight = from.vector("attn_kv_a_norm.weight", {latent.rank});
     if (latent.absorbed) {
         result.keys = heads("attn_k_b.weight", latent.own, latent.rank);
         result.values = heads("attn_v_b.weight", latent.rank, latent.value);
     } else {
-        result.expansion =
-            from.linear(from.take("attn_kv_b.weight", {latent.rank, h.num_heads * (latent.own + latent.value)}));
+        result.expansion = from.linear("attn_kv_b.weight", {latent.rank, h.num_heads * (latent.own + latent.value)});
     }
-    result.output = from.linear(from.take("attn_output.weight", {h.num_heads * latent.value, h.width}));
+    result.output = from.linear("attn_output.weight", {h.num_heads * latent.value, h.width});
     return result;
 }
 
 ShortConvolution load_short_convolution(Loader& from) {
     const int64_t width = from.numbers.width;
-    return {{from.linear(from.take("shortconv.in_proj.weight", {width, 3 * width}))},
+    return {{from.linear("shortconv.in_proj.weight", {width, 3 * width})},
             from.convolution(from.take("shortconv.conv.weight", {from.numbers.conv_width, width})),
-            from.linear(from.take("shortconv.out_proj.weight", {width, width}))};
+            from.linear("shortconv.out_proj.weight", {width, width})};
 }
 
 DeltaNet load_delta_net(Loader& from) {
@@ -201,10 +200,10 @@ DeltaNet load_delta_net(Loader& from) {
         result.alpha_at = result.beta_at + heads;
     }
     result.conv = from.convolution(from.take("ssm_conv1d.weight", {from.numbers.conv_width, channels}));
-    result.decay = from.vector(from.take("ssm_a", {heads}));
-    result.step = from.vector(from.take("ssm_dt.bias", {heads}));
-    result.norm = from.vector(from.take("ssm_norm.weight", {delta.head_dim}));
-    result.output = from.linear(from.take("ssm_out.weight", {values, width}));
+    result.decay = from.vector("ssm_a", {heads});
+    result.step = from.vector("ssm_dt.bias", {heads});
+    result.norm = from.vector("ssm_norm.weight", {delta.head_dim});
+    result.output = from.linear("ssm_out.weight", {values, width});
     return result;
 }
 
@@ -213,14 +212,14 @@ StateSpace load_state_space(Loader& from) {
     const SpaceNumbers& space = from.numbers.space;
     const int64_t inner = space.inner(), channels = space.channels(), heads = space.heads;
     StateSpace result;
-    result.input.push_back(from.linear(from.take("ssm_in.weight", {width, inner + channels + heads})));
+    result.input.push_back(from.linear("ssm_in.weight", {width, inner + channels + heads}));
     result.conv = from.convolution(from.take("ssm_conv1d.weight", {from.numbers.conv_width, channels}));
-    result.conv_bias = from.vector(from.take("ssm_conv1d.bias", {channels}, kConvBias));
+    result.conv_bias = from.vector("ssm_conv1d.bias", {channels}, kConvBias);
     result.decay = from.flat(from.take("ssm_a", {1, heads}));
-    result.step = from.vector(from.take("ssm_dt.bias", {heads}));
+    result.step = from.vector("ssm_dt.bias", {heads});
     result.skip = from.flat(from.take("ssm_d", {1, heads}));
-    result.norm = from.vector(from.take("ssm_norm.weight", {inner / space.groups, space.groups}, kSpaceNorm));
-    result.output = from.linear(from.take("ssm_out.weight", {inner, width}));
+    result.norm = from.vector("ssm_norm.weight", {inner / space.groups, space.groups}, kSpaceNorm);
+    result.output = from.linear("ssm_out.weight", {inner, width});
     return result;
 }
 
@@ -280,7 +279,7 @@ Experts load_experts(Loader& from) {
     Experts result;
     result.router = from.linear(from.take("ffn_gate_inp.weight", {width, count}),
                                 from.take("ffn_gate_inp.bias", {count}, kFfnBias));
-    result.bias = from.vector(from.take("exp_probs_b.bias", {count}, kSelectionBias));
+    result.bias = from.vector("exp_probs_b.bias", {count}, kSelectionBias);
     DenseTensors all = {};
     if (is_gated && from.has("ffn_gate_up_exps.weight")) {
         all.up = from.take("ffn_gate_up_exps.weight", {width, 2 * own, count});
@@ -317,7 +316,7 @@ Experts load_experts(Loader& from) {
             numbers.shared_width);
     }
     if (from.family.has(kDenseBeside)) {
-        const auto vector = [&](const char* name, int64_t size) { return from.vector(from.take(name, {size})); };
+        const auto vector = [&](const char* name, int64_t size) { return from.vector(name, {size}); };
         result.shared = load_dense(from);
         result.router_norm.weight = vector("ffn_gate_inp.scale", width);
         for (float& weight : result.router_norm.weight.values) {
@@ -329,7 +328,7 @@ Experts load_experts(Loader& from) {
         result.factors = vector("ffn_down_exps.scale", count);
     }
     if (shared > 0 && from.family.has(kSharedGate)) {
-        result.shared_gate = from.linear(from.take("ffn_gate_inp_shexp.weight", {width}));
+        result.shared_gate = from.linear("ffn_gate_inp_shexp.weight", {width});
     }
     return result;
 }
@@ -337,9 +336,7 @@ Experts load_experts(Loader& from) {
 Layer load_layer(Loader& from) {
     const int64_t width = from.numbers.width, embedding = from.numbers.layer_embedding_width;
     const LayerNumbers& numbers = from.layer();
-    const auto vector = [&](const char* name, unsigned extra = 0) {
-        return from.vector(from.take(name, {width}, extra));
-    };
+    const auto vector = [&](const char* name, unsigned extra = 0) { return from.vector(name, {width}, extra); };
     Layer layer;
     layer.mixer_norm = from.norm("attn_norm", kAttnNorm);
     layer.mixer_post_norm.weight = vector("post_attention_norm.weight", kPostNorms);
@@ -371,8 +368,8 @@ Layer load_layer(Loader& from) {
         layer.feed_forward = load_dense(from);
     }
     if (embedding > 0) {
-        layer.embedding.in = from.linear(from.take("inp_gate.weight", {width, embedding}));
-        layer.embedding.out = from.linear(from.take("proj.weight", {embedding, width}));
+        layer.embedding.in = from.linear("inp_gate.weight", {width, embedding});
+        layer.embedding.out = from.linear("proj.weight", {embedding, width});
         layer.embedding.norm.weight = vector("post_norm.weight");
     }
     if (from.family.has(kLayersDiffer)) {
@@ -390,26 +387,22 @@ Vector load_rope_factors(Loader& from, const char* name, unsigned extra) {
         return {};
     }
     const std::vector<float> factors = from.read(*tensor);
-    if (std::any_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; })) {
-        from.file.fail("tensor '", tensor->name, "' holds factors that are not above 0");
-    }
+    from.file.require(std::none_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; }),
+                      "tensor '", tensor->name, "' holds factors that are not above 0");
     return from.vector(tensor);
 }
 
 std::vector<int32_t> load_head_tokens(Loader& from) {
     const Hyperparameters& h = from.numbers;
     const TensorView* tensor = from.take(kHeadTokens, {h.vocab_rows});
-    if (tensor->type != GGML_TYPE_I64) {
-        from.file.fail("tensor '", tensor->name, "' is of type ", ggml_type_name(tensor->type), " where I64 is needed");
-    }
+    from.file.require(tensor->type == GGML_TYPE_I64, "tensor '", tensor->name, "' is of type ",
+                      ggml_type_name(tensor->type), " where I64 is needed");
     const Memory data = from.file.read(*tensor);
     std::vector<int32_t> tokens;
     for (int i = 0; i < h.vocab_rows; ++i) {
         const int64_t token = reinterpret_cast<const int64_t*>(data.data())[i];
-        if (token < 0 || token >= h.vocab_size) {
-            from.file.fail("tensor '", tensor->name, "' names token ", token, ", outside the vocabulary of ",
-                           h.vocab_size);
-        }
+        from.file.require(token >= 0 && token < h.vocab_size, "tensor '", tensor->name, "' names token ", token,
+                          ", outside the vocabulary of ", h.vocab_size);
         tokens.push_back(static_cast<int32_t>(token));
     }
     return tokens;
@@ -422,26 +415,26 @@ void load_features(Loader& from, Weights& weights) {
     constexpr const char *kNorm = "enc.output_norm.weight", *kNorms = "fc_norm.weight";
     Features& features = weights.features;
     if (from.family.reads == Reads::as_context) {
-        features.norm.weight = from.vector(from.take(kNorm, {width}));
+        features.norm.weight = from.vector(kNorm, {width});
         // DSpark's confidence head is not used: acceptance rates are learnt instead.
         from.ignore("conf_proj.weight");
         from.ignore("conf_proj.bias");
     } else {
         if (h.norm_before_fusion) {
-            features.norm.weight = from.vector(from.take(kNorm, {all}));
+            features.norm.weight = from.vector(kNorm, {all});
         }
         if (from.has(kNorms)) {
-            features.each_norm = from.vector(from.take(kNorms, {h.target_width, int64_t(h.target_layers.size())}));
+            features.each_norm = from.vector(kNorms, {h.target_width, int64_t(h.target_layers.size())});
         }
-        features.beside_norm.weight = from.vector(from.take("blk.0.attn_norm_2.weight", {width}));
+        features.beside_norm.weight = from.vector("blk.0.attn_norm_2.weight", {width});
     }
-    features.projection = from.linear(from.take("fc.weight", {all, width}));
+    features.projection = from.linear("fc.weight", {all, width});
     if (from.has(kHeadTokens)) {
         weights.head_tokens = load_head_tokens(from);
     }
     if (h.markov_rank > 0) {
         weights.markov = {from.table(from.take(kMarkov, {h.markov_rank, h.vocab_size})),
-                          from.linear(from.take("markov_w2.weight", {h.markov_rank, h.vocab_rows}))};
+                          from.linear("markov_w2.weight", {h.markov_rank, h.vocab_rows})};
     }
 }
 
@@ -451,23 +444,23 @@ void load_ends(Loader& from, Weights& weights) {
     const int64_t width = h.width, layers = int64_t(h.num_layers) * h.layer_embedding_width;
     const bool joins_cells = from.family.reads == Reads::joined_with_cells;
     if (joins_cells) {  // its tokens are embedded by the target
-        weights.head = from.linear(from.take(kEmbedding, {width, h.vocab_size}));
+        weights.head = from.linear(kEmbedding, {width, h.vocab_size});
     } else {
         if (from.has(kEmbedding)) {
             weights.token_embedding = from.table(from.take(kEmbedding, {width, h.vocab_size}));
         }
-        weights.head = from.linear(from.take(kHeadName, {width, h.vocab_rows}, kHead));
+        weights.head = from.linear(kHeadName, {width, h.vocab_rows}, kHead);
     }
-    weights.head_bias = from.vector(from.take("output.bias", {h.vocab_size}, kHeadBias));
-    weights.position_embedding = from.vector(from.take("position_embd.weight", {width, h.max_context}, kPositions));
+    weights.head_bias = from.vector("output.bias", {h.vocab_size}, kHeadBias);
+    weights.position_embedding = from.vector("position_embd.weight", {width, h.max_context}, kPositions);
     weights.rope_factors = load_rope_factors(from, "rope_freqs.weight", kRopeFactors);
     weights.rope_factors_long = load_rope_factors(from, "rope_factors_long.weight", kLongFactors);
     weights.rope_factors_short = load_rope_factors(from, "rope_factors_short.weight", kLongFactors);
     weights.output_norm = from.norm(from.family.has(kEmbeddingNorm) ? "token_embd_norm" : "output_norm");
     if (joins_cells) {
         const int64_t target = h.target_width;
-        weights.fusion.projection = from.linear(from.take("nextn.pre_projection.weight", {2 * target, width}));
-        weights.fusion.feedback = from.linear(from.take("nextn.post_projection.weight", {width, target}));
+        weights.fusion.projection = from.linear("nextn.pre_projection.weight", {2 * target, width});
+        weights.fusion.feedback = from.linear("nextn.post_projection.weight", {width, target});
         // Of a head that looks for the likeliest tokens among a few clusters; all are scored here.
         from.ignore("masked_embd_centroids.weight");
         from.ignore("masked_embd_ordering");
@@ -479,20 +472,19 @@ void load_ends(Loader& from, Weights& weights) {
                        " tokens, and no tensor '", kHeadTokens, "' names them");
     }
     if (h.layer_embedding_width > 0) {
-        weights.layer_embeddings = {
-            from.table(from.take("per_layer_token_embd.weight", {layers, h.vocab_size})),
-            from.linear(from.take("per_layer_model_proj.weight", {width, layers})),
-            {from.vector(from.take("per_layer_proj_norm.weight", {h.layer_embedding_width})), {}}};
+        weights.layer_embeddings = {from.table(from.take("per_layer_token_embd.weight", {layers, h.vocab_size})),
+                                    from.linear("per_layer_model_proj.weight", {width, layers}),
+                                    {from.vector("per_layer_proj_norm.weight", {h.layer_embedding_width}), {}}};
     }
 }
 
 // Of a layer that predicts further tokens, besides its mixer and network; the embedding and the head are the model's.
 void load_ahead(Loader& from, Weights& weights) {
     const int64_t width = from.numbers.width;
-    weights.output_norm.weight = from.vector(from.take("nextn.shared_head_norm.weight", {width}, kAheadNorm));
-    weights.fusion.token_norm.weight = from.vector(from.take("nextn.enorm.weight", {width}));
-    weights.fusion.hidden_norm.weight = from.vector(from.take("nextn.hnorm.weight", {width}));
-    weights.fusion.projection = from.linear(from.take("nextn.eh_proj.weight", {2 * width, width}));
+    weights.output_norm.weight = from.vector("nextn.shared_head_norm.weight", {width}, kAheadNorm);
+    weights.fusion.token_norm.weight = from.vector("nextn.enorm.weight", {width});
+    weights.fusion.hidden_norm.weight = from.vector("nextn.hnorm.weight", {width});
+    weights.fusion.projection = from.linear("nextn.eh_proj.weight", {2 * width, width});
 }
 
 }  // namespace

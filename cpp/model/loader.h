@@ -65,6 +65,13 @@ public:
     Vector flat(const TensorView* tensor);         // without padding
     Linear table(const TensorView* tensor);
     Linear linear(const TensorView* weight, const TensorView* bias = nullptr);
+    // What take() finds, so.
+    Vector vector(const std::string& name, const std::vector<int64_t>& shape, unsigned extra = 0) {
+        return vector(take(name, shape, extra));
+    }
+    Linear linear(const std::string& name, const std::vector<int64_t>& shape, unsigned extra = 0) {
+        return linear(take(name, shape, extra));
+    }
     // name.weight and, in a family of layer norms, name.bias.
     Norm norm(const std::string& name, unsigned extra = 0);
 

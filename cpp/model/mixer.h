@@ -19,7 +19,7 @@ struct Attention {
     Linear output;
 };
 
-// Attention whose keys and values are made of latent rows; see LatentNumbers.
+// Multi-head latent attention (MLA): keys and values are made of latent rows; see LatentNumbers.
 struct LatentAttention {
     std::vector<Linear> input;         // queries, or what they are made of, and latent rows
     size_t latent_at = 0, stride = 0;  // where rows of its products have the latter

@@ -45,11 +45,10 @@ void check_memory(const Loader& loader, size_t state_bytes) {
         bytes += double(tensor->bytes) * std::ceil(cols / kBlock) * std::ceil(rows / kBlock) * kBlock * kBlock /
                  (cols * rows);
     }
-    if (bytes > kMostBytes + kMostTimesFile * double(file.bytes())) {
-        file.fail("a model of width ", numbers.width, ", with a feed-forward width of ", numbers.ffn_width, " and ",
-                  numbers.vocab_size, " tokens, would take ", int64_t(bytes / (1 << 20)),
-                  " MiB of memory for a file of ", file.bytes() >> 20, "; it is damaged or not a model");
-    }
+    file.require(bytes <= kMostBytes + kMostTimesFile * double(file.bytes()), "a model of width ", numbers.width,
+                 ", with a feed-forward width of ", numbers.ffn_width, " and ", numbers.vocab_size,
+                 " tokens, would take ", int64_t(bytes / (1 << 20)), " MiB of memory for a file of ",
+                 file.bytes() >> 20, "; it is damaged or not a model");
 }
 
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
@@ -70,9 +69,9 @@ void declare(Loader& loader, size_t state_bytes) {
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress, KvType kv, const std::string& packed,
-             std::shared_ptr<const Model> lender, DraftForm form)
-    : kernel_(find_kernel(kernel)), threads_(checked_threads(num_threads)), kv_type_(kv), lender_(std::move(lender)) {
-    if (lender_ && (lender_->llama() || !devices.empty())) {
+             std::shared_ptr<const Model> target, DraftForm form)
+    : kernel_(find_kernel(kernel)), threads_(checked_threads(num_threads)), kv_type_(kv), target_(std::move(target)) {
+    if (target_ && (target_->llama() || !devices.empty())) {
         throw std::invalid_argument("embeddings are borrowed on the CPU's own kernels alone");
     }
     if (kv != KvType::f16 && !devices.empty()) {
@@ -87,10 +86,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         return;
     }
     family_ = &find_family(file);
-    if (lender_) {
-        if (family_->target && std::string(lender_->family().name) != family_->target) {
+    if (target_) {
+        if (family_->target && std::string(target_->family().name) != family_->target) {
             file.fail("architecture '", family_->name, "' is a draft for '", family_->target,
-                      "' models, but the target is of architecture '", lender_->family().name, "'");
+                      "' models, but the target is of architecture '", target_->family().name, "'");
         }
         own_family_ = *family_;
         if (form.other_pairs) {
@@ -102,7 +101,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
         }
         family_ = &own_family_;
     }
-    numbers_ = read_hyperparameters(file, *family_, lender_ ? &lender_->numbers() : nullptr);
+    numbers_ = read_hyperparameters(file, *family_, target_ ? &target_->numbers() : nullptr);
     if (form.other_feedback) {
         numbers_.feeds_back_normed = !numbers_.feeds_back_normed;
     }
@@ -242,19 +241,19 @@ void Model::cut_head(int rows) {
     if (rows < 1) {
         throw std::invalid_argument("a head is cut to 1 row at least");
     }
-    if (!lender_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.vocab_rows) {
+    if (!target_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.vocab_rows) {
         return;
     }
     const auto first_rows = [&](const PackedMatrix& whole) {
         return PackedMatrix(type_of(whole.packing()), rows, whole.cols(), whole.data());
     };
-    weights_.head.packed = first_rows(lender_->head().packed);
-    weights_.head_bias = lender_->head_bias();
+    weights_.head.packed = first_rows(target_->head().packed);
+    weights_.head_bias = target_->head_bias();
     if (numbers_.markov_rank > 0) {
         weights_.markov.out.packed = first_rows(weights_.markov.out.packed);
     }
     numbers_.vocab_rows = rows;
-    weight_bytes_ -= lender_->head().packed.bytes() - weights_.head.packed.bytes();
+    weight_bytes_ -= target_->head().packed.bytes() - weights_.head.packed.bytes();
 }
 
 int Model::most_pending() const {

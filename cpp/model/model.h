@@ -32,12 +32,12 @@ public:
     // UnsupportedModelError where our kernels do not compute it; std::invalid_argument for the rest. Weights are packed
     // for the kernels where there are no `devices`; else libllama loads them as LlamaModel has it. `kv` is how sessions
     // store keys and values; libllama does as F16 alone. `packed` is a file of save_packed(), or where one will be: it
-    // is mapped instead of packing where it has this model's weights. With `lender`, the file is loaded as a draft of
+    // is mapped instead of packing where it has this model's weights. With `target`, the file is loaded as a draft of
     // that target: it reads the target's hidden states, and borrows its embedding and head where it has none of its
     // own. Of a model's own file, the MTP layer is then loaded.
     Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices = {},
           const std::function<void()>& progress = {}, KvType kv = KvType::f16, const std::string& packed = "",
-          std::shared_ptr<const Model> lender = nullptr, DraftForm form = {});
+          std::shared_ptr<const Model> target = nullptr, DraftForm form = {});
 
     const Family& family() const { return *family_; }
     const Hyperparameters& numbers() const { return numbers_; }
@@ -104,19 +104,19 @@ public:
     const Weights& weights() const { return weights_; }
     // What a draft may borrow of its target.
     const Linear& token_embedding() const {
-        return weights_.token_embedding.present() ? weights_.token_embedding : lender_->token_embedding();
+        return weights_.token_embedding.present() ? weights_.token_embedding : target_->token_embedding();
     }
     const Linear& head() const {
-        return weights_.head.present() ? weights_.head : lender_ ? lender_->head() : weights_.token_embedding;
+        return weights_.head.present() ? weights_.head : target_ ? target_->head() : weights_.token_embedding;
     }
     const Vector& head_bias() const {
-        return lender_ && !weights_.head.present() ? lender_->head_bias() : weights_.head_bias;
+        return target_ && !weights_.head.present() ? target_->head_bias() : weights_.head_bias;
     }
     const Norm& output_norm() const {
-        return weights_.output_norm.present() ? weights_.output_norm : lender_->output_norm();
+        return weights_.output_norm.present() ? weights_.output_norm : target_->output_norm();
     }
     const Vector& rope_factors(int context) const;    // for sessions of that many positions; perhaps none
-    const Model& target() const { return *lender_; }  // of a draft that reads hidden states
+    const Model& target() const { return *target_; }  // of a draft that reads hidden states
     bool borrows_cells() const { return family_->reads == Reads::joined_with_cells; }
 
 private:
@@ -138,7 +138,7 @@ private:
     Memory arena_;
     std::unique_ptr<LlamaModel> llama_;
     int num_reserved_ = 0;
-    std::shared_ptr<const Model> lender_;
+    std::shared_ptr<const Model> target_;
     Weights weights_;
     std::vector<int> taps_;
     bool taps_all_rows_ = false, taps_last_row_ = false;

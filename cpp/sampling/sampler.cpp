@@ -64,28 +64,15 @@ void keep_best(std::vector<Candidate>& candidates, size_t k) {
 }  // namespace
 
 void check(const Sampling& s) {
-    const auto refuse = [](const char* what) { throw std::invalid_argument(what); };
-    if (!(s.temperature >= 0) || std::isinf(s.temperature)) {
-        refuse("temperature must be a number from 0 (greedy) up");
-    }
-    if (s.top_k < 0) {
-        refuse("top_k must be 0 (off) or a positive number of tokens");
-    }
-    if (!(s.top_p > 0 && s.top_p <= 1)) {
-        refuse("top_p must be above 0 and at most 1 (off)");
-    }
-    if (!(s.min_p >= 0 && s.min_p < 1)) {
-        refuse("min_p must be at least 0 (off) and below 1");
-    }
-    if (!(s.typical_p > 0 && s.typical_p <= 1)) {
-        refuse("typical_p must be above 0 and at most 1 (off)");
-    }
-    if (!(s.xtc_probability >= 0 && s.xtc_probability <= 1)) {
-        refuse("xtc_probability must be between 0 (off) and 1");
-    }
-    if (!(s.xtc_threshold >= 0 && s.xtc_threshold <= 1)) {
-        refuse("xtc_threshold must be between 0 and 1; above 0.5 it is off");
-    }
+    require({
+        {s.temperature >= 0 && !std::isinf(s.temperature), "temperature must be a number from 0 (greedy) up"},
+        {s.top_k >= 0, "top_k must be 0 (off) or a positive number of tokens"},
+        {s.top_p > 0 && s.top_p <= 1, "top_p must be above 0 and at most 1 (off)"},
+        {s.min_p >= 0 && s.min_p < 1, "min_p must be at least 0 (off) and below 1"},
+        {s.typical_p > 0 && s.typical_p <= 1, "typical_p must be above 0 and at most 1 (off)"},
+        {s.xtc_probability >= 0 && s.xtc_probability <= 1, "xtc_probability must be between 0 (off) and 1"},
+        {s.xtc_threshold >= 0 && s.xtc_threshold <= 1, "xtc_threshold must be between 0 and 1; above 0.5 it is off"},
+    });
 }
 
 void check(const Masks& masks, size_t num_rows, int vocab_size) {

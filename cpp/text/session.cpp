@@ -150,6 +150,12 @@ void Text::check_nothing_pending(const char* call) const {
     }
 }
 
+void Text::check_room(int position) const {
+    if (position >= context) {
+        throw ContextFullError(say("the context of ", context, " tokens is full"));
+    }
+}
+
 int Text::checked_reachable(int length) const {
     if (length < 0 || static_cast<size_t>(length) > committed.size()) {
         throw std::invalid_argument(say("cannot rewind ", committed.size(), " tokens to ", length));
@@ -169,7 +175,7 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size()), parent = parents[i];
         check_parent(index, parent);
-        Row row{tokens[i], parent, start, start, {}, nullptr, 0, nullptr, nullptr};
+        Row row{tokens[i], parent, start, start};
         if (parent >= 0) {
             const Row& before = pending[parent];
             row.position = before.position + 1;
@@ -185,9 +191,7 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
                                             " has parent ", parent, ", not the row before it"));
         }
         const int cell = start + index;
-        if (row.position >= context) {
-            throw ContextFullError(say("the context of ", context, " tokens is full"));
-        }
+        check_room(row.position);
         if (cell >= state->room()) {
             throw ContextFullError(say("the tree has more rows than the context has room for; at most ",
                                        state->room() - start, " fit now"));
@@ -210,16 +214,14 @@ void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::v
     if (length == 0) {
         throw std::invalid_argument("the session of the draft's target has no tokens to attend to");
     }
-    if (length >= context) {
-        throw ContextFullError(say("the context of ", context, " tokens is full"));
-    }
+    check_room(length);
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size());
         check_parent(index, parents[i]);
         if (index >= state->room()) {
             throw ContextFullError(say("a tree has at most ", state->room(), " rows here"));
         }
-        pending.push_back({tokens[i], parents[i], length, length, {}, nullptr, 0, nullptr, nullptr});
+        pending.push_back({tokens[i], parents[i], length, length});
     }
 }
 
@@ -229,12 +231,10 @@ void Text::append_block(const std::vector<int32_t>& tokens) {
     if (n > executor->backend().max_rows()) {
         throw std::invalid_argument(say("a block has at most ", executor->backend().max_rows(), " rows, not ", n));
     }
-    if (start + n > std::min(context, state->room())) {
-        throw ContextFullError(say("the context of ", context, " tokens is full"));
-    }
+    check_room(start + n - 1);
     for (int i = 0; i < n; ++i) {
         const int seen = start + (model->numbers().is_causal ? i + 1 : n);
-        pending.push_back({tokens[i], i - 1, start + i, seen, {}, nullptr, 0, nullptr, nullptr});
+        pending.push_back({tokens[i], i - 1, start + i, seen});
     }
 }
 
@@ -375,11 +375,11 @@ void Session::commit(const std::vector<int32_t>& path) {
     }
     text_.committed.reserve(text_.committed.size() + path.size());
     HiddenRows hidden = text_.model->taps_all_rows() ? text_.hidden_of(path) : HiddenRows();
-    text_.keep(path, false, std::move(hidden));
+    text_.commit(path, false, std::move(hidden));
 }
 
 // Commits a path, for which there is room in `committed`: nothing fails.
-void Text::keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept) {
+void Text::commit(const std::vector<int32_t>& path, bool was_read, HiddenRows kept) {
     state->keep(static_cast<int>(committed.size()), path, was_read);
     for (const int32_t row : path) {
         committed.push_back(pending[row].token);

@@ -51,13 +51,13 @@ struct Text {
     struct Row {
         int32_t token, parent, position;
         int direct;  // see RowContext
-        std::vector<int32_t> tail;
-        std::shared_ptr<Logits> logits;      // or none
-        int slot = 0;                        // in them
-        std::shared_ptr<float> hidden;       // or none
-        std::shared_ptr<const float> input;  // another model's hidden states, or none
-        bool of_target = false;              // see Pass
-        std::shared_ptr<float> embedding{};  // or none
+        std::vector<int32_t> tail{};
+        std::shared_ptr<Logits> logits{};      // or none
+        int slot = 0;                          // in them
+        std::shared_ptr<float> hidden{};       // or none
+        std::shared_ptr<const float> input{};  // another model's hidden states, or none
+        bool of_target = false;                // see Pass
+        std::shared_ptr<float> embedding{};    // or none
     };
 
     Text(std::shared_ptr<const Model> of, int num_positions);
@@ -65,6 +65,7 @@ struct Text {
     void check_open() const;
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
+    void check_room(int position) const;  // for a row there
     int checked_reachable(int length) const;
     const Row& checked_row(int row) const;
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read);
@@ -72,7 +73,7 @@ struct Text {
     void append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
     void drop_from(size_t first);
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
-    void keep(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
+    void commit(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
     HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
     const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);

@@ -383,9 +383,9 @@ std::vector<Outcome> Run::finish() {
     finished_ = true;
     for (size_t i = 0; i < works_.size(); ++i) {
         if (works_[i]->kind == Work::Kind::read) {
-            text_of(i).keep(paths[i], !paths[i].empty(), std::move(hidden[i]));
+            text_of(i).commit(paths[i], !paths[i].empty(), std::move(hidden[i]));
         } else if (works_[i]->kind == Work::Kind::verify) {
-            text_of(i).keep(paths[i], false, std::move(hidden[i]));
+            text_of(i).commit(paths[i], false, std::move(hidden[i]));
             outcomes[i].followed.path = std::move(paths[i]);
         }
     }

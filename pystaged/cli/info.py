@@ -103,7 +103,7 @@ def _memory(draft: Path, target: Model, tokenizer: Tokenizer) -> str:
     """Memory that a draft takes beside its target, in words."""
     lender = target if reads_target(draft, tokenizer.metadata) else None
     try:
-        model = Model(os.fsencode(draft), target.kernel, target.num_threads, kv=target.kv, lender=lender)
+        model = Model(os.fsencode(draft), target.kernel, target.num_threads, kv=target.kv, target=lender)
     except (OSError, ValueError) as error:
         return f"unknown: {error}"
     return (

@@ -124,7 +124,7 @@ def _load(path: Path, target: Model, form: Form) -> Model:
         target.kernel,
         0 if target.num_few_threads < target.num_threads else target.num_threads,  # the first is automatic
         kv=target.kv,
-        lender=target,
+        target=target,
         other_pairs=form.other_pairs,
         other_feedback=form.other_feedback,
     )

@@ -63,7 +63,7 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(target_path: Path, path: Path, threads: int = 2) -> tuple[Model, Model]:
     """A target that keeps what the draft reads, and the draft."""
     target = Model(target_path, "", threads)
-    draft = Model(path, "", threads, lender=target)
+    draft = Model(path, "", threads, target=target)
     target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
     return target, draft
 
@@ -194,7 +194,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
     model = RandomModel("qwen2", layers=3, ahead=1, tie=False, head_bias=True, quantization=quantization)
     path = write(tmp_path / "target.gguf", model)
     target, whole = load(path, path)
-    cut = Model(path, "", 2, lender=target)
+    cut = Model(path, "", 2, target=target)
     cut.cut_head(100)
     hidden, sessions = read(target, 8), [Session(whole), Session(cut)]
     found = [run([Work.propose(each, TOKENS[1:9], range(-1, 7), 8, 3, GREEDY, hidden=hidden)])[0] for each in sessions]
@@ -211,7 +211,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
     assert cut.weight_bytes < whole.weight_bytes
     with pytest.raises(ValueError, match="before the first session"):
         cut.cut_head(50)
-    blocks = [Model(write_dflash(tmp_path / "block.gguf", dspark(taps=[1])), lender=target) for _ in range(2)]
+    blocks = [Model(write_dflash(tmp_path / "block.gguf", dspark(taps=[1])), target=target) for _ in range(2)]
     blocks[1].cut_head(100)
     tokens, found = [5, *[blocks[0].mask_token] * 3], []
     for model in blocks:
@@ -222,7 +222,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
         kept = whole_tokens < 100
         assert cut_tokens[: kept.sum()].tolist() == whole_tokens[kept].tolist()
         np.testing.assert_allclose(np.diff(cut_chances[: kept.sum()]), np.diff(chances[kept]), atol=1e-4)
-    own = Model(write_eagle3(tmp_path / "own.gguf", Eagle3(own_head=True)), lender=target)
+    own = Model(write_eagle3(tmp_path / "own.gguf", Eagle3(own_head=True)), target=target)
     before = own.weight_bytes
     own.cut_head(100)  # stays whole
     assert own.weight_bytes == before
@@ -311,7 +311,7 @@ def test_an_assistants_row_has_the_same_bits_alone_and_with_other_texts(tmp_path
     target_path = write(tmp_path / "target.gguf", model)
     path = write_assistant(tmp_path / "draft.gguf", Assistant(model, quantization="Q8_0"))
     target = Model(target_path, "", 2, kv="q8_0")
-    draft = Model(path, "", 2, lender=target)
+    draft = Model(path, "", 2, target=target)
     target.tap(draft.target_layers, last_row=True)
     sources, lengths = [Session(target) for _ in range(3)], (3, 80, 300)
     for source, n in zip(sources, lengths, strict=True):
@@ -415,12 +415,12 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) ->
     for draft, changed, message in cases:
         write_assistant(path, draft, changed)
         with pytest.raises(ModelError, match=message):
-            Model(path, lender=target)
+            Model(path, target=target)
     write_assistant(path, fits)
     with pytest.raises(ModelError, match="name this file as its draft"):
         Model(path)
     with pytest.raises(ModelError, match="for 'gemma4' models, but the target is of architecture 'llama'"):
-        Model(path, lender=Model(write(tmp_path / "llama.gguf", TARGET)))
+        Model(path, target=Model(write(tmp_path / "llama.gguf", TARGET)))
     global_only = replace(
         model,
         layers=2,
@@ -432,10 +432,10 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) ->
         },
     )
     with pytest.raises(ModelError, match="layers with a window of its target, which has none"):
-        Model(path, lender=Model(write(tmp_path / "global.gguf", global_only)))
+        Model(path, target=Model(write(tmp_path / "global.gguf", global_only)))
     narrow = replace(model, metadata=model.metadata | {"attention.sliding_window": 1})
     with pytest.raises(ModelError, match="nothing to attend to"):
-        Model(write_assistant(path, Assistant(narrow)), lender=Model(write(tmp_path / "narrow.gguf", narrow)))
+        Model(write_assistant(path, Assistant(narrow)), target=Model(write(tmp_path / "narrow.gguf", narrow)))
 
 
 def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_a_file_that_does_not_fit_its_target_is_refused(
     else:
         write_dflash(path, Block(**fields), values)
     with pytest.raises(ModelError, match=message):
-        Model(path, lender=Model(target_path))
+        Model(path, target=Model(target_path))
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ def test_an_mtp_layer_that_does_not_fit_its_target_is_refused(
 ) -> None:
     path = write_without(tmp_path / "draft.gguf", model, absent)
     with pytest.raises(ModelError, match=message):
-        Model(path, lender=Model(write(tmp_path / "target.gguf", AHEAD)))
+        Model(path, target=Model(write(tmp_path / "target.gguf", AHEAD)))
 
 
 def test_a_file_of_an_mtp_layer_alone_is_no_model(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class Alone:
         """The first model's MTP layer."""
         if num_threads not in self.layers:
             target = self.model(0, num_threads)
-            self.layers[num_threads] = Model(self.paths[0], num_threads=num_threads, lender=target)
+            self.layers[num_threads] = Model(self.paths[0], num_threads=num_threads, target=target)
         return self.layers[num_threads]
 
     def text(self, prompt: int, sampling: int) -> list[int]:

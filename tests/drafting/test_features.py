@@ -94,7 +94,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     has_own = isinstance(DRAFTS[request.param], RandomModel)
     target_path = draft_path if has_own else write(folder / "target.gguf", target_of(DRAFTS[request.param]))
     target = Model(target_path)
-    draft = Model(draft_path, lender=target)
+    draft = Model(draft_path, target=target)
     target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
     return Pair(target, draft, target_path, draft_path)
 
@@ -242,7 +242,7 @@ def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) 
     with Engine(target, draft=None) as engine:
         expected = engine.generate(CONTEXT.tolist(), max_tokens=20, speculate=False).tokens
     model = Model(target)
-    draft = Model(path, lender=model)
+    draft = Model(path, target=model)
     model.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
     decoder = Pair(model, draft, target, path).decoder()
     assert continuation(decoder, CONTEXT, SAMPLINGS["greedy"], 20)[: len(expected)] == expected

@@ -60,7 +60,7 @@ class Drafts(Target):
     def _use(self, name: str, data: bytes) -> None:
         self._path.write_bytes(data)
         target = self._targets[name]
-        draft = Model(self._path, "", 1, lender=target)
+        draft = Model(self._path, "", 1, target=target)
         target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
         source = Session(target, 130)
         prefill(source, range(120))  # beyond the window

@@ -37,7 +37,7 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_right_guesses_are_those_of_the_twin(tmp_path: Path, kind: str) -> None:
     target_path, path = write_right(tmp_path, kind)
     target = Model(target_path)
-    draft = Model(path, lender=target)
+    draft = Model(path, target=target)
     target.tap(draft.target_layers, all_rows=True)
     session = Session(target)
     prefill(session, [3, 4, 5])
