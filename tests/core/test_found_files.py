@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.families import CASES
-from support.feature_drafts import Block, write_dflash
+from support.feature_drafts import Block, write_draft
 from support.gguf_parts import (
     ARRAY,
     BOOL,
@@ -193,14 +193,14 @@ def test_images_and_sound_in_the_models_file(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["blk.0.attn_conv_base", "blk.0.ffn_conv_proj", "selector_hidden"])
 def test_drafts_of_a_later_kind_are_refused(tmp_path: Path, name: str) -> None:
-    draft = write_dflash(tmp_path / "draft.gguf", Block(), {name: np.ones(4, np.float32)})
+    draft = write_draft(tmp_path / "draft.gguf", Block(), {name: np.ones(4, np.float32)})
     target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
     with pytest.raises((ValueError, ModelError), match=f"'{name}' is none of architecture 'dflash'"):
         pystaged.load(target, draft=draft)
 
 
 def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
-    draft = write_dflash(tmp_path / "draft.gguf", Block())
+    draft = write_draft(tmp_path / "draft.gguf", Block())
     window = put("dflash.attention.sliding_window", U32, struct.pack("<I", 8))
     pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
     draft = changed(draft.read_bytes(), tmp_path / "windows.gguf", window, pattern)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from support.feature_drafts import Array, Block, Eagle3, block_tensors, eagle3_tensors
+from support.feature_drafts import Array, Block, Eagle3
 from support.paths import table
 
 _LAYER = {
@@ -78,7 +78,7 @@ class Form:
         """By the checkpoint's names."""
         eagle3 = isinstance(self.draft, Eagle3)
         found: dict[str, Array] = {}
-        for name, values in (eagle3_tensors(self.draft) if eagle3 else block_tensors(self.draft)).items():
+        for name, values in self.draft.tensors().items():
             stem, _, end = name.rpartition(".")
             if name == "d2t":
                 found["d2t"] = values - np.arange(len(values))
