@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.decoding import generate
+from support.decoding import generate, table_of
 from support.family_reference import log_softmax
 from support.sampling import samplings
 from support.steps import evaluate
@@ -22,7 +22,6 @@ from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.context import Context
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.table import NgramTable
 from pystaged.sampling.binding import bind
 from pystaged.stats import GenerationStats
 
@@ -56,12 +55,6 @@ def tokenizer(path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     return [tokenizer.encode(text) for text in PROMPTS]
-
-
-def table_of(prompts: list[NDArray[np.int32]], tokenizer: Tokenizer) -> NgramTable:
-    return NgramTable.build(
-        prompts, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint, max_successors=8, min_count=1
-    )
 
 
 def bound_runs(

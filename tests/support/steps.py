@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pystaged._core import Sampling
+from pystaged._core import Sampling, Session
 from pystaged.decoding.requests import perform
 
 Ints = Sequence[int] | npt.NDArray[np.integer]
 GREEDY = Sampling()
+
+
+class Heard:
+    """A session that tells of each of its passes before it is made."""
+
+    def __init__(self, session: Session, tell: Callable[..., object]) -> None:
+        self.session, self._tell = session, tell
+
+    def run(self, kind: str, *arguments: object) -> Any:
+        self._tell(kind, *arguments)
+        return perform(self.session, kind, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
 
 
 def prefill(session: Any, tokens: Ints) -> None:
