@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +23,10 @@ from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
 from support.paths import table
 from support.plain import Plain
+from support.remote import Wire, over
 from support.steps import evaluate, path_to, prefill, rank, verify
 
 from pystaged import ContextFullError, _core, _llama
-from pystaged.backends.rpc import RemoteModel, RemoteSession
-from pystaged.backends.rpc_host import Host
 
 # Heads of 8, 11, 20, 36, 32, 24, 12 and 64 dimensions: below, at, above and between the sizes the kernels work in.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -220,25 +217,6 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         np.testing.assert_array_equal(session.logits(0), expected)
 
 
-class OneHost:
-    """A worker's calls without its process, counted."""
-
-    def __init__(self, model: _core.Model) -> None:
-        ours, self._theirs = Pipe()
-        self._host, self.calls = Host(ours), 0
-        self._host._model = model
-
-    def call(self, name: str, *args: object) -> Any:
-        self.calls += 1
-        return getattr(self._host, name)(*args)
-
-
-def remote(model: _core.Model) -> RemoteSession:
-    names = ("weight_bytes", "vocab_size", "most_pending", "state_bytes", "kept_state_bytes")
-    stand_in = SimpleNamespace(servers=OneHost(model), **{name: getattr(model, name) for name in names})
-    return RemoteSession(cast(RemoteModel, stand_in), 0)
-
-
 def largest(logits: npt.NDArray[np.float32], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """The k largest of each row, best first, ties by the lower id."""
     order = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
@@ -251,7 +229,8 @@ def test_verify_is_evaluate_follow_commit(
     random_gguf: Callable[..., Path], steps: list[tuple[Tree, float, int]]
 ) -> None:
     model = load(str(random_gguf("Q8_0")))
-    apart, together, afar = _core.Session(model), _core.Session(model), remote(model)
+    wire = Wire(model)
+    apart, together, afar = _core.Session(model), _core.Session(model), over(wire)
     for session in (apart, together, afar):
         prefill(session, PREFIX[:5])
     for tree, temperature, k in steps:
@@ -260,13 +239,13 @@ def test_verify_is_evaluate_follow_commit(
         logits = np.stack([apart.logits(row) for row in range(len(tree.tokens))])
         expected = apart.follow(sampling)
         apart.commit(expected[0])
-        before = afar._servers.calls
+        before = len(wire.sizes)
         for verified in (verify(session, tree.tokens, tree.parents, sampling, k) for session in (together, afar)):
             assert len(verified) == (4 if k else 2)
             for found, wanted in zip(verified, [*expected, *largest(logits, k)], strict=False):
                 assert found.dtype == wanted.dtype
                 np.testing.assert_array_equal(found, wanted)
-        assert afar._servers.calls == before + 2  # the sampling, which is new, and the pass
+        assert len(wire.sizes) == before + 2  # the sampling, which is new, and the pass
         np.testing.assert_array_equal(together.tokens, apart.tokens)
         assert together.num_pending == 0
     for session in (apart, together):
