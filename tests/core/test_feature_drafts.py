@@ -30,17 +30,7 @@ TOKENS = np.random.default_rng(1).integers(0, 300, 700, dtype=np.int32)
 GREEDY = Sampling()
 PATH, FORK = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2]  # parents of rows
 
-EAGLES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cut head": {"draft_vocab": 120, "own_head": True},
-    "own embedding": {"own_embedding": True, "rope_factors": True, "rope_base": 5e5},
-    "residual": {"norm_before_residual": True},
-    "norm before fc": {"norm_before_fc": True},
-    "3.1": {"separate_fc_norm": True, "norm_output": True},
-    "head norms": {"head_norms": True, "taps": [1, 2, 3], "layers": 2},
-    "narrow": {"width": 32, "own_embedding": True, "own_head": True},
-    "one layer": {"taps": [2]},
-}
+EAGLES: dict[str, dict[str, Any]] = dict(table("eagles"))
 UNUSED = {"conf_proj.weight": np.ones((1, 80), np.float32), "conf_proj.bias": np.ones(1, np.float32)}  # DSpark's
 BLOCKS: dict[str, Block] = {
     "dflash": Block(),

@@ -29,19 +29,7 @@ from support.steps import evaluate, path_to, prefill, rank, verify
 from pystaged import ContextFullError, _core, _llama
 
 # Heads of 8, 11, 20, 36, 32, 24, 12 and 64 dimensions: below, at, above and between the sizes the kernels work in.
-SHAPES: dict[str, dict[str, Any]] = {
-    "F32-8": {"quantization": "F32", "width": 40, "heads": 5},
-    "F32-11": {"quantization": "F32", "width": 33, "heads": 3, "layers": 1, "vocab_size": 257, "tie": False},
-    "F16-20": {"quantization": "F16", "width": 60, "heads": 3, "tie": False},
-    "BF16-36": {"quantization": "BF16", "width": 72, "heads": 2},
-    "Q8_0-32": {"quantization": "Q8_0", "width": 96, "heads": 3},
-    "Q8_0-24": {"quantization": "Q8_0", "width": 96, "heads": 4, "tie": False, "vocab_size": 321},
-    "Q4_0-12": {"quantization": "Q4_0", "width": 96, "heads": 8, "tie": False},
-    "Q4_0-64": {"quantization": "Q4_0", "width": 64, "heads": 1},
-    "Q5_1-16": {"quantization": "Q5_1", "width": 64, "heads": 4},
-    "Q4_K-64": {"quantization": "Q4_K", "width": 256, "heads": 4, "layers": 1},
-    "Q6_K-32": {"quantization": "Q6_K", "width": 256, "heads": 8, "layers": 1, "tie": False},
-}
+SHAPES: dict[str, dict[str, Any]] = dict(table("session_shapes"))
 FEW = ("F32-11", "Q8_0-24", "Q4_K-64")  # where the shape of heads matters least
 PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
 examples = settings(max_examples=20)
