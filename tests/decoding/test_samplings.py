@@ -33,11 +33,6 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf(vocab_size=300, context=512)
-
-
-@pytest.fixture(scope="module")
 def target(path: Path) -> Model:
     return Model(str(path))
 

@@ -32,11 +32,6 @@ OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperat
 
 
 @pytest.fixture
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf("F32", context=512)
-
-
-@pytest.fixture
 def engine(path: Path) -> Iterator[Engine]:
     with pystaged.load(path, policy=FixedPolicy(2, 3, 6)) as engine:
         yield engine

@@ -27,11 +27,6 @@ WARM: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 SECONDS = 600.0  # after which something hangs
 
 
-@pytest.fixture(scope="module")
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf(vocab_size=300, context=512)
-
-
 @pytest.fixture(params=["n-grams", "draft"])
 def engine(request: pytest.FixtureRequest, path: Path, random_gguf: Callable[..., Path]) -> Iterator[Engine]:
     draft = random_gguf(vocab_size=300, context=512, width=32, layers=1) if request.param == "draft" else None
