@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from support.families import CASES
+from support.families import CASES, models
 from support.feature_drafts import Block, write_draft
 from support.gguf_parts import (
     ARRAY,
@@ -29,38 +29,19 @@ from support.gguf_parts import (
     text,
 )
 from support.logits import llama_logits, model_logits
-from support.random_models import RandomModel, add_sentencepiece, split, write
+from support.random_models import RandomModel, add_sentencepiece, split, write, write_without
 
 import pystaged
 from pystaged._core import Model, ModelError, Tokenizer
 from pystaged.chat.format import ChatFormat
 
 LLAMA = RandomModel("llama")
-GEMMA = RandomModel("gemma3", layers=6)
 TOKENS = list(range(5, 60))
 LAST = "blk.1.ffn_down"
 
 # Types and shapes.
-MODELS: dict[str, RandomModel] = {
-    "Q4_0 with one Q4_1": replace(LLAMA, quantization="Q4_0", types={LAST: "Q4_1"}),
-    "Q4_0 with a tied embedding in Q4_1": replace(LLAMA, quantization="Q4_0", types={"token_embd": "Q4_1"}),
-    "single layers in Q5_1 and Q8_0": replace(LLAMA, quantization="Q4_0", types={LAST: "Q5_1", "blk.0.ffn_up": "Q8_0"}),
-    "factors of angles": replace(LLAMA, vectors={"rope_freqs.weight": np.linspace(1, 4, 8, dtype=np.float32)}),
-    "YaRN without a factor": replace(LLAMA, metadata={"rope.scaling.type": "yarn"}),
-    "LongRoPE without a factor": replace(LLAMA, metadata={"rope.scaling.type": "longrope"}),
-    "linear without a factor": replace(LLAMA, metadata={"rope.scaling.type": "linear"}),
-    "Qwen without RoPE's base": RandomModel("qwen2", biases=True),
-    "layers with a window by name": replace(
-        GEMMA, metadata={"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 3}
-    ),
-    "a layer that predicts further, and other norms' names": CASES["qwen35-ahead"],
-    "a fine-tune that left out its head": replace(LLAMA, family="granite", metadata={"logit_scale": 4.0}),
-    "an old name of the factor": replace(LLAMA, metadata={"rope.scale_linear": 2.0}),
-    "Gemma 3 with a factor, but not in windows": replace(
-        GEMMA, metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 16}
-    ),
-    "Gemma 3 without the base in windows": replace(GEMMA, metadata={"attention.sliding_window": 16}),
-}
+MODELS = models("found_files")
+MODELS["a layer that predicts further, and other norms' names"] = CASES["qwen35-ahead"]
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -172,12 +153,8 @@ def test_a_first_part_without_tensors(small: Path, tmp_path: Path) -> None:
 
 def test_a_layer_ahead_that_was_left_out(tmp_path: Path) -> None:
     model = CASES["qwen35-ahead"]
-
-    def strip(tensors: dict[str, np.ndarray]) -> None:
-        for name in [name for name in tensors if name.startswith(f"blk.{model.layers}.")]:
-            del tensors[name]
-
-    whole, path = write(tmp_path / "whole.gguf", model), write(tmp_path / "model.gguf", model, strip)
+    whole = write(tmp_path / "whole.gguf", model)
+    path = write_without(tmp_path / "model.gguf", model, [f"blk.{model.layers}."])
     assert (model_logits(Model(str(path)), TOKENS) == model_logits(Model(str(whole)), TOKENS)).all()
 
 
