@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 from support.families import CASES  # noqa: E402
 from support.random_models import write  # noqa: E402
+from support.sampling import samplings  # noqa: E402
 
 import pystaged  # noqa: E402
 from pystaged import Engine  # noqa: E402
@@ -44,15 +45,7 @@ SETTLE_SECONDS = 10.0  # that threads have to end
 KV_MEMORY = 48 << 20
 WORDS = ["the", "tree", "then", "over", "and", "out", "or", "in", "of", "one", "two", "stone", "river", "house", "slow"]
 PROMPTS = [" ".join(WORDS[(i * 7 + j * (i + 3)) % len(WORDS)] for j in range(4 + i)) for i in range(12)]
-SAMPLINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
-    {"temperature": 1.2, "min_p": 0.05, "repeat_penalty": 1.1},
-    {"temperature": 0.7, "typical_p": 0.9, "frequency_penalty": 0.3, "presence_penalty": 0.2},
-    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
-    {"temperature": 0.6, "dry_multiplier": 0.8, "logit_bias": {11: -2.0}},
-]
+SAMPLINGS = [*samplings("soak").values()]
 FORMS: list[dict[str, Any]] = [
     {"regex": r"(cat|dog)(, (cat|dog)){1,3}\."},
     {"json_schema": {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}},

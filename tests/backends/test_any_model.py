@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from support.any_model import Asking
+from support.family_reference import log_softmax
 from support.logits import llama_context, llama_pass
-from support.steps import evaluate, prefill
+from support.steps import evaluate, path_to, prefill
 from pystaged._core import Model, Session
 path = Path(sys.argv[2])
 asking = Asking(sys.argv[1], path)
@@ -34,22 +35,16 @@ else:
     parents = [-1, 0, 0, 1, 1, 2, 5, 6, 6, 0, 9, 9, 7, 12]
 tree = rng.integers(0, 256, len(parents)).tolist()
 
-def way(row):
-    return [*way(parents[row]), row] if row >= 0 else []
-
 def one_by_one(tokens):
     with llama_context(path, num_threads=1) as context:
         return [llama_pass(context, [token], i)[0] for i, token in enumerate(tokens)][-1]
 
-def logprobs(logits):
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-
 def gap(found, tokens):
-    return float(np.abs(logprobs(found) - logprobs(one_by_one(tokens))).max())
+    return float(np.abs(log_softmax(found) - log_softmax(one_by_one(tokens))).max())
 
 evaluate(session, tree, parents)
-gaps = [gap(session.logits(row), text + [tree[i] for i in way(row)]) for row in range(len(tree))]
-kept = way(len(tree) - 1)
+gaps = [gap(session.logits(row), text + [tree[i] for i in path_to(row, parents)]) for row in range(len(tree))]
+kept = path_to(len(tree) - 1, parents)
 session.commit(kept)
 text += [tree[i] for i in kept]
 fork = session.fork(len(text))

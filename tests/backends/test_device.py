@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.device import DEVICE, gap_alone
 from support.family_reference import FamilyReference
-from support.steps import evaluate, prefill, rank, verify
+from support.logits import model_logits
+from support.random_models import quantize
+from support.steps import evaluate, path_to, prefill, rank, verify
 from typer.testing import CliRunner
 
 import pystaged
@@ -26,8 +26,6 @@ from pystaged.loading import bundle
 from pystaged.loading.costs import Costs
 from pystaged.options.config import SamplingConfig
 
-Floats = npt.NDArray[np.float32]
-
 PROMPT = "def fibonacci(n):"
 # ggml keeps keys, values and GELU as float16.
 TOLERANCE = 0.02
@@ -37,27 +35,17 @@ def open_session(path: Path, n_ctx: int = 0) -> Session:
     return Session(Model(str(path), num_threads=1, device=DEVICE), n_ctx)
 
 
-def all_logits(session: Session, tokens: list[int]) -> Floats:
-    """Logits after each token, in one evaluation."""
-    evaluate(session, tokens, range(-1, len(tokens) - 1))
-    found = np.stack([session.logits(row) for row in range(len(tokens))])
-    session.discard()
-    return found
-
-
 @pytest.mark.slow
 def test_any_type_of_ggml(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
     source, path = random_gguf("F32", width=256), tmp_path / "iq3_s.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = 26  # IQ3_S
-    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
+    quantize(source, path, "MOSTLY_IQ3_S")
     with pytest.raises(pystaged.ModelError, match="iq3_s"):
         Model(str(path))
     model = Model(str(path), device=DEVICE)
     assert next(iter(model.weight_types)) == "iq3_s"
     assert 0 < model.weight_bytes < Model(str(source)).weight_bytes / 4
     tokens = list(range(40))
-    exact, found = FamilyReference(source, half=False).logits(tokens), all_logits(Session(model), tokens)
+    exact, found = FamilyReference(source, half=False).logits(tokens), model_logits(model, tokens)
     assert np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.9
 
 
@@ -73,12 +61,10 @@ def test_trees_and_commits(random_gguf: Callable[..., Path]) -> None:
         parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, size))]
         evaluate(session, tokens[:1], parents[:1])
         evaluate(session, tokens[1:], parents[1:])
-        ways: list[list[int]] = []
         for row in range(size):
-            ways.append([*(ways[parents[row]] if parents[row] >= 0 else []), row])
-            expected = reference.logits(text + [tokens[i] for i in ways[row]])[-1]
+            expected = reference.logits(text + [tokens[i] for i in path_to(row, parents)])[-1]
             assert np.abs(session.logits(row) - expected).max() <= TOLERANCE
-        path_kept = ways[int(rng.integers(size))]
+        path_kept = path_to(int(rng.integers(size)), parents)
         session.commit(path_kept)
         text += [tokens[i] for i in path_kept]
         assert session.tokens.tolist() == text

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import pytest
 from support.device import DEVICE, GPU_LAYERS, gap_alone
 from support.families import CASES
+from support.family_reference import log_softmax
 from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.plain import Plain
 from support.random_models import write
-from support.steps import evaluate, prefill, verify
+from support.steps import evaluate, path_to, prefill, verify
 
 import pystaged
 from pystaged import FixedPolicy
@@ -59,19 +60,13 @@ def on_device(path: Path) -> Model:
     return Model(path, num_threads=1, device=DEVICE)
 
 
-def logprobs(logits: Floats) -> Floats:
-    shifted = logits - logits.max(-1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
-
-
 def assert_goes_on_plainly(session: Session, plain: Plain) -> None:
     """A chain behind the text has the logits of single rows."""
     committed, tokens = session.tokens.tolist(), [3, 1, 0, 2, 1][: session.most_pending]
     evaluate(session, tokens, range(-1, len(tokens) - 1))
     for row in range(len(tokens)):
         expected = plain([*committed, *tokens[: row + 1]])
-        assert np.abs(logprobs(session.logits(row)) - logprobs(expected)).max() <= TOLERANCE
+        assert np.abs(log_softmax(session.logits(row)) - log_softmax(expected)).max() <= TOLERANCE
     session.discard()
 
 
@@ -91,7 +86,7 @@ def test_texts_of_one_pass_go_back_each_to_its_own_state(path_of: Callable[..., 
             prefill(alone, [*session.tokens[:2], chain[0]])
             for each in (session, alone):
                 evaluate(each, [9], [-1])
-            assert np.abs(logprobs(session.logits(0)) - logprobs(alone.logits(0))).max() <= TOLERANCE
+            assert np.abs(log_softmax(session.logits(0)) - log_softmax(alone.logits(0))).max() <= TOLERANCE
             session.close()
             alone.close()
 
@@ -119,7 +114,7 @@ def test_a_text_against_our_kernels_and_llama_cpp(path_of: Callable[..., Path], 
     assert np.abs(logits - np.concatenate(expected)).max() <= LLAMA_TOLERANCE
     # ggml rounds quantized products otherwise than our kernels do.
     tolerance = TOLERANCE if quantization == "F32" else 0.2
-    assert np.abs(logprobs(logits) - logprobs(own)).max() <= tolerance
+    assert np.abs(log_softmax(logits) - log_softmax(own)).max() <= tolerance
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,10 +141,7 @@ def test_random_schedules(path_of: Callable[..., Path], name: str) -> None:
                 rows = [begin, *range(len(parents), len(parents) + size - 1)]
                 evaluate(session, generator.integers(0, 4, size), rows, 0)
                 parents += rows
-            path_kept, row = list[int](), int(generator.integers(-1, len(parents)))
-            while row >= 0:
-                path_kept, row = [row, *path_kept], parents[row]
-            session.commit(path_kept)
+            session.commit(path_to(int(generator.integers(-1, len(parents))), parents))
         elif kind == "back":
             asked = int(generator.integers(0, len(committed) + 1))
             assert session.rewind(asked) == len(session.tokens) <= asked

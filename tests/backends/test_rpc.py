@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import socket
@@ -13,21 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from support.families import CASES
 from support.random_models import write
+from support.remote import Wire, over
 from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.backends import rpc
-from pystaged.backends.rpc import RemoteSession
-from pystaged.backends.rpc_host import Host
 from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
 from pystaged.decoding.context import Context
@@ -54,29 +50,12 @@ def free_port() -> int:
         return port
 
 
-class Wire:
-    """A host in this process that is told of calls as bytes, as over a pipe."""
-
-    def __init__(self, model: Model) -> None:
-        self._host = Host(None)  # type: ignore[arg-type]
-        self._host._model = model
-        self.sizes: list[tuple[str, int]] = []
-
-    def call(self, name: str, *args: object) -> Any:
-        data = pickle.dumps((name, args))
-        self.sizes.append((name, len(data)))
-        name, args = pickle.loads(data)
-        return getattr(self._host, name)(*args)
-
-
 def test_a_sampling_is_sent_once_for_a_text(random_gguf: Callable[..., Path]) -> None:
     """However much its rules hold."""
     path = random_gguf(vocab_size=300, context=512)
     model, tokenizer = Model(str(path)), Tokenizer(str(path))
     wire = Wire(model)
-    numbers = {name: getattr(model, name) for name in ("most_pending", "state_bytes", "kept_state_bytes")}
-    there = SimpleNamespace(servers=wire, weight_bytes=1, vocab_size=300, **numbers)
-    remote = Context(RemoteSession(there, 512))  # type: ignore[arg-type]
+    remote = Context(over(wire, 512))  # type: ignore[arg-type]
     local = Context(Session(model))
     prompt = tokenizer.encode("the tree then the tree ")
     for seed in (1, 2):

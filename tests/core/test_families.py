@@ -19,7 +19,7 @@ from support.libraries import LLAMA_TOLERANCE
 from support.logits import llama_context, llama_pass, model_logits
 from support.paths import table
 from support.random_models import RandomModel, dequantized, quantize, split, write
-from support.steps import evaluate, prefill, verify
+from support.steps import evaluate, path_to, prefill, verify
 
 from pystaged._core import Model, ModelError, Sampling, Session, Tokenizer, UnsupportedModelError, kernels
 
@@ -111,13 +111,9 @@ def test_trees_are_chains_on_every_kernel(written: Callable[[str], Path], case: 
             if expected is None:
                 expected = found
                 for leaf in (23, 20, 11):
-                    chain, node = [], leaf
-                    while node >= 0:
-                        chain.insert(0, branches[node])
-                        node = parents[node]
                     alone = Session(model)
                     prefill(alone, tokens[:60])
-                    for token in [*tokens[60:], *chain]:
+                    for token in [*tokens[60:], *(branches[row] for row in path_to(leaf, parents))]:
                         evaluate(alone, [token], [-1])
                         last = alone.logits(0)
                         alone.commit([0])

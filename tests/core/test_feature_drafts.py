@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.assistants import Assistant, write_assistant
+from support.assistants import Assistant
 from support.draft_checkpoints import FORMS, filled, write_form
 from support.families import CASES
-from support.family_reference import FamilyReference
-from support.feature_drafts import Block, BlockTwin, Contents, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
+from support.family_reference import FamilyReference, log_softmax
+from support.feature_drafts import Block, BlockTwin, Contents, Eagle3, Eagle3Twin, dspark, load_pair, write_draft
 from support.logits import llama_ahead, llama_assistant
 from support.memory import resident
 from support.paths import table
-from support.random_models import Floats, RandomModel, write
+from support.random_models import RandomModel, write, write_without
 from support.steps import evaluate, prefill, verify
 
 from pystaged._core import ContextFullError, HiddenRows, Model, ModelError, Sampling, Session, Work, run
@@ -30,17 +30,7 @@ TOKENS = np.random.default_rng(1).integers(0, 300, 700, dtype=np.int32)
 GREEDY = Sampling()
 PATH, FORK = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2]  # parents of rows
 
-EAGLES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cut head": {"draft_vocab": 120, "own_head": True},
-    "own embedding": {"own_embedding": True, "rope_factors": True, "rope_base": 5e5},
-    "residual": {"norm_before_residual": True},
-    "norm before fc": {"norm_before_fc": True},
-    "3.1": {"separate_fc_norm": True, "norm_output": True},
-    "head norms": {"head_norms": True, "taps": [1, 2, 3], "layers": 2},
-    "narrow": {"width": 32, "own_embedding": True, "own_head": True},
-    "one layer": {"taps": [2]},
-}
+EAGLES: dict[str, dict[str, Any]] = dict(table("eagles"))
 UNUSED = {"conf_proj.weight": np.ones((1, 80), np.float32), "conf_proj.bias": np.ones(1, np.float32)}  # DSpark's
 BLOCKS: dict[str, Block] = {
     "dflash": Block(),
@@ -58,14 +48,6 @@ GEMMA4 = {name: replace(CASES[name], context=1024) for name in ("gemma4", "gemma
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("target") / "target.gguf", TARGET)
-
-
-def load(target_path: Path, path: Path, threads: int = 2) -> tuple[Model, Model]:
-    """A target that keeps what the draft reads, and the draft."""
-    target = Model(target_path, "", threads)
-    draft = Model(path, "", threads, target=target)
-    target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
-    return target, draft
 
 
 def read(target: Model, count: int) -> HiddenRows:
@@ -86,8 +68,8 @@ def lent(target_path: Path) -> npt.NDArray[np.float64]:
 
 @pytest.mark.parametrize("options", EAGLES.values(), ids=EAGLES)
 def test_an_eagle_draft_is_its_twin(target_path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    path = write_eagle3(tmp_path / "draft.gguf", Eagle3(**options))
-    target, draft = load(target_path, path)
+    path = write_draft(tmp_path / "draft.gguf", Eagle3(**options))
+    target, draft = load_pair(target_path, path)
     embedding = lent(target_path)
     twin = Eagle3Twin.of(path, embedding, embedding)
     hidden, session = read(target, 40), Session(draft)
@@ -112,16 +94,6 @@ def test_an_eagle_draft_is_its_twin(target_path: Path, tmp_path: Path, options: 
         np.testing.assert_array_equal(draft.head_tokens, twin.d2t)
 
 
-def write_without(path: Path, model: RandomModel, *parts: str) -> Path:
-    """Write a model without the tensors that have one of these parts in their names."""
-
-    def drop(tensors: dict[str, Floats]) -> None:
-        for name in [name for name in tensors if any(part in name for part in parts)]:
-            del tensors[name]
-
-    return write(path, model, drop)
-
-
 LAYERS = ["blk.0.", "blk.1.", "blk.2."]
 
 
@@ -132,8 +104,8 @@ LAYERS = ["blk.0.", "blk.1.", "blk.2."]
 )
 def test_an_mtp_layer_is_llama_cpps(tmp_path: Path, model: RandomModel, absent: list[str]) -> None:
     target_path = write(tmp_path / "target.gguf", model)
-    path = write_without(tmp_path / "draft.gguf", model, *absent) if absent else target_path
-    target, draft = load(target_path, path)
+    path = write_without(tmp_path / "draft.gguf", model, absent) if absent else target_path
+    target, draft = load_pair(target_path, path)
     assert (draft.target_layers, draft.num_layers, draft.vocab_size) == ([3], 1, 300)
     hidden, session, reference = read(target, 40), Session(draft), FamilyReference(target_path)
     run([Work.read(session, TOKENS[1:33], hidden[:32])])
@@ -164,10 +136,10 @@ def test_an_mtp_layer_is_llama_cpps(tmp_path: Path, model: RandomModel, absent: 
 @pytest.mark.parametrize("length", [1, 120, 300])
 def test_an_assistant_is_llama_cpps(tmp_path: Path, case: str, length: int) -> None:
     target_path = write(tmp_path / "target.gguf", GEMMA4[case])
-    plain = write_assistant(tmp_path / "plain.gguf", Assistant(GEMMA4[case]))
+    plain = write_draft(tmp_path / "plain.gguf", Assistant(GEMMA4[case]))
     # A head that scores few tokens is not used here; llama.cpp would.
-    path = write_assistant(tmp_path / "draft.gguf", Assistant(GEMMA4[case], centroids=True)) if length > 250 else plain
-    target, draft = load(target_path, path)
+    path = write_draft(tmp_path / "draft.gguf", Assistant(GEMMA4[case], centroids=True)) if length > 250 else plain
+    target, draft = load_pair(target_path, path)
     assert (draft.target_layers, draft.borrows_cells, draft.cell_bytes) == ([target.num_layers], True, 0)
     text = TOKENS[:length].tolist()
     source = Session(target)
@@ -193,7 +165,7 @@ def test_an_assistant_is_llama_cpps(tmp_path: Path, case: str, length: int) -> N
 def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: str) -> None:
     model = RandomModel("qwen2", layers=3, ahead=1, tie=False, head_bias=True, quantization=quantization)
     path = write(tmp_path / "target.gguf", model)
-    target, whole = load(path, path)
+    target, whole = load_pair(path, path)
     cut = Model(path, "", 2, target=target)
     cut.cut_head(100)
     hidden, sessions = read(target, 8), [Session(whole), Session(cut)]
@@ -211,7 +183,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
     assert cut.weight_bytes < whole.weight_bytes
     with pytest.raises(ValueError, match="before the first session"):
         cut.cut_head(50)
-    blocks = [Model(write_dflash(tmp_path / "block.gguf", dspark(taps=[1])), target=target) for _ in range(2)]
+    blocks = [Model(write_draft(tmp_path / "block.gguf", dspark(taps=[1])), target=target) for _ in range(2)]
     blocks[1].cut_head(100)
     tokens, found = [5, *[blocks[0].mask_token] * 3], []
     for model in blocks:
@@ -222,7 +194,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
         kept = whole_tokens < 100
         assert cut_tokens[: kept.sum()].tolist() == whole_tokens[kept].tolist()
         np.testing.assert_allclose(np.diff(cut_chances[: kept.sum()]), np.diff(chances[kept]), atol=1e-4)
-    own = Model(write_eagle3(tmp_path / "own.gguf", Eagle3(own_head=True)), target=target)
+    own = Model(write_draft(tmp_path / "own.gguf", Eagle3(own_head=True)), target=target)
     before = own.weight_bytes
     own.cut_head(100)  # stays whole
     assert own.weight_bytes == before
@@ -230,7 +202,7 @@ def test_a_cut_head_has_the_first_tokens_logits(tmp_path: Path, quantization: st
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_draft_is_its_twin(target_path: Path, tmp_path: Path, block: Block) -> None:
-    path = write_dflash(tmp_path / "draft.gguf", block, UNUSED if block.markov_rank else None)
+    path = write_draft(tmp_path / "draft.gguf", block, UNUSED if block.markov_rank else None)
     embedding = lent(target_path)
     compare(target_path, path, BlockTwin.of(path, embedding, embedding), block)
 
@@ -251,7 +223,7 @@ def test_a_converted_checkpoint_is_its_twin(target_path: Path, tmp_path: Path, f
 
 def compare(target_path: Path, path: Path, twin: BlockTwin, block: Block) -> None:
     """A draft's blocks behind contexts of several lengths, and the corrections of its Markov head."""
-    target, draft = load(target_path, path)
+    target, draft = load_pair(target_path, path)
     assert (draft.block_size, draft.is_anchored, draft.mask_token) == (block.block, block.from_anchor, twin.mask_token)
     hidden, session = read(target, 310), Session(draft)
     states = hidden.numpy().astype(np.float64)
@@ -266,8 +238,7 @@ def compare(target_path: Path, path: Path, twin: BlockTwin, block: Block) -> Non
         before = [tokens[0], 5, 6]
         found, chances = session.likeliest([0, 1, 1], before if draft.has_markov else [], 20)
         for i, row in enumerate((0, 1, 1)):
-            corrected = expected[row] + twin.correction(before[i])
-            logprobs = corrected - np.log(np.exp(corrected).sum())
+            logprobs = log_softmax(expected[row] + twin.correction(before[i]))
             close(chances[i], np.sort(logprobs)[::-1][:20])
             close(logprobs[found[i]], np.sort(logprobs)[::-1][:20])
         session.discard()
@@ -276,12 +247,12 @@ def compare(target_path: Path, path: Path, twin: BlockTwin, block: Block) -> Non
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "block"])
 def test_a_row_has_the_same_bits_alone_and_with_other_texts(target_path: Path, tmp_path: Path, kind: str) -> None:
     if kind == "eagle":
-        path = write_eagle3(tmp_path / "draft.gguf", Eagle3(quantization="Q8_0", taps=[1, 2, 3]))
+        path = write_draft(tmp_path / "draft.gguf", Eagle3(quantization="Q8_0", taps=[1, 2, 3]))
     elif kind == "mtp":
         path = target_path = write(tmp_path / "target.gguf", replace(HYBRID, quantization="Q8_0"))
     else:
-        path = write_dflash(tmp_path / "draft.gguf", dspark(quantization="Q8_0", markov_rank=32))
-    target, draft = load(target_path, path)
+        path = write_draft(tmp_path / "draft.gguf", dspark(quantization="Q8_0", markov_rank=32))
+    target, draft = load_pair(target_path, path)
     hidden = read(target, 200)
     lengths = [1, 40, 130]
     several, alone = ([Session(draft) for _ in lengths] for _ in range(2))
@@ -310,10 +281,8 @@ def test_a_row_has_the_same_bits_alone_and_with_other_texts(target_path: Path, t
 def test_an_assistants_row_has_the_same_bits_alone_and_with_other_texts(tmp_path: Path) -> None:
     model = replace(GEMMA4["gemma4-keys-are-values"], quantization="Q8_0")
     target_path = write(tmp_path / "target.gguf", model)
-    path = write_assistant(tmp_path / "draft.gguf", Assistant(model, quantization="Q8_0"))
-    target = Model(target_path, "", 2, kv="q8_0")
-    draft = Model(path, "", 2, target=target)
-    target.tap(draft.target_layers, last_row=True)
+    path = write_draft(tmp_path / "draft.gguf", Assistant(model, quantization="Q8_0"))
+    target, draft = load_pair(target_path, path, kv="q8_0")
     sources, lengths = [Session(target) for _ in range(3)], (3, 80, 300)
     for source, n in zip(sources, lengths, strict=True):
         prefill(source, TOKENS[:n])
@@ -330,8 +299,8 @@ def test_an_assistants_row_has_the_same_bits_alone_and_with_other_texts(tmp_path
 def test_an_assistant_needs_its_targets_text(tmp_path: Path) -> None:
     model = GEMMA4["gemma4"]
     target_path = write(tmp_path / "target.gguf", model)
-    path = write_assistant(tmp_path / "draft.gguf", Assistant(model))
-    target, draft = load(target_path, path)
+    path = write_draft(tmp_path / "draft.gguf", Assistant(model))
+    target, draft = load_pair(target_path, path)
     with pytest.raises(ValueError, match="needs its target's session"):
         Session(draft)
     with pytest.raises(ValueError, match="another model"):
@@ -383,8 +352,8 @@ def test_an_assistant_needs_its_targets_text(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_an_assistant_that_is_closed_lets_go_of_its_targets_text(tmp_path: Path) -> None:
     model = GEMMA4["gemma4"]
-    path = write_assistant(tmp_path / "draft.gguf", Assistant(model))
-    target, draft = load(write(tmp_path / "target.gguf", model), path)
+    path = write_draft(tmp_path / "draft.gguf", Assistant(model))
+    target, draft = load_pair(write(tmp_path / "target.gguf", model), path)
     source = Session(target)
     prefill(source, TOKENS)
     drafts = [Session(draft, target=source.fork(len(TOKENS))) for _ in range(20)]
@@ -414,10 +383,10 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) ->
         (fits, {"output.weight": np.ones((300, 32), np.float32)}, "output.weight"),
     ]
     for draft, changed, message in cases:
-        write_assistant(path, draft, changed)
+        write_draft(path, draft, changed)
         with pytest.raises(ModelError, match=message):
             Model(path, target=target)
-    write_assistant(path, fits)
+    write_draft(path, fits)
     with pytest.raises(ModelError, match="name this file as its draft"):
         Model(path)
     with pytest.raises(ModelError, match="for 'gemma4' models, but the target is of architecture 'llama'"):
@@ -436,15 +405,15 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) ->
         Model(path, target=Model(write(tmp_path / "global.gguf", global_only)))
     narrow = replace(model, metadata=model.metadata | {"attention.sliding_window": 1})
     with pytest.raises(ModelError, match="nothing to attend to"):
-        Model(write_assistant(path, Assistant(narrow)), target=Model(write(tmp_path / "narrow.gguf", narrow)))
+        Model(write_draft(path, Assistant(narrow)), target=Model(write(tmp_path / "narrow.gguf", narrow)))
 
 
 def test_what_a_draft_cannot_read_is_refused(target_path: Path, tmp_path: Path) -> None:
-    eagle = write_eagle3(tmp_path / "eagle.gguf", Eagle3())
-    block = write_dflash(tmp_path / "block.gguf", dspark())
+    eagle = write_draft(tmp_path / "eagle.gguf", Eagle3())
+    block = write_draft(tmp_path / "block.gguf", dspark())
     with pytest.raises(ModelError, match="name this file as its draft"):
         Model(eagle)
-    target, draft = load(target_path, block)
+    target, draft = load_pair(target_path, block)
     hidden, session, plain = read(target, 8), Session(draft), Session(target)
     run([Work.read(session, TOKENS[:6], hidden[:6])])
     with pytest.raises(ValueError, match="hidden states"):
@@ -481,10 +450,7 @@ def test_a_file_that_does_not_fit_its_target_is_refused(
 ) -> None:
     values = {name: value and filled(*value) for name, value in changed.items()}
     path = tmp_path / "draft.gguf"
-    if draft == "Eagle3":
-        write_eagle3(path, Eagle3(**fields), values)
-    else:
-        write_dflash(path, Block(**fields), values)
+    write_draft(path, {"Eagle3": Eagle3, "Block": Block}[draft](**fields), values)
     with pytest.raises(ModelError, match=message):
         Model(path, target=Model(target_path))
 
@@ -506,12 +472,12 @@ def test_a_file_that_does_not_fit_its_target_is_refused(
 def test_an_mtp_layer_that_does_not_fit_its_target_is_refused(
     tmp_path: Path, model: RandomModel, absent: str, message: str
 ) -> None:
-    path = write_without(tmp_path / "draft.gguf", model, absent)
+    path = write_without(tmp_path / "draft.gguf", model, [absent])
     with pytest.raises(ModelError, match=message):
         Model(path, target=Model(write(tmp_path / "target.gguf", AHEAD)))
 
 
 def test_a_file_of_an_mtp_layer_alone_is_no_model(tmp_path: Path) -> None:
-    path = write_without(tmp_path / "layer.gguf", AHEAD, "blk.0.", "blk.1.", "blk.2.")
+    path = write_without(tmp_path / "layer.gguf", AHEAD, LAYERS)
     with pytest.raises(ModelError, match="name this file as its draft"):
         Model(path)

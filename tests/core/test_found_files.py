@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from support.families import CASES
-from support.feature_drafts import Block, write_dflash
+from support.families import CASES, models
+from support.feature_drafts import Block, write_draft
 from support.gguf_parts import (
     ARRAY,
     BOOL,
@@ -29,38 +29,19 @@ from support.gguf_parts import (
     text,
 )
 from support.logits import llama_logits, model_logits
-from support.random_models import RandomModel, add_sentencepiece, split, write
+from support.random_models import RandomModel, add_sentencepiece, split, write, write_without
 
 import pystaged
 from pystaged._core import Model, ModelError, Tokenizer
 from pystaged.chat.format import ChatFormat
 
 LLAMA = RandomModel("llama")
-GEMMA = RandomModel("gemma3", layers=6)
 TOKENS = list(range(5, 60))
 LAST = "blk.1.ffn_down"
 
 # Types and shapes.
-MODELS: dict[str, RandomModel] = {
-    "Q4_0 with one Q4_1": replace(LLAMA, quantization="Q4_0", types={LAST: "Q4_1"}),
-    "Q4_0 with a tied embedding in Q4_1": replace(LLAMA, quantization="Q4_0", types={"token_embd": "Q4_1"}),
-    "single layers in Q5_1 and Q8_0": replace(LLAMA, quantization="Q4_0", types={LAST: "Q5_1", "blk.0.ffn_up": "Q8_0"}),
-    "factors of angles": replace(LLAMA, vectors={"rope_freqs.weight": np.linspace(1, 4, 8, dtype=np.float32)}),
-    "YaRN without a factor": replace(LLAMA, metadata={"rope.scaling.type": "yarn"}),
-    "LongRoPE without a factor": replace(LLAMA, metadata={"rope.scaling.type": "longrope"}),
-    "linear without a factor": replace(LLAMA, metadata={"rope.scaling.type": "linear"}),
-    "Qwen without RoPE's base": RandomModel("qwen2", biases=True),
-    "layers with a window by name": replace(
-        GEMMA, metadata={"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 3}
-    ),
-    "a layer that predicts further, and other norms' names": CASES["qwen35-ahead"],
-    "a fine-tune that left out its head": replace(LLAMA, family="granite", metadata={"logit_scale": 4.0}),
-    "an old name of the factor": replace(LLAMA, metadata={"rope.scale_linear": 2.0}),
-    "Gemma 3 with a factor, but not in windows": replace(
-        GEMMA, metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 16}
-    ),
-    "Gemma 3 without the base in windows": replace(GEMMA, metadata={"attention.sliding_window": 16}),
-}
+MODELS = models("found_files")
+MODELS["a layer that predicts further, and other norms' names"] = CASES["qwen35-ahead"]
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -172,12 +153,8 @@ def test_a_first_part_without_tensors(small: Path, tmp_path: Path) -> None:
 
 def test_a_layer_ahead_that_was_left_out(tmp_path: Path) -> None:
     model = CASES["qwen35-ahead"]
-
-    def strip(tensors: dict[str, np.ndarray]) -> None:
-        for name in [name for name in tensors if name.startswith(f"blk.{model.layers}.")]:
-            del tensors[name]
-
-    whole, path = write(tmp_path / "whole.gguf", model), write(tmp_path / "model.gguf", model, strip)
+    whole = write(tmp_path / "whole.gguf", model)
+    path = write_without(tmp_path / "model.gguf", model, [f"blk.{model.layers}."])
     assert (model_logits(Model(str(path)), TOKENS) == model_logits(Model(str(whole)), TOKENS)).all()
 
 
@@ -193,14 +170,14 @@ def test_images_and_sound_in_the_models_file(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["blk.0.attn_conv_base", "blk.0.ffn_conv_proj", "selector_hidden"])
 def test_drafts_of_a_later_kind_are_refused(tmp_path: Path, name: str) -> None:
-    draft = write_dflash(tmp_path / "draft.gguf", Block(), {name: np.ones(4, np.float32)})
+    draft = write_draft(tmp_path / "draft.gguf", Block(), {name: np.ones(4, np.float32)})
     target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
     with pytest.raises((ValueError, ModelError), match=f"'{name}' is none of architecture 'dflash'"):
         pystaged.load(target, draft=draft)
 
 
 def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
-    draft = write_dflash(tmp_path / "draft.gguf", Block())
+    draft = write_draft(tmp_path / "draft.gguf", Block())
     window = put("dflash.attention.sliding_window", U32, struct.pack("<I", 8))
     pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
     draft = changed(draft.read_bytes(), tmp_path / "windows.gguf", window, pattern)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.family_reference import log_softmax
 from support.logits import llama_context
 from support.sampling import Doubles, Floats, kept, llama_chain, llama_dry, samplings
-from support.steps import evaluate, prefill, rank, verify
+from support.steps import evaluate, path_to, prefill, rank, verify
 
 from pystaged import SamplingConfig, _core
 from pystaged.sampling.binding import _known, bind, sequences_of
@@ -71,11 +72,6 @@ def random_tokens(seed: int, length: int = 60, alphabet: int = 4) -> list[int]:
     tokens = generator.integers(0, alphabet, length) + 40
     tokens[generator.random(length) < 0.04] = 10
     return [int(token) for token in tokens]
-
-
-def log_softmax(x: Doubles) -> Doubles:
-    result: Doubles = x - x.max() - np.log(np.exp(x - x.max()).sum())
-    return result
 
 
 def check_equal(found: Doubles, expected: Doubles) -> None:
@@ -159,7 +155,7 @@ def test_penalties_and_dry_are_llama_cpps(
     if dry:
         samplers.append(llama_dry(vocab, replace(sampling, dry_penalty_last_n=window(dry_last_n))))
     expected, _ = llama_chain(text.logits, samplers, tokens)
-    check_equal(text.scores(bind(sampling, tokenizer, 1).native), log_softmax(expected.astype(np.float64)))
+    check_equal(text.scores(bind(sampling, tokenizer, 1).native), log_softmax(expected))
 
 
 def test_breakers_reach_over_several_tokens(tokenizer: _core.Tokenizer) -> None:
@@ -288,11 +284,8 @@ def test_rows_of_a_tree_have_their_own_text(
     for one, other in zip(found, rank(fork, rows, 40, s), strict=True):
         np.testing.assert_array_equal(one, other)
     for row in rows:
-        ancestors = [row]
-        while parents[ancestors[0]] >= 0:
-            ancestors.insert(0, parents[ancestors[0]])
         alone = _core.Session(model)
-        prefill(alone, [*prompt, *(tokens[i] for i in ancestors[:-1])])
+        prefill(alone, [*prompt, *(tokens[i] for i in path_to(parents[row], parents))])
         evaluate(alone, [tokens[row]], [-1])
         for one, other in zip(found, rank(alone, [0], 40, s), strict=True):
             np.testing.assert_array_equal(one[row], other[0])
@@ -325,7 +318,7 @@ def test_a_row_may_be_asked_under_several_rules_at_once(model: _core.Model, toke
 def test_logprobs_are_the_models_own(k: int, model: _core.Model) -> None:
     """Whatever the sampling makes of them."""
     text = Text(model, random_tokens(4))
-    expected = log_softmax(text.logits.astype(np.float64))
+    expected = log_softmax(text.logits)
     for s in (SamplingConfig(), SamplingConfig(2.0, 5, seed=1, repeat_penalty=2.0, logit_bias={3: -math.inf})):
         native = s.native_sampling(s.native_rules(logit_bias=[(3, -math.inf)]), k)
         path, tokens, (own, best, of_best) = text.session.follow(native)
@@ -473,6 +466,6 @@ def test_a_device_brings_all_that_rules_need(path: Path) -> None:
     _, chosen, (own, top, _) = Text(device, tokens).session.follow(SamplingConfig().native_sampling(None, logprobs=80))
     assert chosen[0] == best[0]
     assert top[0].tolist() == best[:80].tolist()
-    assert own[0] == pytest.approx(log_softmax(logits.astype(np.float64))[best[0]], abs=1e-5)
+    assert own[0] == pytest.approx(log_softmax(logits)[best[0]], abs=1e-5)
     late = SamplingConfig(temperature_last=True, xtc_probability=1.0, xtc_threshold=0.0)
     assert Text(device, tokens).follow(late.native) == best[-1]

@@ -15,7 +15,7 @@ from support.families import models
 from support.memory import held
 from support.plain import Plain
 from support.random_models import RandomModel, write
-from support.steps import evaluate, prefill
+from support.steps import evaluate, path_to, prefill
 
 from pystaged import _core
 from pystaged._core import LogitRules, ModelError, Sampling, Session, Work
@@ -39,10 +39,6 @@ def branches(generator: np.random.Generator, most: int) -> tuple[list[int], list
     n = int(generator.integers(1, most + 1))
     parents = [-1, *(int(generator.integers(max(-1, i - 3), i)) for i in range(1, n))]
     return generator.integers(0, 4, n).tolist(), parents
-
-
-def path_to(row: int, parents: list[int]) -> list[int]:
-    return [*path_to(parents[row], parents), row] if row >= 0 else []
 
 
 def assert_goes_on_plainly(session: Session, plain: Plain) -> None:

@@ -13,6 +13,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import table
 from support.sampling import kept, samplings
 from support.steps import evaluate, prefill, rank, verify
 
@@ -297,22 +298,7 @@ def test_tokens_are_drawn_by_their_probability(random_gguf: Callable[..., Path],
 # ---- Options ----
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -0.1}, "temperature must be"),
-        ({"temperature": float("nan")}, "temperature must be"),
-        ({"temperature": 1e39}, "temperature must be"),
-        ({"top_k": -1}, "top_k must be"),
-        ({"top_p": 0.0}, "top_p must be"),
-        ({"top_p": 1.001}, "top_p must be"),
-        ({"top_p": float("nan")}, "top_p must be"),
-        ({"min_p": -0.001}, "min_p must be"),
-        ({"min_p": 1.0}, "min_p must be"),
-        ({"min_p": float("nan")}, "min_p must be"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), table("samplings_refused"), ids=str)
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
     for kind in (SamplingConfig, _core.Sampling):
         with pytest.raises(ValueError, match=message):

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +23,13 @@ from support.kernels import EVERY_KERNEL, KERNELS
 from support.libraries import of_llama_cpp
 from support.paths import table
 from support.plain import Plain
-from support.steps import evaluate, prefill, rank, verify
+from support.remote import Wire, over
+from support.steps import evaluate, path_to, prefill, rank, verify
 
 from pystaged import ContextFullError, _core, _llama
-from pystaged.backends.rpc import RemoteModel, RemoteSession
-from pystaged.backends.rpc_host import Host
 
 # Heads of 8, 11, 20, 36, 32, 24, 12 and 64 dimensions: below, at, above and between the sizes the kernels work in.
-SHAPES: dict[str, dict[str, Any]] = {
-    "F32-8": {"quantization": "F32", "width": 40, "heads": 5},
-    "F32-11": {"quantization": "F32", "width": 33, "heads": 3, "layers": 1, "vocab_size": 257, "tie": False},
-    "F16-20": {"quantization": "F16", "width": 60, "heads": 3, "tie": False},
-    "BF16-36": {"quantization": "BF16", "width": 72, "heads": 2},
-    "Q8_0-32": {"quantization": "Q8_0", "width": 96, "heads": 3},
-    "Q8_0-24": {"quantization": "Q8_0", "width": 96, "heads": 4, "tie": False, "vocab_size": 321},
-    "Q4_0-12": {"quantization": "Q4_0", "width": 96, "heads": 8, "tie": False},
-    "Q4_0-64": {"quantization": "Q4_0", "width": 64, "heads": 1},
-    "Q5_1-16": {"quantization": "Q5_1", "width": 64, "heads": 4},
-    "Q4_K-64": {"quantization": "Q4_K", "width": 256, "heads": 4, "layers": 1},
-    "Q6_K-32": {"quantization": "Q6_K", "width": 256, "heads": 8, "layers": 1, "tie": False},
-}
+SHAPES: dict[str, dict[str, Any]] = dict(table("session_shapes"))
 FEW = ("F32-11", "Q8_0-24", "Q4_K-64")  # where the shape of heads matters least
 PREFIX = tuple(np.random.default_rng(0).integers(0, 257, 1024).tolist())
 examples = settings(max_examples=20)
@@ -60,8 +45,7 @@ class Tree:
     parents: list[int]
 
     def rows_to(self, row: int) -> list[int]:
-        """The rows from the committed end to this one."""
-        return [*self.rows_to(self.parents[row]), row] if row >= 0 else []
+        return path_to(row, self.parents)
 
     def path(self, row: int) -> tuple[int, ...]:
         """The tokens of those rows."""
@@ -221,25 +205,6 @@ def test_follow(random_gguf: Callable[..., Path], shape: str, guesses: list[tupl
         np.testing.assert_array_equal(session.logits(0), expected)
 
 
-class OneHost:
-    """A worker's calls without its process, counted."""
-
-    def __init__(self, model: _core.Model) -> None:
-        ours, self._theirs = Pipe()
-        self._host, self.calls = Host(ours), 0
-        self._host._model = model
-
-    def call(self, name: str, *args: object) -> Any:
-        self.calls += 1
-        return getattr(self._host, name)(*args)
-
-
-def remote(model: _core.Model) -> RemoteSession:
-    names = ("weight_bytes", "vocab_size", "most_pending", "state_bytes", "kept_state_bytes")
-    stand_in = SimpleNamespace(servers=OneHost(model), **{name: getattr(model, name) for name in names})
-    return RemoteSession(cast(RemoteModel, stand_in), 0)
-
-
 def largest(logits: npt.NDArray[np.float32], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """The k largest of each row, best first, ties by the lower id."""
     order = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
@@ -252,7 +217,8 @@ def test_verify_is_evaluate_follow_commit(
     random_gguf: Callable[..., Path], steps: list[tuple[Tree, float, int]]
 ) -> None:
     model = load(str(random_gguf("Q8_0")))
-    apart, together, afar = _core.Session(model), _core.Session(model), remote(model)
+    wire = Wire(model)
+    apart, together, afar = _core.Session(model), _core.Session(model), over(wire)
     for session in (apart, together, afar):
         prefill(session, PREFIX[:5])
     for tree, temperature, k in steps:
@@ -261,13 +227,13 @@ def test_verify_is_evaluate_follow_commit(
         logits = np.stack([apart.logits(row) for row in range(len(tree.tokens))])
         expected = apart.follow(sampling)
         apart.commit(expected[0])
-        before = afar._servers.calls
+        before = len(wire.sizes)
         for verified in (verify(session, tree.tokens, tree.parents, sampling, k) for session in (together, afar)):
             assert len(verified) == (4 if k else 2)
             for found, wanted in zip(verified, [*expected, *largest(logits, k)], strict=False):
                 assert found.dtype == wanted.dtype
                 np.testing.assert_array_equal(found, wanted)
-        assert afar._servers.calls == before + 2  # the sampling, which is new, and the pass
+        assert len(wire.sizes) == before + 2  # the sampling, which is new, and the pass
         np.testing.assert_array_equal(together.tokens, apart.tokens)
         assert together.num_pending == 0
     for session in (apart, together):

@@ -10,9 +10,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.family_reference import FamilyReference
-from support.logits import llama_context, llama_pass
-from support.steps import evaluate
+from support.family_reference import FamilyReference, log_softmax
+from support.logits import llama_context, llama_pass, model_logits
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
@@ -65,24 +64,10 @@ def theirs(path: Path) -> Iterator[Any]:
         yield context
 
 
-def log_probabilities(logits: npt.NDArray[Any]) -> Doubles:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    result: Doubles = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
-
-
 def clear_choices(log_probs: Doubles) -> npt.NDArray[np.bool_]:
     """Rows whose likeliest token is ahead of the second by more than 0.2."""
     top_two = np.sort(np.partition(log_probs, -2, axis=-1)[:, -2:])
     return top_two[:, 1] - top_two[:, 0] > 0.2
-
-
-def our_logits(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
-    session.rewind(0)
-    evaluate(session, tokens, range(-1, len(tokens) - 1))
-    found = np.stack([session.logits(row) for row in range(len(tokens))])
-    session.discard()
-    return found
 
 
 def their_logits(context: Any, tokens: list[int]) -> npt.NDArray[np.float32]:
@@ -93,12 +78,12 @@ def their_logits(context: Any, tokens: list[int]) -> npt.NDArray[np.float32]:
 @pytest.mark.slow
 def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], theirs: Any) -> None:
     """As near to doubles as llama.cpp, and the same choice where these are sure."""
-    session, exact_model = Session(model, 256), FamilyReference(path)
+    exact_model = FamilyReference(path)
     our_error, their_error, same, clear = list[float](), list[float](), 0, 0
     for tokens in texts:
-        exact = log_probabilities(exact_model.logits(tokens))
-        ours = log_probabilities(our_logits(session, tokens))
-        reference = log_probabilities(their_logits(theirs, tokens))
+        exact = log_softmax(exact_model.logits(tokens))
+        ours = log_softmax(model_logits(model, tokens))
+        reference = log_softmax(their_logits(theirs, tokens))
         likely = exact > np.log(1e-3)
         our_error += np.abs(ours - exact)[likely].tolist()
         their_error += np.abs(reference - exact)[likely].tolist()

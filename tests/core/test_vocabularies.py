@@ -126,20 +126,9 @@ def tiny(writer: GGUFWriter, size: int) -> None:
     writer.add_add_bos_token(True)
 
 
-def twice(writer: GGUFWriter, size: int) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *["a"] * (size - 3)])
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "size", "message"),
-    [(tiny, 8, "adds a token to every text"), (twice, 8, "token 4 of the vocabulary stands there twice")],
-)
-def test_what_would_end_the_process(
-    tmp_path: Path, vocabulary: Callable[[GGUFWriter, int], object], size: int, message: str
-) -> None:
-    path = write(tmp_path / "model.gguf", RandomModel("llama", vocab_size=size, vocabulary=vocabulary))
-    with pytest.raises(ModelError, match=message):
+def test_what_would_end_the_process(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", RandomModel("llama", vocab_size=8, vocabulary=tiny))
+    with pytest.raises(ModelError, match="adds a token to every text"):
         Tokenizer(path)
 
 

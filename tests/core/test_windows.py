@@ -18,6 +18,7 @@ from support.steps import evaluate, prefill
 import pystaged
 from pystaged import _core
 from pystaged._core import Sampling, Session, Work
+from pystaged.decoding.requests import only
 
 CONTEXT = 2000
 SLACK = 256  # positions that a text can go back from where it was read to, and from its end
@@ -116,9 +117,8 @@ def test_texts_that_go_back_and_on_have_the_bits_of_texts_that_keep_everything(
             if n > 0 and generator.random() < 0.6:
                 works.append(Work.read(session, TOKENS[at : at + n]))
             elif n > 0:
-                works.append(
-                    Work.verify(session, TOKENS[at : at + n], chain(n), Sampling(), 0, only(TOKENS[at + 1 :], n))
-                )
+                masks = only(TOKENS[at + 1 : at + 1 + n])
+                works.append(Work.verify(session, TOKENS[at : at + n], chain(n), Sampling(), 0, masks))
         _core.run(works)
         i = int(generator.integers(3))
         session, length = texts[i], len(texts[i].tokens)
@@ -136,13 +136,6 @@ def test_texts_that_go_back_and_on_have_the_bits_of_texts_that_keep_everything(
     assert {(False, True), (True, False)} <= gone_back
     for session in texts:
         assert_goes_on_as_if_nothing_was_given_back(session, model)
-
-
-def only(following: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.uint32]:
-    """Masks that allow the token after each of n rows alone."""
-    masks = np.zeros((n, 10), np.uint32)
-    masks[np.arange(n), following[:n] // 32] = np.left_shift(np.uint32(1), (following[:n] % 32).astype(np.uint32))
-    return masks
 
 
 def test_an_interrupted_reading_leaves_what_was_there(path_of: Callable[..., Path]) -> None:

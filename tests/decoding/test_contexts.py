@@ -177,19 +177,26 @@ class Simulation:
         self.made.append(context)
         return context
 
-    def take(self, prompt: Sequence[int], max_tokens: int, *, must: bool = False) -> Context | None:
+    def tried(self, prompt: Sequence[int], max_tokens: int = 10, *, must: bool = False) -> Context | None:
         """A context, None where the text has to wait for one."""
         taken = self.pool.take(np.array(prompt, np.int32), max_tokens, most_reused=len(prompt) - 1, must=must)
         return None if isinstance(taken, Wait) else taken
 
-    def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Context | None:
+    def take(self, prompt: Sequence[int], max_tokens: int = 10, *, must: bool = False) -> Context:
+        """A context, which is there."""
+        context = self.tried(prompt, max_tokens, must=must)
+        assert context is not None
+        return context
+
+    def begin(self, prompt: Sequence[int], max_tokens: int = 10) -> Context:
         """Take a context and bring it to a prompt; the draft only in part."""
-        context = self.take(prompt, max_tokens)
-        if context is not None:
-            reused = len(context.target.tokens)
-            assert context.target.tokens.tolist() == list(prompt[:reused])
-            assert reused < len(prompt)
-            self.fill(context, prompt[:-1])
+        return self.brought(self.take(prompt, max_tokens), prompt)
+
+    def brought(self, context: Context, prompt: Sequence[int]) -> Context:
+        reused = len(context.target.tokens)
+        assert context.target.tokens.tolist() == list(prompt[:reused])
+        assert reused < len(prompt)
+        self.fill(context, prompt[:-1])
         return context
 
     def fill(self, context: Context, tokens: Sequence[int], drafted: float = 1.0) -> None:
@@ -199,7 +206,6 @@ class Simulation:
     def run(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
         """A whole text; returns how many tokens of its prompt it did not have to read."""
         context = self.take(prompt, len(answer) + 1)
-        assert context is not None
         reused = len(context.target.tokens)
         self.fill(context, [*prompt, *answer][: context.target.n_ctx])
         self.pool.give_back(context)
@@ -254,9 +260,7 @@ def test_what_begins_another_one_does_not_rest() -> None:
 def test_a_text_that_runs_is_forked() -> None:
     texts = Simulation(10**6)
     first = texts.begin([*SYSTEM, 1])
-    assert first is not None
-    second = texts.begin([*SYSTEM, 2])
-    assert second is not None
+    texts.begin([*SYSTEM, 2])
     assert texts.sources[-1] == (first, 100)
     assert first.target.tokens.tolist() == SYSTEM
     # One at rest that is as long is preferred: its text cannot need it any more.
@@ -266,58 +270,46 @@ def test_a_text_that_runs_is_forked() -> None:
 
 def test_what_another_text_is_just_reading_is_waited_for() -> None:
     texts = Simulation(10**6)
-
-    def take(prompt: Sequence[int], *, must: bool = False) -> Context | None:
-        return texts.take(prompt, 5, must=must)
-
-    first = take([*SYSTEM, 1])
-    assert first is not None
-    assert take([*SYSTEM, 2]) is None
-    assert take([7] * 90) is not None
-    assert take([*SYSTEM[:50], 2]) is not None  # that little is read sooner
+    first = texts.take([*SYSTEM, 1])
+    assert texts.tried([*SYSTEM, 2]) is None
+    texts.take([7] * 90)
+    texts.take([*SYSTEM[:50], 2])  # that little is read sooner
     texts.fill(first, SYSTEM[:36])
-    assert take([*SYSTEM, 2]) is None
-    assert take([*SYSTEM, 2], must=True) is not None
+    assert texts.tried([*SYSTEM, 2]) is None
+    texts.take([*SYSTEM, 2], must=True)
     texts.fill(first, SYSTEM[:37])
-    second = take([*SYSTEM, 3])
-    assert second is not None
+    second = texts.take([*SYSTEM, 3])
     assert second.target.tokens.tolist() == SYSTEM[:37]
     # Nobody will read it any more.
     texts = Simulation(10**6)
-    first = take([*SYSTEM, 1])
-    assert first is not None
-    texts.pool.give_back(first)
-    assert take([*SYSTEM, 2]) is not None
+    texts.pool.give_back(texts.take([*SYSTEM, 1]))
+    texts.take([*SYSTEM, 2])
 
 
 @pytest.mark.parametrize("drafted", [0.5, 1.0])
 def test_a_draft_is_forked_as_far_as_it_has_read(drafted: float) -> None:
     texts = Simulation(10**6)
     first = texts.begin([*SYSTEM, 1])
-    assert first is not None
     texts.fill(first, SYSTEM, drafted)
     second = texts.take([*SYSTEM[:80], 3], 1)
-    assert second is not None
     assert [len(session.tokens) for session in second.sessions] == [80, min(80, 100 * drafted)]
 
 
 def test_a_text_that_does_not_fit_waits() -> None:
     texts = Simulation(room(60, 70, 20))
-    first, second = texts.begin([1] * 50), texts.begin([2] * 60)
-    assert first is not None
-    assert second is not None
+    texts.begin([1] * 50)
+    second = texts.begin([2] * 60)
     assert texts.pool.num_bytes == room(60, 70)
-    assert texts.begin([3] * 30) is None
-    assert texts.begin([3] * 10) is not None
+    assert texts.tried([3] * 30) is None
+    texts.begin([3] * 10)
     texts.pool.give_back(second)
-    assert texts.begin([3] * 30) is not None
+    texts.begin([3] * 30)
     # Alone, any text has room.
     small = Simulation(room(10))
     only = small.begin([1] * 150)
-    assert only is not None
-    assert small.begin([2]) is None
+    assert small.tried([2]) is None
     small.pool.give_back(only)
-    assert small.begin([2], 1) is not None
+    small.begin([2], 1)
     assert small.num_bytes <= room(10)
 
 
@@ -329,7 +321,6 @@ def test_the_least_recently_used_makes_room_first() -> None:
     assert [tokens[0] for tokens in texts.at_rest] == [2000, 3000, 1000]
     # Its end goes first; the target's cells alone make the room, so some of the draft's are spare then.
     context = texts.begin(list(range(4000, 4005)), 5)
-    assert context is not None
     assert [(tokens[0], len(tokens)) for tokens in texts.at_rest] == [(2000, 37), (3000, 50), (1000, 50)]
     # What would be too short to be worth anything goes altogether, and the four tokens are another text's.
     texts.pool.give_back(context)
@@ -348,7 +339,7 @@ def test_what_an_end_was_cut_from_may_begin_another_one() -> None:
     texts = Simulation(room(160, 160))
     texts.run([*SYSTEM, 1], list(range(59)))
     texts.run([*SYSTEM, 2], list(range(59)))
-    assert texts.begin(list(range(1000, 1060)), 1) is not None
+    texts.begin(list(range(1000, 1060)), 1)
     assert texts.at_rest == [[*SYSTEM, 2, *range(59)]]
 
 
@@ -367,9 +358,9 @@ def test_a_device_may_have_less_room_than_the_bound() -> None:
     texts.run([2] * 50)
     assert texts.run([3] * 50) == 0
     assert texts.at_rest == [[3] * 50]
-    assert texts.begin([4] * 50) is not None
-    assert texts.begin([5] * 50) is not None
-    assert texts.begin([6] * 50) is None
+    texts.begin([4] * 50)
+    texts.begin([5] * 50)
+    assert texts.tried([6] * 50) is None
 
 
 def test_the_default_bound() -> None:
@@ -382,7 +373,6 @@ def test_a_closed_pool() -> None:
     texts = Simulation(10**6)
     texts.run(SYSTEM)
     live = texts.begin([1, 2, 3])
-    assert live is not None
     texts.pool.close()
     assert texts.pool.closed
     assert [context for context in texts.made if not context.target.closed] == [live]
@@ -407,14 +397,12 @@ def test_what_is_lost_does_not_rest() -> None:
 
     texts = Simulation(10**6)
     context, other = texts.begin([1] * 50), texts.begin([2] * 50)
-    assert context is not None
-    assert other is not None
     context.target = cast(Any, Lost(CELL, N_CTX))
     texts.pool.give_back(context)
     assert texts.at_rest == []
     assert context.target.closed
     other.target = cast(Any, Lost(CELL, N_CTX))
-    assert texts.begin([2] * 50) is not None  # it cannot be looked into, and harms nobody
+    texts.begin([2] * 50)  # it cannot be looked into, and harms nobody
     for lent in list(texts.pool._lent):
         texts.pool.give_back(lent)
     texts.pool.forget()
@@ -451,9 +439,9 @@ def test_the_bound_holds_at_every_moment(
                 texts.pool.give_back(context)
         else:
             prompt, max_tokens, drafted = event
-            found = texts.begin(prompt, max_tokens)
+            found = texts.tried(prompt, max_tokens)
             if found is not None:
-                lent.append((found, *event))
+                lent.append((texts.brought(found, prompt), *event))
             else:
                 assert lent
         # Dropped ones may not have been collected yet, and only one that is alone may be larger than the bound.
@@ -470,9 +458,9 @@ def test_texts_of_models_with_windows_take_less_memory() -> None:
     needed = sum(cell * (SPARE_CELLS + 140) - cell * 2 // 3 * (140 - 40) for cell in (CELL, DRAFT_CELL))
     texts = Simulation(2 * needed, session=WindowedSession)
     for i in range(2):
-        assert texts.begin([i] * 130) is not None
+        texts.begin([i] * 130)
         assert texts.pool.num_bytes == (i + 1) * needed
-    assert texts.begin([3]) is None
+    assert texts.tried([3]) is None
     assert Simulation(10**6, session=WindowedSession).pool.full_bytes < FULL
 
 
@@ -480,9 +468,9 @@ def test_states_of_recurrent_layers_count() -> None:
     needed = sum(cell * (SPARE_CELLS + 140) + 500 + 3 * 100 for cell in (CELL, DRAFT_CELL))
     texts = Simulation(2 * needed + needed // 2, session=RecurrentSession)
     for i in range(2):
-        assert texts.begin([i] * 130) is not None
+        texts.begin([i] * 130)
         assert texts.pool.num_bytes == (i + 1) * needed
-    assert texts.begin([3]) is None  # for which there would be room without them
+    assert texts.tried([3]) is None  # for which there would be room without them
     assert Simulation(10**6, session=RecurrentSession).pool.full_bytes == FULL + 2 * (500 + 8 * 100)
 
 
@@ -490,12 +478,11 @@ def test_states_are_kept_before_ends_of_prompts_and_where_prompts_part() -> None
     texts = Simulation(11_000, session=RecurrentSession)
     texts.run([*SYSTEM, *[1] * 60])
     other = texts.take([*SYSTEM[:75], *[2] * 80], 10)
-    assert other is not None
     assert len(other.target.tokens) == 64  # states are kept of every 16th token
     # Of the memory's sixteenth there is room for three of the target and three of the draft.
     for session in cast(Any, other.sessions):
         assert session.kept == ([154 - 256, 75, 154 - 16], 3, 154 - 16)
-    assert texts.take([*SYSTEM[:75], *[2] * 70, 3], 10) is None  # waits until the other one has read so far
+    assert texts.tried([*SYSTEM[:75], *[2] * 70, 3], 10) is None  # waits until the other one has read so far
     for session in cast(Any, other.sessions):
         assert session.kept == ([154 - 256, 75, 154 - 16, 145], 3, 154 - 16)
 
@@ -513,12 +500,11 @@ def test_a_context_is_chosen_that_can_go_back() -> None:
 def test_what_another_text_has_read_and_given_up_is_not_waited_for() -> None:
     texts = Simulation(10**6, session=WindowedSession)
     first = texts.take([*SYSTEM, *[1] * 80], 5)
-    assert first is not None
     texts.fill(first, SYSTEM[:90])
-    assert texts.take([*SYSTEM, 2], 5) is not None  # 90 of them by copying
-    assert texts.take([*SYSTEM[:70], 2], 5) is not None
+    texts.take([*SYSTEM, 2], 5)  # 90 of them by copying
+    texts.take([*SYSTEM[:70], 2], 5)
     texts.fill(first, [*SYSTEM, *[1] * 40])
-    assert texts.take([*SYSTEM, 2], 5) is not None
+    texts.take([*SYSTEM, 2], 5)
 
 
 def test_a_cut_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ POOLINGS = {
 
 
 @pytest.fixture(scope="module")
-def engine(random_gguf: Callable[..., Path]) -> Iterator[Engine]:
-    with pystaged.load(random_gguf("F32", context=512), recycle=False, report=lambda _: None) as engine:
+def engine(path: Path) -> Iterator[Engine]:
+    with pystaged.load(path, recycle=False, report=lambda _: None) as engine:
         yield engine
 
 

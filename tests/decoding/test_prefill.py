@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,6 @@ from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 
 PROMPTS = ["the tree then " * 12, "a", "0123456789" * 30, "the tree then " * 11 + "or"]
-
-
-@pytest.fixture
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf("F32", context=512)
 
 
 @pytest.fixture
@@ -69,14 +64,6 @@ def test_scores_are_the_same_in_a_crowd(engine: Engine) -> None:
     together = engine.generate(PROMPTS, max_tokens=4, prompt_logprobs=2)
     assert [each.prompt_logprobs for each in together] == [each.prompt_logprobs for each in alone]
     assert [each.tokens for each in together] == [each.tokens for each in alone]
-
-
-def test_a_cold_start_reuses_nothing_and_changes_nothing(engine: Engine) -> None:
-    warm = [engine.generate(PROMPTS[0], max_tokens=12, temperature=1) for _ in range(2)]
-    cold = engine.generate(PROMPTS[0], max_tokens=12, temperature=1, reuse=False)
-    assert (warm[0].stats.reused_tokens, cold.stats.reused_tokens) == (0, 0)
-    assert warm[1].stats.reused_tokens > 0
-    assert warm[0].tokens == warm[1].tokens == cold.tokens
 
 
 def test_no_more_is_predicted_than_a_text_can_have(engine: Engine) -> None:

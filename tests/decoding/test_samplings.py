@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.decoding import generate
+from support.decoding import generate, table_of
+from support.family_reference import log_softmax
 from support.sampling import samplings
 from support.steps import evaluate
 
@@ -21,7 +22,6 @@ from pystaged.bench.pairs import continuation, drafters
 from pystaged.decoding.context import Context
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.table import NgramTable
 from pystaged.sampling.binding import bind
 from pystaged.stats import GenerationStats
 
@@ -30,11 +30,6 @@ TEMPERATURES = [0.0, 0.9]
 PROMPTS = ["the tree then the tree ", "her hat ", "the tree then and there the tree", "o"]
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf(vocab_size=300, context=512)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +50,6 @@ def tokenizer(path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     return [tokenizer.encode(text) for text in PROMPTS]
-
-
-def table_of(prompts: list[NDArray[np.int32]], tokenizer: Tokenizer) -> NgramTable:
-    return NgramTable.build(
-        prompts, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint, max_successors=8, min_count=1
-    )
 
 
 def bound_runs(
@@ -201,8 +190,8 @@ def test_logprobs_of_pieces_and_result(engine: Engine) -> None:
     text = [*begun, *result.tokens]
     evaluate(session, text, range(-1, len(text) - 1))
     for i, each in enumerate(result.logprobs):
-        logits = session.logits(len(begun) - 1 + i).astype(np.float64)
-        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        logits = session.logits(len(begun) - 1 + i)
+        logprobs = log_softmax(logits)
         assert each.logprob == pytest.approx(logprobs[each.token], abs=1e-5)
         assert [other.token for other in each.top] == np.argsort(-logits, kind="stable")[:4].tolist()
         assert [other.logprob for other in each.top] == pytest.approx(np.sort(logprobs)[::-1][:4], abs=1e-5)

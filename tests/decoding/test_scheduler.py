@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.commands import run_python
-from support.scheduling import held, is_idle, wait_until
+from support.scheduling import ActingPolicy, held, is_idle, wait_until
 
 import pystaged
 from pystaged import Growth
@@ -29,11 +29,6 @@ from pystaged.options.config import GenerationConfig
 
 PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12]
 OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9}, {}]
-
-
-@pytest.fixture
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf("F32", context=512)
 
 
 @pytest.fixture
@@ -133,22 +128,17 @@ def test_what_is_dropped_or_closed_leaves_the_others_alone(engine: Engine) -> No
 
 
 def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
-    class Failing(FixedPolicy):
-        left = math.inf  # calls
+    def fail() -> None:
+        raise RuntimeError("mine")
 
-        def keep(self, growth: Growth) -> int:
-            Failing.left -= 1
-            if Failing.left == 0:
-                raise RuntimeError("mine")
-            return super().keep(growth)
-
-    with pystaged.load(path, policy=Failing(2, 3, 6)) as engine:
+    policy = ActingPolicy(fail)
+    with pystaged.load(path, policy=policy) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
         streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
         for stream in streams:
             next(stream)
         with held(engine):  # or a call that counts down might set it back
-            Failing.left = 5
+            policy.left = 5
         found: list[object] = []
         for stream in streams:
             try:
@@ -168,16 +158,10 @@ class _Empty(Exception):
 
 @pytest.mark.parametrize(("error", "raised"), [(_Empty, _Empty), (StopIteration, RuntimeError)])
 def test_every_error_of_a_policy_ends_the_text(path: Path, error: type[Exception], raised: type[Exception]) -> None:
-    class Failing(FixedPolicy):
-        calls = 0
+    def fail() -> None:
+        raise error
 
-        def keep(self, growth: Growth) -> int:
-            Failing.calls += 1
-            if Failing.calls == 4:
-                raise error
-            return super().keep(growth)
-
-    with pystaged.load(path, policy=Failing(1, 3, 3)) as engine:
+    with pystaged.load(path, policy=ActingPolicy(fail, 4, FixedPolicy(1, 3, 3))) as engine:
         with pytest.raises(raised):
             engine.generate(PROMPTS[0], max_tokens=60)
         plain = engine.generate(PROMPTS[0], max_tokens=60, speculate=False)
@@ -185,29 +169,26 @@ def test_every_error_of_a_policy_ends_the_text(path: Path, error: type[Exception
 
 
 def test_a_policy_that_generates_with_its_own_engine_is_refused(path: Path) -> None:
-    class Nested(FixedPolicy):
-        calls: Sequence[Callable[[], object]] = ()
-        refused = 0
+    calls, refused = list[Callable[[], object]](), []
 
-        def keep(self, growth: Growth) -> int:
-            calls, Nested.calls = Nested.calls, ()
-            for call in calls:
-                with pytest.raises(RuntimeError, match="a policy cannot generate with its own engine"):
-                    call()
-                Nested.refused += 1
-            return super().keep(growth)
+    def generate() -> None:
+        for call in calls:
+            with pytest.raises(RuntimeError, match="a policy cannot generate with its own engine"):
+                call()
+            refused.append(call)
 
-    with pystaged.load(path, policy=Nested(2, 3, 6)) as engine:
+    policy = ActingPolicy(generate)
+    with pystaged.load(path, policy=policy) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=20, speculate=False).tokens
         stream, unread = (engine.stream(PROMPTS[0], max_tokens=20) for _ in range(2))
         batch = pieces(sequences(engine))
         next(batch)
-        Nested.calls = [partial(engine.generate, "a"), partial(engine.generate, ["a", "b"])]
-        Nested.calls += [partial(engine.score, "a"), partial(engine.embed, ["a"]), partial(engine.chat, [])]
-        Nested.calls += [partial(next, each) for each in (stream, unread, batch)]
-        num_calls = len(Nested.calls)
+        calls += [partial(engine.generate, "a"), partial(engine.generate, ["a", "b"])]
+        calls += [partial(engine.score, "a"), partial(engine.embed, ["a"]), partial(engine.chat, [])]
+        calls += [partial(next, each) for each in (stream, unread, batch)]
+        policy.left = 1
         assert stream.finish().tokens == alone
-        assert Nested.refused == num_calls
+        assert refused == calls
         assert unread.finish().tokens == alone
 
 
@@ -366,21 +347,11 @@ def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
 
 def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pystaged.decoding.readers, "inf", 1)  # unread tokens, after which its texts wait
-
-    class Collecting(FixedPolicy):
-        batch: Any = None
-
-        def keep(self, growth: Growth) -> int:
-            batch, Collecting.batch = Collecting.batch, None
-            if batch:
-                batch.close()
-            return super().keep(growth)
-
-    with pystaged.load(path, policy=Collecting(2, 3, 6)) as engine:
-        batch = pieces(sequences(engine))
+    policy = ActingPolicy(lambda: None)
+    with pystaged.load(path, policy=policy) as engine:
+        batch: Any = pieces(sequences(engine))
         next(batch)
-        Collecting.batch = batch
-        del batch
+        policy.do, policy.left = batch.close, 1
         opened(engine, engine.stream(PROMPTS[0], max_tokens=30).text)  # whose steps close it
         wait_until(lambda: is_idle(engine))
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scheduling import held, in_loop, is_idle, wait_until
+from support.scheduling import ActingPolicy, held, in_loop, is_idle, wait_until
 
 import pystaged
-from pystaged import Engine, GenerationResult, Growth, Piece
+from pystaged import Engine, GenerationResult, Piece
 from pystaged.decoding.readers import results
 from pystaged.decoding.scheduler import MOST_UNREAD
 from pystaged.options.config import GenerationConfig
@@ -25,11 +25,6 @@ from pystaged.options.config import GenerationConfig
 PROMPTS = ["the tree then ", "her hat ", "the tree then and there", "o"]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 SECONDS = 600.0  # after which something hangs
-
-
-@pytest.fixture(scope="module")
-def path(random_gguf: Callable[..., Path]) -> Path:
-    return random_gguf(vocab_size=300, context=512)
 
 
 @pytest.fixture(params=["n-grams", "draft"])
@@ -140,26 +135,12 @@ def test_figures_of_the_whole(engine: Engine) -> None:
 # ---- Ends ----
 
 
-class Failing:
-    """A policy that does something at the `when`-th time it is asked."""
-
-    children = 1
-
-    def __init__(self, when: int, do: Callable[[], object]) -> None:
-        self.left, self.do = when, do
-
-    def expand(self, growth: Growth) -> int:
-        self.left -= 1
-        if self.left == 0:
-            self.do()
-        return len(growth.leaves) if growth.passes < 2 else 0
-
-    def keep(self, growth: Growth) -> int:
-        return len(growth.scores)
-
-
 def fail() -> None:
     raise LookupError("the policy failed")
+
+
+def press_ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def rest(engine: Engine) -> int:
@@ -168,23 +149,10 @@ def rest(engine: Engine) -> int:
     return len(engine.runtime.contexts._lent)
 
 
-def test_what_ends_a_text_cancels_its_batch(path: Path) -> None:
-    policy = Failing(25, fail)
-    with pystaged.load(path, draft=None, policy=policy) as engine:
-        with pytest.raises(LookupError, match="the policy failed"):
-            engine.generate(PROMPTS, max_tokens=400)
-        assert rest(engine) == 0
-        assert [told(each) for each in engine.generate(PROMPTS, max_tokens=9)] == [
-            alone(path, prompt, max_tokens=9) for prompt in PROMPTS
-        ]
-
-
-def test_ctrl_c_in_a_batch(path: Path) -> None:
-    main = threading.main_thread().ident
-    assert main
-    policy = Failing(20, lambda: signal.pthread_kill(main, signal.SIGINT))
-    with pystaged.load(path, draft=None, policy=policy) as engine:
-        with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize(("do", "error"), [(fail, LookupError), (press_ctrl_c, KeyboardInterrupt)])
+def test_what_ends_a_text_cancels_its_batch(path: Path, do: Callable[[], object], error: type[BaseException]) -> None:
+    with pystaged.load(path, draft=None, policy=ActingPolicy(do, 10)) as engine:
+        with pytest.raises(error):
             engine.generate(PROMPTS, max_tokens=400)
         assert rest(engine) == 0
         assert [told(each) for each in engine.generate(PROMPTS, max_tokens=9)] == [
@@ -322,8 +290,6 @@ def test_a_stream_stays_with_its_event_loop(plain: Engine) -> None:
 
 
 def test_errors_of_async_streams(path: Path) -> None:
-    policy = Failing(5, fail)
-
     async def read() -> None:
         with pytest.raises(LookupError, match="the policy failed"):
             await engine.astream(PROMPTS[0], max_tokens=100).finish()
@@ -333,7 +299,7 @@ def test_errors_of_async_streams(path: Path) -> None:
         with pytest.raises(ValueError, match="the engine is closed"):
             engine.astream(PROMPTS[0])
 
-    with pystaged.load(path, draft=None, policy=policy) as engine:
+    with pystaged.load(path, draft=None, policy=ActingPolicy(fail, 3)) as engine:
         run(read())
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from support.chat import CHATML
 from support.families import CASES
 from support.feature_drafts import BlockTwin, Contents
 from support.random_models import RandomModel, add_vocabulary, write
@@ -42,10 +43,6 @@ from pystaged.distill.export import export  # noqa: E402
 from pystaged.distill.optimizer import orthogonalized  # noqa: E402
 from pystaged.distill.train import Trainer, train  # noqa: E402
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
 ROWS, VOCABULARY = 256, 400
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.assistants import Assistant, write_assistant
+from support.assistants import Assistant
 from support.decoding import Text, drafted, started, step, stepped
 from support.families import CASES
-from support.feature_drafts import Block, Eagle3, RandomDraft, dspark, write_dflash, write_eagle3
+from support.feature_drafts import Block, Eagle3, Writable, dspark, load_pair, write_draft
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
-from support.scheduling import wait_until
+from support.scheduling import ActingPolicy, wait_until
 from support.steps import verify
 
 from pystaged import Engine, ModelError
@@ -25,7 +24,7 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.policy import FixedPolicy, Growth
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import Read
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.tree import TokenTree
@@ -36,7 +35,7 @@ from pystaged.options.config import SamplingConfig
 
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
-READING: dict[str, RandomDraft | RandomModel] = {  # every token of a text
+READING: dict[str, Writable | RandomModel] = {  # every token of a text
     "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
     "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
     "dflash": Block(block=6),
@@ -50,24 +49,19 @@ READING: dict[str, RandomDraft | RandomModel] = {  # every token of a text
     "mtp of latent attention": replace(CASES["deepseek2"], ahead=1, context=1024),
 }
 GEMMA4 = replace(CASES["gemma4"], context=1024)
-DRAFTS: dict[str, RandomDraft | RandomModel | Assistant] = READING | {"assistant": Assistant(GEMMA4, width=64)}
+DRAFTS: dict[str, Writable | RandomModel] = READING | {"assistant": Assistant(GEMMA4, width=64)}
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 
 
-def write_draft(
-    path: Path, draft: RandomDraft | RandomModel | Assistant, changed: Mapping[str, Any] | None = None
-) -> Path:
-    if isinstance(draft, Assistant):
-        return write_assistant(path, draft, changed)
+def write_pair_of(draft: Writable | RandomModel, folder: Path, **changed: Any) -> tuple[Path, Path]:
+    """A target, and a draft of which these tensors differ; one file where a target has an MTP layer of its own."""
+    path = folder / "draft.gguf"
     if isinstance(draft, RandomModel):
-        return write(path, draft, lambda tensors: tensors.update(changed or {}))
-    if isinstance(draft, Eagle3):
-        return write_eagle3(path, draft, changed)
-    assert isinstance(draft, Block)
-    return write_dflash(path, draft, changed)
+        return (write(path, draft, lambda tensors: tensors.update(changed)),) * 2
+    return write(folder / "target.gguf", target_of(draft)), write_draft(path, draft, changed)
 
 
-def target_of(draft: RandomDraft | RandomModel | Assistant) -> RandomModel:
+def target_of(draft: Writable | RandomModel) -> RandomModel:
     return draft.target if isinstance(draft, Assistant) else TARGET
 
 
@@ -89,14 +83,8 @@ class Pair:
 
 @pytest.fixture(scope="module", params=DRAFTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("pair")
-    draft_path = write_draft(folder / "draft.gguf", DRAFTS[request.param])
-    has_own = isinstance(DRAFTS[request.param], RandomModel)
-    target_path = draft_path if has_own else write(folder / "target.gguf", target_of(DRAFTS[request.param]))
-    target = Model(target_path)
-    draft = Model(draft_path, target=target)
-    target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
-    return Pair(target, draft, target_path, draft_path)
+    paths = write_pair_of(DRAFTS[request.param], tmp_path_factory.mktemp("pair"))
+    return Pair(*load_pair(*paths), *paths)
 
 
 def first_tree(pair: Pair, text: list[int], sampling: SamplingConfig, like: Context) -> TokenTree:
@@ -235,34 +223,20 @@ def test_prompts_are_read_once_and_as_soon_as_without_a_draft(pair: Pair, monkey
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_draft_whose_weights_overflow_ends_no_text(tmp_path: Path, kind: str) -> None:
-    has_own = isinstance(DRAFTS[kind], RandomModel)
-    norm = "blk.3.nextn.shared_head_norm.weight" if has_own else "output_norm.weight"
-    path = write_draft(tmp_path / "draft.gguf", DRAFTS[kind], {norm: np.full(64, 3e38, np.float32)})
-    target = path if has_own else write(tmp_path / "target.gguf", target_of(DRAFTS[kind]))
+    norm = f"{'blk.3.nextn.shared_head' if isinstance(DRAFTS[kind], RandomModel) else 'output'}_norm.weight"
+    target, path = write_pair_of(DRAFTS[kind], tmp_path, **{norm: np.full(64, 3e38, np.float32)})
     with Engine(target, draft=None) as engine:
         expected = engine.generate(CONTEXT.tolist(), max_tokens=20, speculate=False).tokens
-    model = Model(target)
-    draft = Model(path, target=model)
-    model.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
-    decoder = Pair(model, draft, target, path).decoder()
+    decoder = Pair(*load_pair(target, path), target, path).decoder()
     assert continuation(decoder, CONTEXT, SAMPLINGS["greedy"], 20)[: len(expected)] == expected
     assert decoder.drafter.lag() == float("inf")
 
 
 def test_texts_out_of_phase_share_the_targets_passes(pair: Pair) -> None:
-    class Waiting(FixedPolicy):
-        """The first text waits in its third step until there is a second one."""
-
-        steps = 0
-
-        def keep(self, growth: Growth) -> int:
-            Waiting.steps += 1
-            if Waiting.steps == 3:
-                wait_until(lambda: second.text.is_open)
-            return super().keep(growth)
-
+    """The first text waits in its third step until there is a second one."""
+    policy = ActingPolicy(lambda: wait_until(lambda: second.text.is_open), 3)
     with (
-        Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=Waiting(2, 3, 6)) as engine,
+        Engine(pair.target_path, draft=pair.draft_path, n_ctx=512, policy=policy) as engine,
         ThreadPoolExecutor(1) as pool,
     ):
         first, second = (engine.stream(CONTEXT[:n].tolist(), max_tokens=60) for n in (40, 50))
@@ -318,8 +292,7 @@ def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_draft_for_another_target_is_refused(tmp_path: Path) -> None:
-    target = write(tmp_path / "target.gguf", TARGET)
-    draft = write_draft(tmp_path / "draft.gguf", DRAFTS["eagle"])
+    target, draft = write_pair_of(DRAFTS["eagle"], tmp_path)
     other = write(tmp_path / "wide.gguf", RandomModel("llama", width=96, layers=3, heads=6, kv_heads=3))
     with pytest.raises(ModelError, match="this one is 96 wide"):
         Engine(other, draft=draft)

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.chat import CHATML, write_chat
 from support.commands import assert_refused, environment, here, run
 from support.decoding import drafted, generate
 from support.paths import table
-from support.random_models import RandomModel, add_vocabulary, write
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
@@ -40,10 +39,6 @@ from pystaged.loading.tables import find_table, table_path
 from pystaged.options.config import SamplingConfig
 
 VOCAB_SIZE = 6
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
 SIX, SEVEN = "6-0123456789abcdef", "7-0123456789abcdef"  # as vocabularies are named
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
 
@@ -497,17 +492,8 @@ def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def chatting(tmp_path: Path) -> Path:
-    return chatting_by(CHATML, tmp_path / "chats.gguf")
-
-
-def chatting_by(template: str, path: Path) -> Path:
-    """A model with a template."""
-
-    def vocabulary(writer: GGUFWriter, size: int) -> None:
-        add_vocabulary(writer, size, {300: "<|im_start|>", 301: "<|im_end|>"})
-        writer.add_chat_template(template)
-
-    return write(path, RandomModel("llama", vocab_size=400, context=512, vocabulary=vocabulary))
+    marks = ["<|im_start|>", "<|im_end|>"]
+    return write_chat(tmp_path / "chats.gguf", CHATML, marks, vocab_size=400, context=512)
 
 
 @pytest.mark.slow
@@ -571,7 +557,7 @@ def test_build_refuses_options_before_it_samples(
 
 
 def test_a_template_that_writes_nothing_is_no_wrong_usage(tmp_path: Path) -> None:
-    path = chatting_by("{{ messages[0].content }}", tmp_path / "chats.gguf")
+    path = write_chat(tmp_path / "chats.gguf", "{{ messages[0].content }}")
     assert_refused(here("ngram", "build", "--model", path), "chat template writes nothing before a message")
 
 

@@ -12,30 +12,15 @@ from typing import Any
 
 from support.checkpoints import write_checkpoint, write_family, write_sentencepiece
 from support.convert import convert
+from support.paths import table
 from support.steps import evaluate
 
 from fuzz.mutate import damage, damage_json, damage_value, spelled
 from fuzz.target import Case, Target, short
 from pystaged import _core
 
-ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": ROPE},
-    "mistral": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "smollm3": {},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
-    "gemma3_text": {"sliding_window": 40},
-    "phi3": {"tie_word_embeddings": True},
-}
-SETTINGS = {
-    "bos_token": "<s>",
-    "eos_token": {"content": "</s>"},
-    "added_tokens_decoder": {"290": {"content": "\u2581\u2581", "special": False}, "291": {"content": "<|end|>"}},
-    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
-    "add_bos_token": True,
-}
+FAMILIES: dict[str, dict[str, Any]] = dict(table("fuzzed_families"))
+(SETTINGS,) = table("tokenizer_settings")
 Files = dict[str, bytes]
 
 

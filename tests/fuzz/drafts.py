@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.assistants import Assistant, write_assistant
+from support.assistants import Assistant
 from support.families import CASES
-from support.feature_drafts import Block, Eagle3, dspark, write_dflash, write_eagle3
+from support.feature_drafts import Block, Eagle3, dspark, tap, write_draft
 from support.gguf_parts import Gguf as Parts
-from support.random_models import RandomModel, write
+from support.random_models import RandomModel, write, write_without
 from support.steps import prefill, rank
 
 from fuzz.gguf import CHANGES
@@ -35,9 +35,9 @@ class Drafts(Target):
         self._path = folder / "damaged.gguf"
         self._targets: dict[str, Model] = {}
         self._bases: dict[str, bytes] = {}
-        for name, (target, write_draft) in self._files().items():
+        for name, (target, make) in self._files().items():
             self._targets[name] = Model(write(folder / f"{name}.gguf", target), "", 1)
-            self._bases[name] = write_draft(self._path).read_bytes()
+            self._bases[name] = make(self._path).read_bytes()
         self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Drafts(Target):
         self._path.write_bytes(data)
         target = self._targets[name]
         draft = Model(self._path, "", 1, target=target)
-        target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
+        tap(target, draft)
         source = Session(target, 130)
         prefill(source, range(120))  # beyond the window
         rows = self._guesses(draft, Session(draft, target=source), source.hidden)
@@ -75,7 +75,7 @@ class Assistants(Drafts):
 
     def _files(self) -> Files:
         drafts = [Assistant(GEMMA4), Assistant(GEMMA4, quantization="Q8_0", centroids=True)]
-        return {each.quantization: (GEMMA4, partial(write_assistant, draft=each)) for each in drafts}
+        return {each.quantization: (GEMMA4, partial(write_draft, draft=each)) for each in drafts}
 
     def _guesses(self, draft: Model, session: Session, hidden: HiddenRows) -> Any:
         last = draft.vocab_size - 1
@@ -94,7 +94,7 @@ class Eagles(Drafts):
             "3.1": Eagle3(separate_fc_norm=True, norm_output=True, own_embedding=True, rope_factors=True),
             "deep": Eagle3(head_norms=True, taps=[1, 2, 3], layers=2, norm_before_fc=True, quantization="Q4_0"),
         }
-        return {name: (LLAMA, partial(write_eagle3, draft=draft)) for name, draft in drafts.items()}
+        return {name: (LLAMA, partial(write_draft, draft=draft)) for name, draft in drafts.items()}
 
     def _guesses(self, draft: Model, session: Session, hidden: HiddenRows) -> Any:
         last = draft.vocab_size - 1
@@ -110,13 +110,6 @@ class Ahead(Eagles):
     """The target's file again, for its MTP layer, which is read as EAGLE-3 is; or a file of that layer alone."""
 
     def _files(self) -> Files:
-        def alone(path: Path, model: RandomModel) -> Path:
-            def drop(tensors: dict[str, Any]) -> None:
-                for name in [name for name in tensors if name.startswith(("blk.0.", "blk.1.", "blk.2."))]:
-                    del tensors[name]
-
-            return write(path, model, drop)
-
         more = {"layers": 3, "ahead": 1, "context": 1024, "tie": False}
         hybrid = RandomModel("qwen35", recurrent=(0, 2), rotary=8, **more)
         models = {
@@ -125,7 +118,7 @@ class Ahead(Eagles):
             "latent": replace(CASES["deepseek2"], ahead=1, context=1024, tie=False),
         }
         files: Files = {name: (model, partial(write, model=model)) for name, model in models.items()}
-        return files | {"alone": (hybrid, partial(alone, model=hybrid))}
+        return files | {"alone": (hybrid, partial(write_without, model=hybrid, parts=["blk.0.", "blk.1.", "blk.2."]))}
 
 
 class Blocks(Drafts):
@@ -138,7 +131,7 @@ class Blocks(Drafts):
             "dspark": dspark(draft_vocab=120, own_head=True, markov_rank=32, quantization="Q8_0"),
             "own": dspark(own_embedding=True, markov_rank=32, quantization="Q4_0"),
         }
-        return {name: (LLAMA, partial(write_dflash, draft=draft)) for name, draft in drafts.items()}
+        return {name: (LLAMA, partial(write_draft, draft=draft)) for name, draft in drafts.items()}
 
     def _guesses(self, draft: Model, session: Session, hidden: HiddenRows) -> Any:
         size, last = draft.block_size, draft.vocab_size - 1

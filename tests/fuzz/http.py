@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.families import CASES
+from support.paths import table
 from support.random_models import write
 from support.server import NAME, live
 
@@ -21,28 +22,10 @@ from fuzz.mutate import damage, damage_value, spelled
 from fuzz.target import Case, Target, short
 from pystaged.decoding.policy import FixedPolicy
 
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    json.loads(line) for line in Path(__file__).with_name("requests.jsonl").read_text("utf-8").splitlines()
-]
+BODIES: list[tuple[str, dict[str, Any]]] = table("requests")
 GETS = ["/", "/health", "/v1/models", f"/v1/models/{NAME}", "/props", "/metrics", "/tokenizer_info", "/openapi.json"]
 GETS += ["/api/tags", "/api/ps", "/api/version"]
-HEADERS = [
-    "Content-Length: 99999999999999999999",
-    "Content-Length: -1",
-    "Content-Length: 5",
-    "Transfer-Encoding: chunked",
-    "Transfer-Encoding: gzip",
-    "Expect: 100-continue",
-    "Upgrade: websocket",
-    "Host: evil.example",
-    "Host: [::1",
-    "Origin: http://evil.example",
-    "Authorization: Bearer \u00ff",
-    "Connection: upgrade",
-    "X-Long: " + "x" * 70_000,
-    " folded",
-    "no colon",
-]
+HEADERS = [*table("odd_headers"), "X-Long: " + "x" * 70_000]
 SECONDS = 600
 PATIENCE = 0.5  # with requests that may never end
 

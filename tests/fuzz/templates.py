@@ -19,18 +19,11 @@ from pystaged.chat import ChatTemplateError, format
 EVIL = [
     *table("endless_templates"),
     *table("forbidden_templates"),
-    "{{ messages | map(attribute='content') | join('x' * 9999) }}",
-    "{{ messages | batch(3) | list | groupby('role') }}",
-    "{{ messages | sort(attribute='content') | unique | list | sum(start=[]) }}",
-    "{{ strftime_now('%Y' * 9999) }}",
-    "{{ raise_exception('no') }}",
-    "{% include 'x' %}{% import 'y' as z %}{% extends 'w' %}",
+    *table("odd_templates"),
     "{% if a %}" * 80,
     "{{ x" + ".x" * 3000 + " }}",
     "{{ 1" + " + 1" * 9000 + " }}",
     "{{ " + "[" * 9000,
-    "{% generation %}{% endgeneration %}{% break %}",
-    "{% call f() %}{% endcall %}{% filter upper %}a{% endfilter %}{% block b %}{% endblock %}",
 ]
 
 

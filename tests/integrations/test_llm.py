@@ -20,6 +20,7 @@ import pytest
 from llm.parts import AttachmentPart, Message, ReasoningPart, TextPart
 from pydantic import ValidationError
 from support.libraries import of_llama_cpp
+from support.paths import table
 from support.scheduling import wait_until
 
 import pystaged
@@ -232,18 +233,7 @@ def test_every_option_of_a_text_is_offered() -> None:
     assert TextOptions.__annotations__.keys() - left_out <= llm_plugin.ModelOptions.model_fields.keys()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1}, "temperature must be at least 0"),
-        ({"min_p": "x"}, "min_p must be a number"),
-        ({"logit_bias": "{"}, "logit_bias must be JSON such as"),
-        ({"stop": ""}, "a stop string must not be empty"),
-        ({"temprature": 1}, "there is no option 'temprature'; did you mean temperature?"),
-        ({"temp": 1}, "there is no option 'temp'; did you mean temperature?"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), table("llm_refused"), ids=str)
 def test_options_that_are_none(model: llm_plugin.Pystaged, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message) as refused:
         model.prompt("Hello", **options)

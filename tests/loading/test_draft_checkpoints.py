@@ -23,7 +23,6 @@ from pystaged.loading.quantize import quantize_checkpoint
 
 def outputs(contents: Contents, adjacent: bool | None = None) -> list[Array]:
     """What a draft computes for some features and tokens; `adjacent` None for a GGUF file's rotary pairs."""
-    adjacent = contents.architecture == "eagle3" if adjacent is None else adjacent
     random = np.random.default_rng(1)
     features = random.standard_normal((6, contents.tensors["fc.weight"].shape[1]))
     narrow = contents.keys["embedding_length"] < 64

@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from support.feature_drafts import Array, Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_dflash, write_eagle3
+from support.feature_drafts import Array, Block, BlockTwin, Eagle3, Eagle3Twin, dspark, write_draft
 from support.logits import llama_context, llama_output
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.oracle]
@@ -53,7 +53,7 @@ def llama_rows(context: Any, tokens: Sequence[int] | None, vectors: Array | None
 def test_eagle3_is_that_of_llama_cpp(draft: Eagle3, tmp_path: Path) -> None:
     """From g on; llama.cpp gives access to that to C++ alone."""
     own = replace(draft, own_embedding=True, own_head=True, tokenizer=True)
-    path = write_eagle3(tmp_path / "draft.gguf", own)
+    path = write_draft(tmp_path / "draft.gguf", own)
     twin = Eagle3Twin.of(path)
     g = twin.fuse(np.random.default_rng(1).standard_normal((len(TOKENS), 192)))
     expected, fed = twin.add(g, TOKENS)
@@ -78,7 +78,7 @@ def test_eagle3_is_that_of_llama_cpp(draft: Eagle3, tmp_path: Path) -> None:
     ids=["DFlash", "causal", "DSpark", "bonus anchor"],
 )
 def test_blocks_are_those_of_llama_cpp(draft: Block, tmp_path: Path) -> None:
-    path = write_dflash(
+    path = write_draft(
         tmp_path / "draft.gguf", replace(draft, own_embedding=True, own_head=True, tokenizer=True, mask_token=290)
     )
     twin = BlockTwin.of(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 from support.draft_checkpoints import FORMS, write_form
-from support.feature_drafts import Eagle3, dspark, write_dflash, write_eagle3
+from support.feature_drafts import Eagle3, dspark, write_draft
 from support.known_models import MODELS, SIZE
 from support.random_models import RandomModel, add_vocabulary, gguf_file, write
 from typer.testing import CliRunner
@@ -97,7 +97,7 @@ def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pyte
     reading = KnownDraft("llama", "gpt-2", 64, "owner/tiny-eagle", layers=2)
     monkeypatch.setattr(drafts, "KNOWN", (reading, *drafts.KNOWN))
     cache.folder(reading.name).mkdir(parents=True)
-    write_eagle3(cache.folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
+    write_draft(cache.folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
     said: list[str] = []
     made = Bundle(target, draft="auto", num_threads=1, report=said.append)
     assert (made.features is not None) == (width == 64)
@@ -164,7 +164,7 @@ def test_published_drafts_of_small_targets(
 
 def test_auto_takes_one_that_was_distilled_first(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download(DRAFT)
-    path = write_dflash(tmp_path / "distilled.gguf", dspark())
+    path = write_draft(tmp_path / "distilled.gguf", dspark())
     monkeypatch.setattr(bundle, "find_distilled", lambda *_: path)
     made = Bundle(target, draft="auto", num_threads=1)
     assert (made.draft_path, made.draft) == (path, None)
@@ -193,7 +193,7 @@ def test_auto_takes_the_models_own_layer_after_a_distilled_draft(
     assert cells in shown.partition("draft's memory")[2]
     monkeypatch.setattr(bundle, "candidates", lambda *_: ["cpu"])
     assert Bundle(target, draft="auto", num_threads=1, device="auto").features is not None
-    monkeypatch.setattr(bundle, "find_distilled", lambda *_: write_dflash(tmp_path / "distilled.gguf", dspark()))
+    monkeypatch.setattr(bundle, "find_distilled", lambda *_: write_draft(tmp_path / "distilled.gguf", dspark()))
     assert Bundle(target, draft="auto", num_threads=1).draft_path == tmp_path / "distilled.gguf"
     # A file without the layer takes another one's of the same model. Another model's file is a draft model like any.
     plain = Bundle(write(tmp_path / "plain.gguf", RandomModel("llama")), draft=target, num_threads=1)

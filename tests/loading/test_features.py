@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.family_reference import FamilyReference
-from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, write_dflash, write_eagle3
+from support.feature_drafts import Block, BlockTwin, Eagle3, Eagle3Twin, write_draft
 from support.random_models import write
 from support.right_drafts import KINDS, TARGET, write_right
 from support.steps import prefill, verify
@@ -87,9 +87,9 @@ def test_the_form_that_guesses_best_is_kept(
 ) -> None:
     if kind == "block":
         best = {name: value for name, value in best.items() if name != "other_feedback"}
-        path = write_dflash(tmp_path / "draft.gguf", Block())
+        path = write_draft(tmp_path / "draft.gguf", Block())
     else:
-        path = write_eagle3(tmp_path / "draft.gguf", Eagle3())
+        path = write_draft(tmp_path / "draft.gguf", Eagle3())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wanted, loaded = replace(Form(), **best), dict[int, Form]()
     load_as = features._load
@@ -126,7 +126,7 @@ def test_the_form_that_guesses_best_is_kept(
 
 
 def test_a_draft_that_is_seldom_right_is_told(target_path: Path, tmp_path: Path) -> None:
-    path = write_dflash(tmp_path / "draft.gguf", Block())
+    path = write_draft(tmp_path / "draft.gguf", Block())
     target = Model(target_path)
     said = lines(lambda report: load_features(path, target, target_path, Tokenizer(target_path), report))
     assert "seldom right" in said[-1]
@@ -136,7 +136,7 @@ def test_a_draft_whose_levels_are_costly_guesses_common_tokens_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "target.gguf", replace(TARGET, ahead=1))
-    block = write_dflash(tmp_path / "block.gguf", Block())
+    block = write_draft(tmp_path / "block.gguf", Block())
 
     def load(path: Path, target_path: Path) -> Model:
         return load_features(path, Model(target_path), target_path, Tokenizer(target_path), lambda _: None)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGUFReader, quants
 from grow import _noise, add_noise, grow_llama, layer_plan
@@ -17,8 +16,8 @@ from random_weights import (
 )
 from support.decoding import generate
 from support.family_reference import FamilyReference
+from support.logits import engine_logits
 from support.random_models import RandomModel, write
-from support.steps import evaluate
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
@@ -81,13 +80,6 @@ def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
     return out
 
 
-def own_logits(path: Path) -> npt.NDArray[np.float32]:
-    """By our kernels."""
-    session = Session(Model(str(path)))
-    evaluate(session, TOKENS, range(-1, len(TOKENS) - 1))
-    return np.stack([session.logits(row) for row in range(len(TOKENS))])
-
-
 def greedy(path: Path) -> list[int]:
     """The twenty tokens that the model writes after TOKENS."""
     decoder = Context(Session(Model(str(path))))
@@ -113,7 +105,7 @@ def test_grown_llama_says_what_its_source_says(tmp_path: Path, tie: bool, old: A
     assert exact.std() > 0.1
     # Keys and values are kept as float16, and what is on the edge may be rounded the other way.
     np.testing.assert_allclose(FamilyReference(grown).logits(TOKENS), exact, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(own_logits(grown), own_logits(source), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(engine_logits(grown, TOKENS), engine_logits(source, TOKENS), rtol=0, atol=1e-4)
     assert greedy(grown) == greedy(source)
 
 
@@ -178,7 +170,7 @@ def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
     path = random_llama(tmp_path / "model.gguf", quantization, width=256, head_dim=256, ffn_width=256, tie=False)
     exact = FamilyReference(path).logits(TOKENS)
     # Kernels round what they multiply with to 8 bits.
-    assert np.abs(own_logits(path) - exact).mean() <= 0.02 * exact.std()
+    assert np.abs(engine_logits(path, TOKENS) - exact).mean() <= 0.02 * exact.std()
 
 
 def test_a_vocabulary_is_filled_up(tmp_path: Path) -> None:

@@ -891,7 +891,7 @@ void test_eight_bit_cache() {
         KvCache moved(KvType::q8_0, 2, dim, 64), stored(KvType::q8_0, 2, dim, 64);
         moved.commit(0, 64);
         stored.commit(0, 64);
-        CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache::cell_bytes(KvType::f16, 2, dim));
+        CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache(KvType::f16, 2, dim, 64).cell_bytes());
         const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
             std::generate_n(key.data(), dim, [] { return random_float(); });
@@ -902,7 +902,7 @@ void test_eight_bit_cache() {
             }
         }
         moved.move(37, 5);
-        const size_t bytes = KvCache::cell_bytes(KvType::q8_0, 1, dim) * moved.num_cells();
+        const size_t bytes = moved.cell_bytes() / 2 * moved.num_cells();
         for (int head = 0; head < 2; ++head) {
             CHECK(std::memcmp(moved.keys(head), stored.keys(head), bytes) == 0);
         }

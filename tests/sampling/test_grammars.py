@@ -111,24 +111,7 @@ def test_texts_of_several_forms_in_a_crowd_are_what_they_are_alone(engine: Engin
         assert result.text == expected.text
 
 
-RULED: list[dict[str, Any]] = [
-    {"regex": "", "ignore_eos": True},
-    {"regex": "", "min_tokens": 5, "temperature": 1.0, "logprobs": 2},
-    {"regex": "(ab){0,9}", "min_tokens": 30, "max_tokens": 40},
-    {"grammar": 'start: "yes" END\nEND: ""', "ignore_eos": True},
-    {"json_schema": {"const": 1}, "ignore_eos": True, "temperature": 1.0},
-    {"regex": "yes|no", "ignore_eos": True},
-    {"regex": "yes|no", "min_tokens": 20},
-    {"regex": "yes|no", "ignore_eos": True, "temperature": 1.0, "logprobs": 2},
-    {
-        "regex": r"there was a little girl named Lily\. She X",
-        "stop": " named",
-        "logit_bias": {"X": -math.inf, " X": -math.inf},
-    },
-]
-
-
-@pytest.mark.parametrize("options", RULED, ids=str)
+@pytest.mark.parametrize("options", table("ruled_forms"), ids=str)
 def test_a_text_ends_where_its_form_does_whatever_rules_exclude_after_it(
     engine: Engine, options: dict[str, Any]
 ) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 
 from support.feature_drafts import Array
-from support.random_models import RandomModel, add_key, add_vocabulary, gguf_file
-
-FAMILY = "gemma4-assistant"
+from support.random_models import RandomModel
 
 
 @dataclass
@@ -27,6 +22,8 @@ class Assistant:
         metadata: other values of keys; None to leave one out.
     """
 
+    architecture: ClassVar[str] = "gemma4-assistant"
+    tokenizer: ClassVar[bool] = True
     target: RandomModel
     width: int = 32
     heads: int = 4
@@ -36,6 +33,10 @@ class Assistant:
     quantization: str = "F32"
     seed: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
 
     def head_dim(self, layer: int) -> int:
         return int(self.target.metadata["attention.key_length_swa"]) if self.windowed[layer] else self.target.dim
@@ -101,24 +102,3 @@ class Assistant:
             matrix("masked_embd_centroids", 20, self.width)
             found["masked_embd_ordering"] = np.arange(self.target.vocab_size, dtype=np.int32)
         return found
-
-
-def write_assistant(path: Path, draft: Assistant, changed: Mapping[str, Array | None] | None = None) -> Path:
-    """Write an assistant; the same seed gives the same file.
-
-    Args:
-        changed: tensors that differ, by name; None to leave one out.
-    """
-    kind = GGMLQuantizationType[draft.quantization]
-    with gguf_file(path, FAMILY) as writer:
-        writer.add_name("a random draft")
-        for key, value in (draft.keys() | draft.metadata).items():
-            if value is not None:
-                add_key(writer, f"{FAMILY}.{key}", value)
-        add_vocabulary(writer, draft.target.vocab_size)
-        for name, values in (draft.tensors() | dict(changed or {})).items():
-            if values is not None and values.ndim == 2:
-                writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
-            elif values is not None:
-                writer.add_tensor(name, values)
-    return path

@@ -19,6 +19,10 @@ MARKS = [
     *("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
 ]
 KEY = "tokenizer.chat_template"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
 
 
 def _byte_pairs(writer: GGUFWriter, size: int) -> None:

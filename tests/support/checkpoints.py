@@ -13,30 +13,18 @@ from random_weights import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
 from pystaged.loading.shapes import Shape
+from support.paths import table
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 NUM_TOKENS = 300
+CONFIGS: dict[str, dict[str, Any]] = dict(table("configs"))  # but for what depends on the number of tokens
 
 
 def config(**changes: object) -> dict[str, Any]:
     """config.json of a tiny model."""
-    usual = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "n_embd": 64,
-        "n_head": 2,
-        "n_layer": 2,
-        "n_positions": 96,
-        "n_ctx": 96,
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "vocab_size": NUM_TOKENS,
-        "bos_token_id": NUM_TOKENS - 1,
-        "eos_token_id": NUM_TOKENS - 1,
-    }
-    return usual | changes
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), NUM_TOKENS - 1)
+    return CONFIGS["gpt2"] | {"vocab_size": NUM_TOKENS} | ends | changes
 
 
 def weights(
@@ -106,20 +94,7 @@ def write_weights(folder: Path, arrays: Arrays, shards: int = 1) -> None:
 
 def family_config(model_type: str, **changes: object) -> dict[str, Any]:
     """config.json of a tiny model of another family than GPT-2."""
-    usual = {
-        "model_type": model_type,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": NUM_TOKENS,
-        "query_pre_attn_scalar": 16,
-    }
-    return usual | changes
+    return CONFIGS["others"] | {"model_type": model_type, "vocab_size": NUM_TOKENS} | changes
 
 
 def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:

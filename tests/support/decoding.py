@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pystaged.decoding.text
+from pystaged._core import Tokenizer
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import Drafter, fulfil_all
@@ -17,6 +18,7 @@ from pystaged.decoding.requests import Clocks, fulfil
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Phase, PrefillProgress, TokenRoles
 from pystaged.decoding.tree import TokenTree
+from pystaged.drafting.table import NgramTable
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.result import Piece
 
@@ -26,6 +28,13 @@ def drafted(drafter: Drafter, *arguments: Any, clocks: Clocks | None = None) -> 
     drafter.draft(*arguments)
     fulfil_all(drafter, clocks)
     return drafter.tree
+
+
+def table_of(prompts: Sequence[NDArray[np.int32]], tokenizer: Tokenizer) -> NgramTable:
+    """Of all that some prompts hold."""
+    return NgramTable.build(
+        prompts, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint, max_successors=8, min_count=1
+    )
 
 
 def text_of(

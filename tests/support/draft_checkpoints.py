@@ -13,23 +13,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from support.feature_drafts import Array, Block, Eagle3, block_tensors, eagle3_tensors
+from support.feature_drafts import Array, Block, Eagle3
 from support.paths import table
 
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_norm_2": "hidden_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_LAYER: dict[str, str] = dict(table("layer_names"))
 _OTHERS = {"output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens"}
 _RANDOM = np.random.default_rng(3)
 EMBEDDING, HEAD = (_RANDOM.standard_normal((300, 64)).astype(np.float32) for _ in range(2))  # a target's
@@ -78,7 +65,7 @@ class Form:
         """By the checkpoint's names."""
         eagle3 = isinstance(self.draft, Eagle3)
         found: dict[str, Array] = {}
-        for name, values in (eagle3_tensors(self.draft) if eagle3 else block_tensors(self.draft)).items():
+        for name, values in self.draft.tensors().items():
             stem, _, end = name.rpartition(".")
             if name == "d2t":
                 found["d2t"] = values - np.arange(len(values))

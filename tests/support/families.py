@@ -18,6 +18,7 @@ FACTORS = {
         "rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),
     },
     "a quarter": {"rope_freqs.weight": np.array([1, 1, 1, 1, *[1e30] * 12], dtype=np.float32)},  # is turned
+    "one to four": {"rope_freqs.weight": np.linspace(1, 4, 8, dtype=np.float32)},
     "none": {"rope_freqs.weight": np.ones(32, dtype=np.float32)},
 }
 

@@ -139,6 +139,12 @@ def softmax(x: Doubles) -> Doubles:
     return result
 
 
+def log_softmax(x: npt.NDArray[np.floating]) -> Doubles:
+    shifted = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
+    result: Doubles = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
 def gelu(x: Doubles) -> Doubles:
     result: Doubles = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return result

@@ -8,18 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, quants
 
+from pystaged._core import Model
 from support.random_models import add_key, add_vocabulary, gguf_file
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+AnyTwin = TypeVar("AnyTwin", bound="_Twin")
 MASK = "tokenizer.ggml.mask_token_id"
+
+
+class Writable(Protocol):
+    """What a draft's file is made of."""
+
+    architecture: ClassVar[str]
+    quantization: str
+    metadata: dict[str, Any]
+
+    @property
+    def tokenizer(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the file, without the architecture's name."""
+
+    def tensors(self) -> dict[str, Array]:
+        """Matrices [outputs, inputs], norms around 1, token ids; before they are quantized."""
 
 
 @dataclass
@@ -65,16 +87,52 @@ class RandomDraft:
         """V_d."""
         return self.draft_vocab or self.vocab_size
 
+    def keys(self) -> dict[str, Any]:
+        return {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.width,
+            "feed_forward_length": self.ffn_width,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": self.rope_base,
+            "rope.dimension_count": self.head_dim,
+            "target_layers": self.taps,
+            "target_hidden_size": self.target_width,
+        }
+
 
 @dataclass
 class Eagle3(RandomDraft):
     """An EAGLE-3 draft; `separate_fc_norm` (one norm per tap) and `norm_output` are EAGLE 3.1's."""
 
+    architecture: ClassVar[str] = "eagle3"
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     separate_fc_norm: bool = False
     norm_output: bool = False
     head_norms: bool = False
+
+    def keys(self) -> dict[str, Any]:
+        own = ("norm_before_residual", "norm_before_fc", "norm_output")
+        return super().keys() | {name: getattr(self, name) for name in own}
+
+    def tensors(self) -> dict[str, Array]:
+        made = _Maker(self)
+        taps, wide = len(self.taps), len(self.taps) * self.target_width
+        made.matrix("fc.weight", self.width, wide)
+        if self.norm_before_fc:
+            made.norm("enc.output_norm.weight", wide)
+        if self.separate_fc_norm:
+            made.norm("fc_norm.weight", taps, self.target_width)
+        for layer in range(self.layers):
+            if not layer:
+                made.norm("blk.0.attn_norm_2.weight", self.width)
+            made.layer(layer, self.width if layer else 2 * self.width, self.head_norms)
+        return made.tensors
 
 
 @dataclass
@@ -88,6 +146,7 @@ class Block(RandomDraft):
         mask_token: -1 for the last of V.
     """
 
+    architecture: ClassVar[str] = "dflash"
     layers: int = 2
     block: int = 4
     from_anchor: bool = False
@@ -95,112 +154,64 @@ class Block(RandomDraft):
     causal: bool = False
     mask_token: int = -1
 
+    def keys(self) -> dict[str, Any]:
+        return super().keys() | {
+            "block_size": self.block,
+            "sample_from_anchor": self.from_anchor,
+            "attention.causal": self.causal,
+            MASK: self.mask_token % self.vocab_size,
+        }
+
+    def tensors(self) -> dict[str, Array]:
+        made, rank = _Maker(self), self.markov_rank
+        made.matrix("fc.weight", self.width, len(self.taps) * self.target_width)
+        made.norm("enc.output_norm.weight", self.width)
+        for layer in range(self.layers):
+            made.layer(layer, self.width, True)
+        if rank:
+            made.matrix("markov_w1.weight", self.vocab_size, rank)
+            made.matrix("markov_w2.weight", self.num_rows, rank, scale=4)
+        return made.tensors
+
 
 def dspark(**options: Any) -> Block:
     """A DSpark draft as DeepSeek makes them."""
     return Block(**{"from_anchor": True, "markov_rank": 16} | options)
 
 
-def eagle3_keys(draft: Eagle3) -> dict[str, Any]:
-    """Keys of the file, without the architecture's name."""
-    return _keys(draft) | {
-        "norm_before_residual": draft.norm_before_residual,
-        "norm_before_fc": draft.norm_before_fc,
-        "norm_output": draft.norm_output,
-    }
-
-
-def block_keys(draft: Block) -> dict[str, Any]:
-    """The same for DFlash and DSpark."""
-    return _keys(draft) | {
-        "block_size": draft.block,
-        "sample_from_anchor": draft.from_anchor,
-        "attention.causal": draft.causal,
-        MASK: draft.mask_token % draft.vocab_size,
-    }
-
-
-def _keys(draft: RandomDraft) -> dict[str, Any]:
-    return {
-        "block_count": draft.layers,
-        "context_length": draft.context,
-        "embedding_length": draft.width,
-        "feed_forward_length": draft.ffn_width,
-        "attention.head_count": draft.heads,
-        "attention.head_count_kv": draft.kv_heads,
-        "attention.key_length": draft.head_dim,
-        "attention.value_length": draft.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": draft.rope_base,
-        "rope.dimension_count": draft.head_dim,
-        "target_layers": draft.taps,
-        "target_hidden_size": draft.target_width,
-    }
-
-
-def write_eagle3(path: Path, draft: Eagle3, changed: Mapping[str, Array | None] | None = None) -> Path:
+def write_draft(path: Path, draft: Writable, changed: Mapping[str, Array | None] | None = None) -> Path:
     """Write a draft; the same seed gives the same file.
 
     Args:
         changed: tensors that differ, by name; None to leave one out.
     """
-    return _write(path, "eagle3", draft, eagle3_keys(draft), eagle3_tensors(draft) | dict(changed or {}))
-
-
-def write_dflash(path: Path, draft: Block, changed: Mapping[str, Array | None] | None = None) -> Path:
-    """The same for DFlash and DSpark."""
-    return _write(path, "dflash", draft, block_keys(draft), block_tensors(draft) | dict(changed or {}))
-
-
-def _write(
-    path: Path, architecture: str, draft: RandomDraft, keys: dict[str, Any], tensors: Mapping[str, Array | None]
-) -> Path:
     kind = GGMLQuantizationType[draft.quantization]
-    with gguf_file(path, architecture) as writer:
+    with gguf_file(path, draft.architecture) as writer:
         writer.add_name("a random draft")
         if draft.tokenizer:
             add_vocabulary(writer, draft.vocab_size)
-        for key, value in (keys | draft.metadata).items():
+        for key, value in (draft.keys() | draft.metadata).items():
             if value is not None:
-                add_key(writer, key if key == MASK else f"{architecture}.{key}", value)
-        for name, values in tensors.items():
-            if values is None:
-                continue
-            if values.ndim == 2 and "norm" not in name:
+                add_key(writer, key if key == MASK else f"{draft.architecture}.{key}", value)
+        for name, values in (draft.tensors() | dict(changed or {})).items():
+            if values is not None and values.ndim == 2 and "norm" not in name:
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
-            else:
+            elif values is not None:
                 writer.add_tensor(name, values)
     return path
 
 
-def eagle3_tensors(draft: Eagle3) -> dict[str, Array]:
-    """Matrices [outputs, inputs], norms around 1, token ids; before they are quantized."""
-    made = _Maker(draft)
-    taps, wide = len(draft.taps), len(draft.taps) * draft.target_width
-    made.matrix("fc.weight", draft.width, wide)
-    if draft.norm_before_fc:
-        made.norm("enc.output_norm.weight", wide)
-    if draft.separate_fc_norm:
-        made.norm("fc_norm.weight", taps, draft.target_width)
-    for layer in range(draft.layers):
-        if not layer:
-            made.norm("blk.0.attn_norm_2.weight", draft.width)
-        made.layer(layer, draft.width if layer else 2 * draft.width, draft.head_norms)
-    return made.tensors
+def load_pair(target_path: Path, path: Path, threads: int = 2, kv: str = "f16") -> tuple[Model, Model]:
+    """A target that keeps what the draft reads, and the draft."""
+    target = Model(target_path, "", threads, kv=kv)
+    draft = Model(path, "", threads, target=target)
+    tap(target, draft)
+    return target, draft
 
 
-def block_tensors(draft: Block) -> dict[str, Array]:
-    """The same for DFlash and DSpark."""
-    made = _Maker(draft)
-    made.matrix("fc.weight", draft.width, len(draft.taps) * draft.target_width)
-    made.norm("enc.output_norm.weight", draft.width)
-    for layer in range(draft.layers):
-        made.layer(layer, draft.width, True)
-    rank = draft.markov_rank
-    if rank:
-        made.matrix("markov_w1.weight", draft.vocab_size, rank)
-        made.matrix("markov_w2.weight", draft.num_rows, rank, scale=4)
-    return made.tensors
+def tap(target: Model, draft: Model) -> None:
+    """Let a target keep what a draft reads."""
+    target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
 
 
 class _Maker:
@@ -254,13 +265,8 @@ class Contents:
     @classmethod
     def made(cls, draft: Eagle3 | Block) -> Contents:
         """Of a draft that no file holds, unquantized."""
-        keys, tensors = (
-            (eagle3_keys(draft), eagle3_tensors(draft))
-            if isinstance(draft, Eagle3)
-            else (block_keys(draft), block_tensors(draft))
-        )
-        doubles = {name: values if name == "d2t" else values.astype(np.float64) for name, values in tensors.items()}
-        return cls("eagle3" if isinstance(draft, Eagle3) else "dflash", keys | draft.metadata, doubles)
+        doubles = {name: each if name == "d2t" else each.astype(np.float64) for name, each in draft.tensors().items()}
+        return cls(draft.architecture, draft.keys() | draft.metadata, doubles)
 
     @classmethod
     def of(cls, path: Path) -> Contents:
@@ -282,10 +288,19 @@ class _Twin:
 
     Args:
         embedding, head: the target's, [V, H_t]; used where the file has none of its own.
-        adjacent: the rotary pairs' layout; else halves of a head.
+        adjacent: the rotary pairs' layout, a file's by default; else halves of a head.
     """
 
-    def __init__(self, contents: Contents, embedding: Array | None, head: Array | None, adjacent: bool) -> None:
+    are_adjacent: bool  # in files
+
+    def __init__(
+        self,
+        contents: Contents,
+        embedding: Array | None = None,
+        head: Array | None = None,
+        *,
+        adjacent: bool | None = None,
+    ) -> None:
         self.keys, self.tensors = contents.keys, contents.tensors
         self.width, self.layers = self.keys["embedding_length"], self.keys["block_count"]
         self.heads, self.kv_heads = self.keys["attention.head_count"], self.keys["attention.head_count_kv"]
@@ -295,12 +310,23 @@ class _Twin:
             head = head[self.d2t]
         self.embedding = self._own("token_embd.weight", embedding)
         self.head = self._own("output.weight", head)
-        self._adjacent, self._epsilon = adjacent, self.keys["attention.layer_norm_rms_epsilon"]
+        self._adjacent = self.are_adjacent if adjacent is None else adjacent
+        self._epsilon = self.keys["attention.layer_norm_rms_epsilon"]
         pairs = np.arange(self.keys.get("rope.dimension_count", self.dim) // 2)
         frequencies = self.keys["rope.freq_base"] ** (-pairs / len(pairs))
         if self.keys.get("rope.scaling.type") == "linear":
             frequencies /= self.keys["rope.scaling.factor"]
         self._frequencies = frequencies / self.tensors.get("rope_freqs.weight", 1)
+        self.clear()
+
+    @classmethod
+    def of(cls: type[AnyTwin], path: Path, embedding: Array | None = None, head: Array | None = None) -> AnyTwin:
+        """The twin of a file."""
+        return cls(Contents.of(path), embedding, head)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        raise NotImplementedError
 
     def _own(self, name: str, borrowed: Array | None) -> Doubles:
         found = self.tensors.get(name, borrowed)
@@ -372,19 +398,9 @@ class Eagle3Twin(_Twin):
     chain: row P reads the features of position P and the token of position P + 1.
     """
 
-    def __init__(
-        self, contents: Contents, embedding: Array | None = None, head: Array | None = None, *, adjacent: bool = True
-    ) -> None:
-        super().__init__(contents, embedding, head, adjacent)
-        self.clear()
-
-    @classmethod
-    def of(cls, path: Path, embedding: Array | None = None, head: Array | None = None) -> Eagle3Twin:
-        """The twin of a file."""
-        return cls(Contents.of(path), embedding, head)
+    are_adjacent = True
 
     def clear(self) -> None:
-        """Forget all rows."""
         self.crop(0)
 
     def crop(self, rows: int) -> None:
@@ -452,19 +468,9 @@ class Eagle3Twin(_Twin):
 class BlockTwin(_Twin):
     """The arithmetic of DFlash and DSpark."""
 
-    def __init__(
-        self, contents: Contents, embedding: Array | None = None, head: Array | None = None, *, adjacent: bool = False
-    ) -> None:
-        super().__init__(contents, embedding, head, adjacent)
-        self.clear()
-
-    @classmethod
-    def of(cls, path: Path, embedding: Array | None = None, head: Array | None = None) -> BlockTwin:
-        """The twin of a file."""
-        return cls(Contents.of(path), embedding, head)
+    are_adjacent = False
 
     def clear(self) -> None:
-        """Forget the context."""
         empty = np.empty((0, self.kv_heads, self.dim))
         self.kept = [(empty, empty)] * self.layers
 

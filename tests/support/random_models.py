@@ -211,6 +211,16 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
     return path
 
 
+def write_without(path: Path, model: RandomModel, parts: Sequence[str]) -> Path:
+    """Write a model without the tensors that have one of these parts in their names."""
+
+    def drop(tensors: dict[str, Floats]) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            del tensors[name]
+
+    return write(path, model, drop)
+
+
 def quantize(source: Path, path: Path, file_type: str) -> Path:
     """A copy of a model in one of llama.cpp's mixtures, by its own quantizer: "MOSTLY_Q4_K_M", ..."""
     params = llama_cpp.llama_model_quantize_default_params()

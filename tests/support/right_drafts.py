@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from support.assistants import Assistant, write_assistant
+from support.assistants import Assistant
 from support.families import CASES
-from support.feature_drafts import Block, Eagle3, write_dflash, write_eagle3
+from support.feature_drafts import Block, Eagle3, write_draft
 from support.random_models import Floats, RandomModel, write
 
 KINDS = ("eagle", "dspark", "dflash")
@@ -44,7 +44,7 @@ def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
         draft = Assistant(GEMMA4, width=GEMMA4.width)
         tensors = draft.tensors()
         keep(tensors)
-        return target, write_assistant(folder / "draft.gguf", draft, tensors | changed)
+        return target, write_draft(folder / "draft.gguf", draft, tensors | changed)
     target = write(folder / "target.gguf", replace(TARGET, ahead=int(kind == "mtp")), keep)
     if kind == "mtp":
         return target, target
@@ -61,7 +61,7 @@ def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
         ones = np.ones(64, np.float32)
         changed = {"fc.weight": np.diag(ones), "output.weight": found, "output_norm.weight": ones}
         changed |= {name: values for name, values in silent.items() if name.startswith("blk.0")}
-        return target, write_eagle3(folder / "draft.gguf", Eagle3(taps=[1], own_head=True, seed=1), changed)
+        return target, write_draft(folder / "draft.gguf", Eagle3(taps=[1], own_head=True, seed=1), changed)
     # The Markov head is the target.
     changed = {
         "output.weight": np.zeros_like(embedding),
@@ -69,7 +69,7 @@ def write_right(folder: Path, kind: str) -> tuple[Path, Path]:
         "markov_w2.weight": head,
     }
     draft = Block(block=6, from_anchor=kind == "dspark", markov_rank=64, own_head=True)
-    return target, write_dflash(folder / "draft.gguf", draft, changed | silent)
+    return target, write_draft(folder / "draft.gguf", draft, changed | silent)
 
 
 def _normed(x: Floats) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pystaged import SamplingConfig
-from support.family_reference import softmax
+from support.family_reference import log_softmax, softmax
 from support.paths import table
 
 Floats = npt.NDArray[np.float32]
@@ -63,8 +63,7 @@ def kept(logits: Doubles, s: SamplingConfig, *, coin: bool) -> Doubles:
         else:
             scaled = scaled / temperature
     result = np.full(len(logits), -np.inf)
-    largest = scaled[order].max()
-    result[order] = scaled[order] - largest - np.log(np.exp(scaled[order] - largest).sum())
+    result[order] = log_softmax(scaled[order])
     return result
 
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from math import inf
 from typing import Any
 
-from pystaged import Engine, Growth
+from pystaged import Engine, FixedPolicy, Growth
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -54,6 +55,24 @@ def held(engine: Engine) -> Iterator[None]:
     finally:
         stepper.step = step  # type: ignore[method-assign]
         go_on.set()
+
+
+class ActingPolicy:
+    """Trees of one shape, and something that is done where it is asked for the `left`-th time which nodes to keep."""
+
+    children = 4
+
+    def __init__(self, do: Callable[[], object], left: float = inf, shape: FixedPolicy | None = None) -> None:
+        self.do, self.left, self._shape = do, left, shape or FixedPolicy(2, 3, 6)
+
+    def expand(self, growth: Growth) -> int:
+        return self._shape.expand(growth)
+
+    def keep(self, growth: Growth) -> int:
+        self.left -= 1
+        if self.left == 0:
+            self.do()
+        return self._shape.keep(growth)
 
 
 class HeldPolicy:
