@@ -148,8 +148,12 @@ void add_sessions(py::module_& m) {
         .def("numpy", [](const HiddenRows& self) { return to_matrix(self); });
 
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
-        .def(py::init<std::shared_ptr<Model>, int, std::shared_ptr<Session>>(), py::arg("model"), py::arg("n_ctx") = 0,
-             py::arg("target") = nullptr, py::call_guard<py::gil_scoped_release>())
+        // Not py::init of the types: where memory ends in that, pybind11 ends the process.
+        .def(py::init([](std::shared_ptr<Model> model, int n_ctx, std::shared_ptr<Session> target) {
+                 const py::gil_scoped_release release;
+                 return std::make_shared<Session>(std::move(model), n_ctx, std::move(target));
+             }),
+             py::arg("model"), py::arg("n_ctx") = 0, py::arg("target") = nullptr)
         .def(
             "likeliest",
             [](Session& self, const IntsOf<kRows>& rows, const IntsOf<kBefore>& before, int k) {
@@ -225,8 +229,8 @@ void add_sessions(py::module_& m) {
     py::class_<Work>(m, "Work")
         .def_static(
             "read",
-            [](Session& session, const IntsOf<kTokens>& tokens, const std::optional<HiddenRows>& hidden) {
-                return Work::read(session, tokens, hidden.value_or(HiddenRows()));
+            [](Session& session, const IntsOf<kTokens>& tokens, const HiddenRows* hidden) {
+                return Work::read(session, tokens, hidden ? *hidden : HiddenRows());
             },
             py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_static(
@@ -244,10 +248,10 @@ void add_sessions(py::module_& m) {
         .def_static(
             "propose",
             [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents, int num_judged, int k,
-               const Samplings& sampling, const MaskArray& masks, const std::optional<HiddenRows>& hidden) {
+               const Samplings& sampling, const MaskArray& masks, const HiddenRows* hidden) {
                 check_count(session, "k", 0, k);
                 return Work::propose(session, tokens, parents, num_judged, k, to_samplings(sampling), to_masks(masks),
-                                     hidden.value_or(HiddenRows()));
+                                     hidden ? *hidden : HiddenRows());
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
             py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())

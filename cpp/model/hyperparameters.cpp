@@ -590,8 +590,8 @@ size_t Hyperparameters::kept_state_bytes() const {
     return values * sizeof(float);
 }
 
-// All that a row is made into, side by side: little of it is there at a time, but some of it several times. And the
-// logits of a usual tree.
+// An estimate: of what a row is made into, little is there at a time, but some of it in several copies. And the logits
+// of a usual tree.
 double Hyperparameters::pass_bytes() const {
     size_t inputs = 0;
     for (int layer = 0; layer < num_layers; ++layer) {
@@ -599,7 +599,8 @@ double Hyperparameters::pass_bytes() const {
     }
     const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
     const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
-    const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + experts.count + expert +
+    const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank +
+                       markov_rank + experts.count + expert +
                        padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() + delta.values() +
                        space.channels() + space.inner() + hidden_width + features_width() +
                        num_layers * double(padded(layer_embedding_width, kBlock));

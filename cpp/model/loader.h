@@ -65,7 +65,7 @@ public:
     Vector flat(const TensorView* tensor);         // without padding
     Linear table(const TensorView* tensor);
     Linear linear(const TensorView* weight, const TensorView* bias = nullptr);
-    // What take() finds, so.
+    // The same of what take() finds.
     Vector vector(const std::string& name, const std::vector<int64_t>& shape, unsigned extra = 0) {
         return vector(take(name, shape, extra));
     }

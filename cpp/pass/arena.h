@@ -1,4 +1,5 @@
 // Memory for the values of a pass: taken piece by piece, given back in turn, and kept for the next pass.
+// Each Workspace has one, which keeps its largest size until the last session of the model is closed.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +12,12 @@ namespace pystaged {
 
 class Arena {
 public:
-    // Everything taken so far.
+    // How much was taken at some time.
     struct Mark {
         size_t block = 0, used = 0;
     };
 
-    // Floats hold anything at first.
+    // Not initialized.
     float* take(int rows, size_t stride) { return take<float>(rows * stride); }
     // Destructors are not called.
     template <class T>

@@ -1,6 +1,6 @@
 // How passes of a model are computed over rows of one or more texts.
 //
-// PackedPass runs the decoder of transformer.h on our kernels, bit-exact on the CPU; LlamaPass leaves it to libllama.
+// PackedPass computes with our kernels, bit-exact on the CPU; LlamaPass leaves it to libllama.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ namespace pystaged {
 AttentionLayer attention_layer(const Workspace& w, int layer);
 AttentionRows& attention_rows(Workspace& w, int num_inputs, int layer, int first_row);
 
-// All heads being ready, what they attend to, as `output` reads it.
+// Attention of all heads, once they are written, as `output` reads it.
 Value attend(Workspace& w, const AttentionLayer& how, const AttentionRows& rows, const Linear& output);
 
 }  // namespace pystaged

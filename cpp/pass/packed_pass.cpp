@@ -31,7 +31,8 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
 
 void PackedPass::decode(const Pass& pass) {
     const int first_judged = pass.num_rows - pass.num_logits;
-    const int first_wanted = pass.embeddings || model_.taps_end() ? 0 : first_judged;  // behind the last mixer
+    const int first_wanted =
+        pass.embeddings || model_.taps_end() ? 0 : first_judged;  // that anything reads behind the last mixer
     Value x = embed();
     for (int i = 0; i < model_.numbers().num_layers; ++i) {
         const Arena::Mark mark = w_.arena.mark();
@@ -43,8 +44,7 @@ void PackedPass::decode(const Pass& pass) {
             return;
         }
         if (layer.feed_forward) {
-            // Where the branches are parallel, both read the same; where only their results are normalized, nothing is
-            // here.
+            // Parallel branches read the same. Where only results are normalized, there is neither of the norms.
             const bool parallel = layer.mixer_norm.present() && !layer.ffn_norm.present();
             input = parallel ? input.from(first_row) : x.normed(layer.ffn_norm);
             x = std::visit([&](const auto& network) { return add(w_, network, x, input, layer.ffn_post_norm); },

@@ -20,7 +20,7 @@ struct Value {
     int n = 0;
     size_t stride = 0;
     const Norm* norm = nullptr;  // applied by what reads it
-    QuantizedRows handed = {};   // the same as what reads it takes them, or none
+    QuantizedRows handed = {};   // the rows already quantized for the matrices that read them, or none
 
     Value from(int row) const { return {rows + row * stride, n - row, stride, norm, {}}; }
     // An absent norm is none at all.
@@ -34,7 +34,7 @@ using Inputs = std::array<Activations, 4>;
 // A text's rows of a pass.
 struct TextRows {
     PackedState* state;
-    int num_committed, first;  // rows, and the first of its pending ones that is in the pass with all behind it
+    int num_committed, first;  // committed rows; the pass has all pending rows from `first` on
     bool is_reading;
     std::vector<int> rows;  // of the pass, by pending row, -1 for those that are not in it
     Walk walk;              // where layers are delta nets or Mamba-2
@@ -116,8 +116,8 @@ private:
 
 Epilogue epilogue(const Linear& linear, float* out, size_t stride);
 
-// What a layer's mixer or its network makes of `input`, as its last matrix reads it: mixers of the rows from
-// `first_row` on, though they take in all, perhaps of none, as all that such a pass is for is the texts' state.
+// What a layer's mixer makes of `input`, as its last matrix reads it. It updates the texts' states with all rows, and
+// returns those from `first_row` on: perhaps none, where the pass is for the states alone.
 Value mix(Workspace& w, const Attention& attention, const Value& input, int layer, int first_row);
 Value mix(Workspace& w, const LatentAttention& attention, const Value& input, int layer, int first_row);
 Value mix(Workspace& w, const ShortConvolution& mixer, const Value& input, int layer, int first_row);

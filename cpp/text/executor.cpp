@@ -61,16 +61,12 @@ std::shared_ptr<Executor> Executor::of(const Model& model) {
         executor.reset(new Executor(model), [](Executor* made) {
             // Destroying that of a process we were forked from would wait for threads that are not here.
             if (made->is_of(process_id())) {
-                const Model* of = &made->model_;
                 delete made;
-                Executors& others = OfProcess<Executors>::get();
-                const std::lock_guard<std::mutex> taking(others.mutex);
-                const auto found = others.by_model.find(of);
-                if (found != others.by_model.end() && found->second.expired()) {
-                    others.by_model.erase(found);
-                }
             }
         });
+        for (auto each = all.by_model.begin(); each != all.by_model.end();) {  // those of models that are gone
+            each = each->second.expired() && each->first != &model ? all.by_model.erase(each) : std::next(each);
+        }
         place = executor;
     }
     return executor;

@@ -96,7 +96,7 @@ public:
     static constexpr int kDefaultContext = 8192;
 
     // One call on some sessions: their locks and those of their targets, and the floating-point environment it computes
-    // in.
+    // in. Who computes is Executor::Turn's matter.
     class Turn {
     public:
         explicit Turn(Session& session) : Turn(std::vector<Session*>{&session}) {}

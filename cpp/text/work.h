@@ -21,8 +21,8 @@ struct Work {
     Kind kind = Kind::read;
     Session* session = nullptr;
     std::vector<int32_t> tokens, parents;  // parents[i]: the pending row before, or -1 for the last committed token
-    int num_judged = 0;                    // how many of the last rows get logits, see Model::tap(); of verify, all; of
-                                           // rank, how many `rows` are
+    int num_judged = 0;                    // how many of the last rows get logits, see Model::tap(): of verify all, of
+                                           // rank those in `rows`
     int k = 0;                             // candidates after each judged row, perhaps none
     std::vector<Sampling> samplings;       // one, or of propose and rank one for each judged row
     Masks masks;                           // none, or one for each row of verify, or judged row of propose and rank

@@ -89,15 +89,15 @@ void ProductTasks::share_out(const std::vector<ProductShape>& shapes, int thread
 
 const ProductTasks& Multiplier::plan(int num_threads) {
     const auto same = [](const ProductShape& a, const ProductShape& b) { return !std::memcmp(&a, &b, sizeof(a)); };
-    // Experts have other rows in each pass.
-    const bool is_passing =
+    // Experts' shapes hardly come again: their plan is not kept.
+    const bool is_transient =
         shapes_.size() > kMostTogether && !std::equal(shapes_.begin() + 1, shapes_.end(), shapes_.begin(), same);
     if (plans_.size() > kMostPlans) {
         plans_.clear();
     }
     Plan& plan =
-        is_passing ? passing_ : plans_[digest(shapes_.data(), shapes_.size() * sizeof(shapes_[0])) + num_threads];
-    if (is_passing || !std::equal(shapes_.begin(), shapes_.end(), plan.shapes.begin(), plan.shapes.end(), same)) {
+        is_transient ? transient_ : plans_[digest(shapes_.data(), shapes_.size() * sizeof(shapes_[0])) + num_threads];
+    if (is_transient || !std::equal(shapes_.begin(), shapes_.end(), plan.shapes.begin(), plan.shapes.end(), same)) {
         plan.shapes.clear();  // until all is there
         plan.shared.share_out(shapes_, num_threads);
         plan.shapes = shapes_;

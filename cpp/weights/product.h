@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <functional>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -30,8 +31,12 @@ struct ProductShape {
 
     size_t bytes;  // of weights
     int rows, cols, n, part;
-    int gated, unit;  // whether outputs are gated, and blocks of outputs that one task makes together
+    // Whether outputs are gated (an int, as shapes are compared by their bytes), and blocks of outputs that one task
+    // makes together.
+    int gated, unit;
 };
+
+static_assert(std::has_unique_object_representations_v<ProductShape>);
 
 // What a thread computes at a time: blocks [first, last) of the outputs, of rows [row, end).
 struct ProductTask {
@@ -68,7 +73,7 @@ private:
     const Kernel& kernel_;
     std::vector<ProductShape> shapes_;          // of the call in hand
     std::unordered_map<uint64_t, Plan> plans_;  // by a digest of shapes and threads
-    Plan passing_;                              // of shapes that will not come again
+    Plan transient_;                            // of shapes that hardly come again
     std::vector<std::atomic<int>> unmade_;      // see ProductTask::parts
 };
 

@@ -124,19 +124,21 @@ def main() -> None:
         _run()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
-        if status == _ctrl_c.INTERRUPTED:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _say("interrupted", "yellow")
     except (OSError, ValueError, ImportError) as error:
-        status = 1
-        from pystaged.cli.console import words  # noqa: PLC0415
+        # Of an extension module that Ctrl-C interrupts while it is imported, the exception is lost in an ImportError.
+        status = _ctrl_c.INTERRUPTED if isinstance(error.__cause__, KeyboardInterrupt) else 1
+        if status == 1:
+            from pystaged.cli.console import words  # noqa: PLC0415
 
-        _say("error: ", "bold red", words(error))
+            _say("error: ", "bold red", words(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "new thread" not in str(error):
             raise
         status = 1
         _say("error: ", "bold red", "not enough memory; a smaller model or a smaller --n-ctx needs less")
+    if status == _ctrl_c.INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _say("interrupted", "yellow")
     if status:
         # Otherwise Python tries to write the output again at exit, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -52,8 +52,10 @@ def _takes(*options: str, tokens: str = "New tokens per prompt.", least: int = 1
         tokens, least, default: help, bound and default of max_tokens.
     """
     model = {"default": "", "callback": lambda name: name or names.default_model(report), "show_default": DEFAULT_MODEL}
+    model["metavar"] = "MODEL"
     limit = {"help": tokens, "min": least, "default": default, "callback": check}
-    return takes({name: (LOADING | BENCH)[name] for name in options}, model=model, max_tokens=limit)
+    folder = {"metavar": "FOLDER"}
+    return takes({name: (LOADING | BENCH)[name] for name in options}, model=model, max_tokens=limit, llama_cpp=folder)
 
 
 @app.callback(invoke_without_command=True)

@@ -31,7 +31,7 @@ _OVERFLOW = Option("drop", "In a full context: forget the oldest turns, or stop 
     | {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *GRAMMARS)}
     | SAMPLING
     | {"context_overflow": _OVERFLOW, **OF_LOADING},
-    context_overflow={"metavar": "drop|stop", "callback": one_of("drop", "stop")},
+    context_overflow={"metavar": "drop|stop"} | one_of("drop", "stop"),
     max_tokens={"help": f"{LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
 )
 def chat(

@@ -38,7 +38,7 @@ def diff(
         int, at_least(0, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.")
     ] = 64,
     kv: KeysAndValues = "f16",
-    kv_b: Annotated[str, typer.Option(help="Type of B's KV cache; by default that of A's.", callback=_KINDS)] = "",
+    kv_b: Annotated[str, typer.Option(help="Type of B's KV cache; by default that of A's, --kv.", **_KINDS)] = "",
     n_ctx: ContextLength = 0,
     out: Annotated[
         Path | None, typer.Option(help="Also write a page in Markdown, with the prompts, to this file.")

@@ -70,15 +70,18 @@ def check_type(name: str | None) -> str | None:
         return quantize.check_type(name) if name else name
 
 
-def one_of(*values: str) -> Callable[[str], str]:
-    """A callback that refuses other values; "" among them stands for none."""
+def one_of(*values: str) -> dict[str, Any]:
+    """Settings of an option that refuses and completes no other values; "" among them stands for none."""
 
     def check(value: str) -> str:
         if value not in values:
-            raise typer.BadParameter(f"must be {' or '.join(filter(None, values))}, not {value}")
+            raise typer.BadParameter(f"must be {' or '.join(filter(None, values))}, not {value!r}")
         return value
 
-    return check
+    def like(incomplete: str) -> list[str]:
+        return [value for value in values if value and value.startswith(incomplete)]
+
+    return {"callback": check, "autocompletion": like}
 
 
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
@@ -136,7 +139,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "json_schema": {"metavar": "FILE|JSON"},
     "grammar": {"metavar": "FILE|GRAMMAR"},
     "draft": {"metavar": "MODEL", "autocompletion": models_like},
-    "kv": {"callback": one_of("f16", "q8_0")},
+    "kv": one_of("f16", "q8_0"),
     "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
     "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
@@ -145,7 +148,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "max_tokens": {"min": -1, "callback": token_limit},
     "stop_loops": {"show_default": "on for answers"},
     "system": {"metavar": "TEXT|@FILE", "callback": read_system},
-    "color": {"metavar": "none|stages", "callback": one_of("none", "stages")},
+    "color": {"metavar": "none|stages"} | one_of("none", "stages"),
 }
 # Options of commands that write texts, besides those of pystaged.options.table.
 SHOWN = {

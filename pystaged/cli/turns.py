@@ -284,7 +284,7 @@ class Chat:
 
     def _fixed_by(self) -> object:
         """The settings that a greedy turn depends on."""
-        return self.given | {"seed": 0}
+        return {name: value for name, value in self.given.items() if name != "color"} | {"seed": 0}
 
     def _tell(
         self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"

@@ -38,7 +38,7 @@ _SHARES: dict[int, dict[int, float]] = {
 
 
 def mix(proposals: Sequence[Proposal]) -> Proposal:
-    """Mix the lookups' proposals for one node, which must be in the order of the sources above."""
+    """Mix the lookups' proposals for one node, which must be in the order of lookups()."""
     mixed, source = dict[int, float](), NOBODY
     for proposal in proposals:
         if not mixed:

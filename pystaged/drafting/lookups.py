@@ -123,7 +123,7 @@ class ContextProposer(Lookup):
 
 
 def lookups(table: NgramTable | None = None, recycled: RecycledCandidates | None = None) -> list[Lookup]:
-    """The lookups in the order of mixing: those whose source is not None, and n-grams of the sequence."""
+    """The lookups in the order of mixing: those that are given, and n-grams of the sequence."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
         *([TableProposer(table)] if table else []),

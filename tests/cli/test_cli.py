@@ -463,18 +463,26 @@ def test_help_fits_on_a_page(command: list[str]) -> None:
         assert not any(word in short for word in ("Model and drafts:\n", "--typical-p", "default:"))
 
 
+def completed(words: str) -> list[str]:
+    """What a shell may write in place of the last word."""
+    asked = {"COMP_WORDS": f"pystaged {words}", "COMP_CWORD": str(len(words.split()))}
+    return run(_PYSTAGED_COMPLETE="complete_bash", **asked).stdout.decode().split()
+
+
+@pytest.mark.slow
+def test_completion_knows_choices() -> None:
+    asked = ("generate --color st", "chat --context-overflow d", "diff a b --kv-b q", "serve --kv f")
+    assert [completed(words) for words in asked] == [["stages"], ["drop"], ["q8_0"], ["f16"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", ["run sm", "chat x --draft sm", "models remove sm"])
 def test_completion_knows_models_and_paths(tmp_path: Path, typed: str) -> None:
-    def found(words: str) -> list[str]:
-        asked = {"COMP_WORDS": f"pystaged {words}", "COMP_CWORD": str(len(words.split()))}
-        return run(_PYSTAGED_COMPLETE="complete_bash", **asked).stdout.decode().split()
-
-    assert found(typed) == ["smollm2", "smollm3"]
+    assert completed(typed) == ["smollm2", "smollm3"]
     for name in ("model.gguf", "more/x.gguf", "model.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert sorted(found(f"{typed[:-2]}{tmp_path}/mo")) == [f"{tmp_path}/model.gguf", f"{tmp_path}/more/"]
+    assert sorted(completed(f"{typed[:-2]}{tmp_path}/mo")) == [f"{tmp_path}/model.gguf", f"{tmp_path}/more/"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_python
+from support.families import CASES
 from support.gguf_parts import (
     ARRAY,
     F32,
@@ -163,6 +164,13 @@ def test_memory_out_of_proportion(tmp_path: Path, ffn_width: int, vocab_size: in
         ModelError, match=r"narrow.gguf: .* MiB of memory for a file of \d+; it is damaged or not a model"
     ):
         _core.Model(str(path), device=device)
+
+
+def test_wide_queries_out_of_proportion(tmp_path: Path) -> None:
+    narrow = {"width": 32, "layers": 1, "heads": 1, "kv_heads": 1, "ffn_width": 32, "quantization": "Q4_0"}
+    shape = replace(CASES["deepseek2"], **narrow, experts=(0, 0, 0, 0), dense=0, latent=(32, 1 << 17, 32, 16, 32))
+    with pytest.raises(ModelError, match=r"would take \d+ MiB of memory for a file of"):
+        _core.Model(str(write_random_model(tmp_path / "model.gguf", shape)))
 
 
 @pytest.mark.parametrize("load", [_core.Model, _core.Tokenizer])
