@@ -37,12 +37,12 @@ ROOT = 11  # files in no room
 CPP = Path(__file__).parent.parent / "cpp"
 # The rooms of C++ from the lowest up, with as many lines as each may have.
 CPP_ROOMS = {
-    "kernels": 3121,
+    "kernels": 3126,
     "machine": 1664,
     "files": 541,
     "weights": 1111,
     "llama": 825,
-    "model": 2706,
+    "model": 2697,
     "state": 1077,
     "pass": 2972,
     "sampling": 881,

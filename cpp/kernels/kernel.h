@@ -190,7 +190,12 @@ struct RowContext {
 // How a cache stores keys and values; see kv_cache.h.
 enum class KvType { f16, q8_0 };
 
-// Bytes of one cell's values of a head.
+// Bytes of one cell's key and of its values of a head.
+static constexpr size_t key_bytes(KvType type, int head_dim) {
+    constexpr Layout q8 = kLayouts[static_cast<int>(Packing::q8_0)];
+    return type == KvType::f16 ? sizeof(uint16_t) * head_dim
+                               : padded(head_dim, kBlock) / kBlock * q8.block_bytes / kLanes;
+}
 static constexpr size_t value_bytes(KvType type, int value_dim) {
     const size_t width = padded(value_dim, kBlock);
     return type == KvType::f16 ? sizeof(uint16_t) * padded(value_dim, kLanes) : width + width / kBlock * sizeof(float);

@@ -557,12 +557,6 @@ RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
     }
 }
 
-size_t key_bytes(KvType type, int head_dim) {
-    constexpr Layout q8 = kLayouts[static_cast<int>(Packing::q8_0)];
-    return type == KvType::f16 ? sizeof(uint16_t) * head_dim
-                               : padded(head_dim, kBlock) / kBlock * q8.block_bytes / kLanes;
-}
-
 size_t Hyperparameters::cell_bytes(KvType type, bool windowed_only) const {
     size_t bytes = 0;
     for (int i = 0; i < num_layers; ++i) {

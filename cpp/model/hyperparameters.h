@@ -93,9 +93,6 @@ struct ExpertNumbers {
     size_t num_bytes() const { return (size_t(layers) * count + 7) / 8; }
 };
 
-// Bytes of a head's key in one cell.
-size_t key_bytes(KvType type, int head_dim);
-
 // Floats of a recurrent layer; 0 of other layers.
 struct RecurrentSizes {
     // Pending rows of trees at most, and those of a usual tree, whose inputs keep their memory from pass to pass.
