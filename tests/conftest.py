@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from random_weights import write_random_gpt2
+from random_weights import write_random
 
 from pystaged.loading import names
 
@@ -52,8 +52,9 @@ def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     ) -> Path:
         path = folder / f"{quantization}-{width}-{layers}-{heads}-{vocab_size}-{context}-{seed}-{tie}.gguf"
         if not path.exists():
-            write_random_gpt2(
+            write_random(
                 path,
+                "gpt2",
                 width=width,
                 layers=layers,
                 heads=heads,

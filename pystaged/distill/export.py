@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
 from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
 from pystaged.loading.families import DFLASH
+from pystaged.loading.writing import copy_field
 from pystaged.platform.files import whole_file
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
@@ -80,5 +81,4 @@ def _copy_vocabulary(writer: GGUFWriter, target: Path) -> None:
     """The target's vocabulary, which llama.cpp wants in each file; ours needs none."""
     for name, field in GGUFReader(target).fields.items():
         if name.startswith("tokenizer.ggml.") and name != "tokenizer.ggml.mask_token_id":
-            element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+            copy_field(writer, field)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pystaged.loading.families import DFLASH, EAGLE3, HEAD_NORMS, LLAMA
-from pystaged.loading.shapes import Shape, Wanted
+from pystaged.loading.shapes import Shape, Wanted, whole
 
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the checkpoints of some drafts
 # Names of architectures, and Speculators' of algorithms.
@@ -143,12 +143,7 @@ class Numbers:
         shape = Shape.of(config | {"model_type": "llama"}, path)
 
         def number(key: str, default: int | None = None, least: int = 1) -> int:
-            value = config.get(key, default)
-            if type(value) is not int or not least <= value <= 1 << 24:
-                raise ValueError(
-                    f"{path}: {key} is {value!r}, but must be a whole number between {least} and {1 << 24}"
-                )
-            return value
+            return whole(path, key, config.get(key, default), least)
 
         def flag(key: str) -> bool:
             value = config.get(key, False)
@@ -317,9 +312,7 @@ def _wanted(
     target_width: int,
 ) -> Iterator[Wanted]:
     """The tensors by the usual names, also missing ones."""
-    shape = numbers.shape
-    width, dim, ffn = shape.width, shape.head_width, shape.ffn_width
-    q, kv = shape.heads * dim, shape.kv_heads * dim
+    shape, width = numbers.shape, numbers.shape.width
     tokens, rows = numbers.num_tokens, numbers.num_rows
 
     def one(name: str, usual: str, *size: int, layer: int | None = None) -> Wanted:
@@ -338,18 +331,7 @@ def _wanted(
         yield one("enc.output_norm", "input_norm", count * target_width)
     for layer in range(shape.layers):
         first = numbers.kind == EAGLE3 and layer == 0
-        inputs = 2 * width if first else width
-        sizes = {
-            "attn_q": (q, inputs),
-            "attn_k": (kv, inputs),
-            "attn_v": (kv, inputs),
-            "attn_output": (width, q),
-            "attn_q_norm": (dim,),
-            "attn_k_norm": (dim,),
-            "ffn_gate": (ffn, width),
-            "ffn_up": (ffn, width),
-            "ffn_down": (width, ffn),
-        }
+        sizes = shape.sizes(2 * width if first else width)
         if first:
             yield one("blk.0.attn_norm_2", "layers.0.hidden_norm", width, layer=0)
         for name, usual in _LAYER.items():

@@ -81,7 +81,7 @@ def test_ours_are_what_texts_are_alone(path: Path) -> None:
     with pystaged.load(path, draft=None) as engine:
         prompts = [engine.encode(prompt) for prompt in ("the tree", "her hat", "o")]
         for speculate in (False, True):
-            ours = Ours("x", engine, GenerationConfig(max_tokens=40, speculate=speculate), 12)
+            ours = Ours(engine, GenerationConfig(max_tokens=40, speculate=speculate), 12)
             written, passes = ours.write(prompts)
             for prompt, text in zip(prompts, written, strict=True):
                 found = engine.generate(prompt, max_tokens=40).tokens

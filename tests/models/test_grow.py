@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, quants
 from grow import _noise, add_noise, grow_llama, layer_plan
-from random_weights import (
-    write_random_gpt2,
-    write_random_llama,
-)
+from random_weights import write_random
 from support.decoding import generate
 from support.family_reference import FamilyReference
 from support.logits import engine_logits
@@ -28,8 +25,17 @@ TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]
 
 def random_gpt2(out: Path, quantization: str = "F32", *, tie: bool = True, seed: int = 0, width: int = 64) -> Path:
     """A tiny random model: 2 heads, 2 layers, 300 tokens."""
-    write_random_gpt2(
-        out, width=width, layers=2, heads=2, vocab_size=300, context=32, quantization=quantization, tie=tie, seed=seed
+    write_random(
+        out,
+        "gpt2",
+        width=width,
+        layers=2,
+        heads=2,
+        vocab_size=300,
+        context=32,
+        quantization=quantization,
+        tie=tie,
+        seed=seed,
     )
     return out
 
@@ -53,7 +59,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 
 def test_vocabulary_is_copied(source: Path, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"width": 32, "layers": 1, "heads": 1, "context": 8, "quantization": "Q4_0"}
-    write_random_gpt2(tmp_path / "copy.gguf", vocab_size=300, vocabulary=source, **shape)
+    write_random(tmp_path / "copy.gguf", "gpt2", vocab_size=300, vocabulary=source, **shape)
     tokenizer = {name: value for name, value in metadata(source).items() if name.startswith("tokenizer.")}
     assert len(tokenizer) == 7
     assert metadata(tmp_path / "copy.gguf").items() >= tokenizer.items()
@@ -76,7 +82,7 @@ def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
         "vocab_size": 300,
         "context": 64,
     }
-    write_random_llama(out, **(usual | shape), quantization=quantization)
+    write_random(out, "llama", **(usual | shape), quantization=quantization)
     return out
 
 
