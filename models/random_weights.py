@@ -6,8 +6,7 @@ scales, instead of being quantized from floats: eight billion weights take less 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -36,10 +35,6 @@ BLOCKS: dict[str, tuple[int, int, int | None]] = {
 }
 DEVIATION = 0.02
 NORM_DEVIATION = 0.1
-END_OF_TEXT = "<|endoftext|>"
-SPACE = "\u0120"  # how GPT-2 spells the byte 0x20
-# Roughly as often as in English, so that merges apply to real text.
-LETTERS = "eeeeeeeeettttttaaaaaoooooiiiiinnnnnsssshhhhrrrrdddlllccuummwwffggyyppbvkjxqz"
 
 Packed = npt.NDArray[Any]
 Tensor = tuple[str, tuple[int, ...], GGMLQuantizationType]
@@ -55,13 +50,13 @@ def write_random(
     vocab_size: int,
     context: int,
     quantization: str,
+    add_vocabulary: Callable[[GGUFWriter, int], object],
     kv_heads: int = 0,
     head_dim: int = 0,
     ffn_width: int = 0,
     rope_base: float = 1e4,
     seed: int = 0,
     tie: bool = True,
-    vocabulary: Path | None = None,
 ) -> None:
     """Write a GGUF with random weights: matrices and biases around 0, norm weights around 1.
 
@@ -73,18 +68,15 @@ def write_random(
         architecture: "gpt2" or "llama".
         width: embedding length; like the widths of all heads together and of the hidden layer a multiple of the type's
             block size.
-        vocab_size: tokens; at least those of `vocabulary` if given, at least 257 otherwise.
         context: positions.
         quantization: one of TYPES, for the matrices; positions, norms and biases stay F32. In Llama's architecture the
             head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do not fit, and the mixture has Q6_K where
             llama.cpp's has it.
+        add_vocabulary: writes a tokenizer of so many tokens, as copy_tokenizer does.
         kv_heads, head_dim, ffn_width, rope_base: of Llama's architecture; GPT-2's hidden layer is 4 times the width.
         tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
-        vocabulary: GGUF file whose tokenizer is copied and filled up with unused tokens; otherwise a small byte-level
-            one is made up, the same for every seed.
 
     Raises:
-        ValueError: a vocabulary of more tokens.
         OSError: a file cannot be read or written.
     """
     is_gpt2 = architecture == "gpt2"
@@ -122,14 +114,11 @@ def write_random(
             writer.add_vocab_size(vocab_size)
         # llama.cpp has no name for files of K-quants but those of its mixtures.
         writer.add_file_type(FILE_TYPES[quantization.lower() + "_s" * (quantization in ("Q4_K", "Q5_K"))])
-        if vocabulary is not None:
-            copy_tokenizer(writer, vocab_size, vocabulary)
-        else:
-            _make_tokenizer(writer, vocab_size)
+        add_vocabulary(writer, vocab_size)
         write_tensors(writer, tensors)
 
 
-def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> None:
+def copy_tokenizer(vocabulary: Path, writer: GGUFWriter, vocab_size: int) -> None:
     """Put the tokenizer of another GGUF file into one that is being written, filled up with unused tokens.
 
     Raises:
@@ -147,44 +136,6 @@ def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> Non
     for name, field in fields.items():
         if name.startswith("tokenizer."):
             copy_field(writer, field, padding.get(name, []))
-
-
-def synthetic_vocabulary(vocab_size: int) -> tuple[list[str], list[str]]:
-    """Tokens and merges of a made-up byte-level GPT-2 vocabulary: bytes, merged tokens, end of text.
-
-    A smaller vocabulary's merges are the first ones of a larger one's.
-    """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and {END_OF_TEXT} need at least 257")
-    tokens, merges = byte_alphabet(), list[str]()
-    known, stems = set(tokens), [SPACE, *LETTERS]
-    choose = random.Random(0).choice
-    while len(tokens) < vocab_size - 1:
-        left, right = choose(stems), choose(LETTERS)
-        if left + right not in known:
-            known.add(left + right)
-            tokens.append(left + right)
-            stems.append(left + right)
-            merges.append(f"{left} {right}")
-    return [*tokens, END_OF_TEXT], merges
-
-
-def byte_alphabet() -> list[str]:
-    """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
-
-
-def _make_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
-    tokens, merges = synthetic_vocabulary(vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(TokenType.NORMAL)] * (vocab_size - 1) + [int(TokenType.CONTROL)])
-    # llama.cpp wants the key, but the writer leaves an empty array out: put in a merge that never applies.
-    writer.add_token_merges(merges or [f"{SPACE} {END_OF_TEXT}"])
-    writer.add_bos_token_id(vocab_size - 1)
-    writer.add_eos_token_id(vocab_size - 1)
 
 
 def _plan(

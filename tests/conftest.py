@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from random_weights import write_random
+from support.random_models import add_english
 
 from pystaged.loading import names
 
@@ -61,6 +62,7 @@ def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
                 vocab_size=vocab_size,
                 context=context,
                 quantization=quantization,
+                add_vocabulary=add_english,
                 seed=seed,
                 tie=tie,
             )

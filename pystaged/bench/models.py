@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -128,7 +129,8 @@ def _make(model: str, source: Path, path: Path, quantization: str) -> None:
         script.grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:
         architecture, shape = ("gpt2", GPT2_LARGE) if model == "random" else ("llama", LLAMA_1B)
-        script.write_random(path, architecture, **shape, quantization=quantization, vocabulary=source)
+        shape = shape | {"quantization": quantization, "add_vocabulary": partial(script.copy_tokenizer, source)}
+        script.write_random(path, architecture, **shape)
 
 
 def _script(name: str) -> ModuleType:

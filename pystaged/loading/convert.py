@@ -121,7 +121,7 @@ def _write_draft(
     quantization = quantization or _lossless_type(stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
     adjacent = numbers.kind == EAGLE3  # in GGUF files
-    pairs = None if adjacent == numbers.neighbours else _adjacent if adjacent else _apart
+    parts = 0 if adjacent == numbers.neighbours else 2 if adjacent else shape.head_width // 2
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
     if plan.feature_norms:
         for name in plan.feature_norms:
@@ -132,7 +132,7 @@ def _write_draft(
         computed["d2t"] = _token_ids(folder, plan.ids, stored[plan.ids], numbers.num_tokens)
     tensors = [
         *_computed(computed),
-        *(_tensor(folder, shape, wanted, wanted.source, stored, quantization, pairs) for wanted in plan.tensors),
+        *(_tensor(folder, shape, wanted, wanted.source, stored, quantization, parts) for wanted in plan.tensors),
     ]
     with _writer(folder, out, numbers.kind, tensors, about) as writer:
         _write_metadata(writer, shape, numbers.num_tokens, quantization, numbers.kind)
@@ -178,12 +178,10 @@ def _writer(folder: Path, out: Path, architecture: str, tensors: list[Planned], 
     check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     with closing(GGUFWriter(out, architecture)) as writer:
         writer.add_name(about.name or folder.resolve().name)
-        if about.license:
-            writer.add_license(about.license)
-        if about.source_url:
-            writer.add_source_url(about.source_url)
-        if about.commit:
-            writer.add_string(COMMIT, about.commit)
+        said = {"general.license": about.license, "general.source.url": about.source_url, COMMIT: about.commit}
+        for key, value in said.items():
+            if value:
+                writer.add_string(key, value)
         yield writer
 
 
@@ -236,7 +234,6 @@ def _lossless_type(stored: dict[str, Stored]) -> str:
 def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Planned], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
     family = shape.family
-    pairs = _adjacent if family.adjacent else None
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
@@ -247,7 +244,7 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
         source = wanted.source if wanted.source.startswith("lm_head.") else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, pairs))
+        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, 2 * family.adjacent))
         used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
@@ -262,12 +259,12 @@ def _tensor(
     source: str,
     all_stored: Mapping[str, Stored],
     quantization: str,
-    pairs: Callable[[Floats, int], Floats] | None,
+    parts: int,
 ) -> Planned:
     """Plan a tensor of the GGUF file from one of the checkpoint.
 
     Args:
-        pairs: reorders rows of heads by what RoPE rotates together.
+        parts: of heads that RoPE rotates, see _in_turn; 0 to leave their rows as they are.
 
     Raises:
         ValueError: it has another shape, or a type that is not supported.
@@ -282,8 +279,8 @@ def _tensor(
     change: Callable[[Floats], Floats] = lambda values: values  # noqa: E731
     if family.transposed and wanted.layer is not None:
         together, change = sizes[0], lambda values: values.T
-    elif pairs and name in _ROTATED:
-        together, change = shape.head_width, lambda values: pairs(values, shape.head_width)
+    elif parts and name in _ROTATED:
+        together, change = shape.head_width, lambda values: _in_turn(values, shape.head_width, parts)
     elif family.norm_offset and name.endswith("norm"):
         change = lambda values: values + np.float32(family.norm_offset)  # noqa: E731
     kind = GGMLQuantizationType[quantization if is_matrix and name != "position_embd" else "F32"]
@@ -329,27 +326,20 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
     if stored.dtype not in _INTEGERS:
         raise ValueError(f"{folder}: tensor {name!r} is of type {stored.dtype}, not of integers")
     count = stored.shape[0]
-    differences = stored.raw(np.dtype(_INTEGERS[stored.dtype]), 0, count)
-    if (np.abs(differences.astype(np.float64)) >= num_tokens).any():
-        raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
-    ids = differences.astype(np.int64) + np.arange(count)
+    # As floats, which do not wrap round; only ids that are too large are rounded.
+    ids = stored.raw(np.dtype(_INTEGERS[stored.dtype]), 0, count).astype(np.float64) + np.arange(count)
     if ids.min() < 0 or ids.max() >= num_tokens:
         raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
     if len(np.unique(ids)) < count:
         raise ValueError(f"{folder}: tensor {name!r} names a token twice")
-    return ids
+    return ids.astype(np.int64)
 
 
-def _adjacent(values: Floats, head_width: int) -> Floats:
-    """Reorder each head's rows so that pairs rotated together, half a head apart before, are adjacent."""
-    pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
-    return pairs.reshape(values.shape)
-
-
-def _apart(values: Floats, head_width: int) -> Floats:
-    """The inverse of _adjacent."""
-    pairs: Floats = values.reshape(-1, head_width // 2, 2, *values.shape[1:]).swapaxes(1, 2)
-    return pairs.reshape(values.shape)
+def _in_turn(values: Floats, head_width: int, parts: int) -> Floats:
+    """Reorder each head's rows, taking one of each of so many equal parts in turn: of two halves, so that pairs that
+    RoPE rotates together, half a head apart before, are adjacent; of all such pairs, the other way round."""
+    turns: Floats = values.reshape(-1, parts, head_width // parts, *values.shape[1:]).swapaxes(1, 2)
+    return turns.reshape(values.shape)
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -17,39 +17,24 @@ from pystaged.loading.shapes import Shape, Wanted, whole
 
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the checkpoints of some drafts
 # Names of architectures, and Speculators' of algorithms.
-_KNOWN = {
-    "LlamaForCausalLMEagle3": EAGLE3,
-    "Eagle3LlamaForCausalLM": EAGLE3,
-    "Eagle3DraftModel": EAGLE3,
-    "Eagle3Speculator": EAGLE3,
-    "Qwen3Eagle3Model": EAGLE3,
-    "eagle3": EAGLE3,
-    "DFlashDraftModel": DFLASH,
-    "DFlashSpeculator": DFLASH,
-    "dflash": DFLASH,
-    "DSparkDraftModel": DFLASH,
-    "DSparkSpeculator": DFLASH,
-    "Qwen3DSparkModel": DFLASH,
-    "Lfm2DSparkDraftModel": DFLASH,
-    "dspark": DFLASH,
-}
+_OF_EAGLE3 = "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3DraftModel Eagle3Speculator Qwen3Eagle3Model eagle3"
+_OF_DFLASH = (
+    "DFlashDraftModel DFlashSpeculator dflash "
+    "DSparkDraftModel DSparkSpeculator Qwen3DSparkModel Lfm2DSparkDraftModel dspark"
+)
+_KNOWN = dict.fromkeys(_OF_EAGLE3.split(), EAGLE3) | dict.fromkeys(_OF_DFLASH.split(), DFLASH)
 # Parts of names of drafts; the others of such names are not supported.
 _DRAFTS = re.compile("eagle|medusa|hydra|dflash|dspark|domino", re.IGNORECASE)
 _KINDS = "EAGLE-3, DFlash, and DSpark with a plain Markov head"
 # Values that keys may have; the drafts of targets that are not supported have others.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "use_swa": (False, None),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_sliding_window", "use_swa", "use_mtp_layernorm"), (False, None)
+    ),
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True, None)),
+    **dict.fromkeys(("attention_value_scale", "output_multiplier", "input_embedding_scale"), (None, 1)),
     "rope_is_neox_style": (True, False, None),
-    "attention_value_scale": (None, 1),
-    "output_multiplier": (None, 1),
-    "input_embedding_scale": (None, 1),
     "final_logit_softcapping": (None, 0),
-    "use_aux_hidden_state": (True, None),
-    "use_input_layernorm_in_first_layer": (True, None),
-    "use_mtp_layernorm": (False, None),
     "markov_head_type": ("vanilla", None),
     "parallel_draft_step": (None, 0, 1),
     "conv_kernel_size": (None,),

@@ -12,6 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from random_weights import write_random
+from random_weights import copy_tokenizer, write_random
 from support.commands import here
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
@@ -541,7 +542,8 @@ def test_a_grown_llama_and_its_pair_by_name(
 ) -> None:
     small = tmp_path / "small.gguf"
     shape = TINY | {"width": 128, "heads": 3, "kv_heads": 1}
-    write_random(small, "llama", **shape, vocab_size=300, quantization="F16", vocabulary=random_gguf())
+    copied = partial(copy_tokenizer, random_gguf())
+    write_random(small, "llama", **shape, vocab_size=300, quantization="F16", add_vocabulary=copied)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(names, "_smollm2", lambda: small)
     grown = {"width": 256, "layers": 3, "heads": 8, "kv_heads": 2, "ffn_width": 256}

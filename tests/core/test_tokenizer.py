@@ -14,10 +14,9 @@ import pytest
 from gguf import GGUFReader, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_weights import byte_alphabet
 from support.logits import llama_tokenize, llama_vocabulary
 from support.paths import DATA, table
-from support.random_models import gguf_file
+from support.random_models import byte_alphabet, gguf_file
 
 from pystaged import _core
 

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
-from random_weights import END_OF_TEXT
 from support.checkpoints import NUM_TOKENS, config, weights, write_checkpoint, write_tokenizer_json, write_weights
 from support.convert import change_json, convert, gpt2_vocabulary, llama_tokens, needed_transformers, write_bfloat16
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 from support.paths import table
+from support.random_models import END_OF_TEXT
 
 from pystaged import _core
 from pystaged.loading.metadata import About

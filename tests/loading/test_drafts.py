@@ -21,7 +21,7 @@ from pystaged import Engine, cli
 from pystaged._core import Model, ModelError, metadata
 from pystaged.loading import bundle, cache, drafts
 from pystaged.loading.bundle import Bundle
-from pystaged.loading.drafts import KnownDraft, known_drafts
+from pystaged.loading.drafts import Targets, known_drafts
 from pystaged.loading.quantize import quantize_checkpoint
 
 NAME = "owner/tiny-draft"
@@ -31,7 +31,7 @@ DRAFT = RandomModel("llama", width=32, heads=2, kv_heads=1)
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache, "folder", lambda name="": tmp_path / "models" / name)
-    monkeypatch.setattr(drafts, "KNOWN", (KnownDraft("llama", "gpt-2", 32, NAME),))
+    monkeypatch.setattr(drafts, "KNOWN", {Targets("llama", "gpt-2", 32): (NAME,)})
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def download(model: RandomModel) -> Path:
 
 def test_a_draft_is_known_for_wider_models_of_its_family(tmp_path: Path) -> None:
     for model, expected in ((RandomModel("llama"), [NAME]), (DRAFT, []), (RandomModel("qwen2"), [])):
-        assert [draft.name for draft in known_drafts(metadata(write(tmp_path / "model.gguf", model)))] == expected
+        assert known_drafts(metadata(write(tmp_path / "model.gguf", model))) == expected
     assert known_drafts({}) == []
 
 
@@ -58,13 +58,12 @@ def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pyt
         "qwen3.embedding_length": "4096",
         "qwen3.block_count": "36",
     }
-    names = [draft.name for draft in known_drafts(qwen)]
+    names = known_drafts(qwen)
     assert names[0] == "deepseek-ai/dspark_qwen3_8b_block7"
     assert names[-1] == "amd/PARD-Qwen3-0.6B"
     with_ahead = qwen | {"qwen3.block_count": "37", "qwen3.nextn_predict_layers": "1"}
-    assert [draft.name for draft in known_drafts(with_ahead)] == names
-    others = known_drafts(qwen | {"qwen3.block_count": "35"})
-    assert [draft.name for draft in others] == ["amd/PARD-Qwen3-0.6B"]
+    assert known_drafts(with_ahead) == names
+    assert known_drafts(qwen | {"qwen3.block_count": "35"}) == ["amd/PARD-Qwen3-0.6B"]
     llama = {
         "general.architecture": "llama",
         "tokenizer.ggml.pre": "llama-bpe",
@@ -76,7 +75,7 @@ def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pyt
         ("DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"),
         ("Meta Llama 3 8B", "amd/PARD-Llama-3.2-1B"),
     ):
-        assert known_drafts(llama | {"general.name": name})[0].name == first
+        assert known_drafts(llama | {"general.name": name})[0] == first
     assert known_drafts(llama | {"llama.block_count": "many"}) == []
 
 
@@ -94,10 +93,10 @@ def test_auto_takes_it_from_the_cache(target: Path) -> None:
 def test_auto_takes_one_that_reads_hidden_states(target: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """If it was made for the target, and before a draft model; else the next one."""
     download(DRAFT)
-    reading = KnownDraft("llama", "gpt-2", 64, "owner/tiny-eagle", layers=2)
-    monkeypatch.setattr(drafts, "KNOWN", (reading, *drafts.KNOWN))
-    cache.folder(reading.name).mkdir(parents=True)
-    write_draft(cache.folder(reading.name) / "draft.gguf", Eagle3(target_width=width))
+    reading = "owner/tiny-eagle"
+    monkeypatch.setattr(drafts, "KNOWN", {Targets("llama", "gpt-2", 64, 2): (reading,)} | drafts.KNOWN)
+    cache.folder(reading).mkdir(parents=True)
+    write_draft(cache.folder(reading) / "draft.gguf", Eagle3(target_width=width))
     said: list[str] = []
     made = Bundle(target, draft="auto", num_threads=1, report=said.append)
     assert (made.features is not None) == (width == 64)
@@ -124,17 +123,17 @@ def test_published_drafts_of_small_targets(
     """Skeletons, from the checkpoint on: named, converted, found, and the text stays."""
     monkeypatch.undo()
     monkeypatch.setattr(cache, "folder", lambda name="": tmp_path / "models" / name)
-    known = next(draft for draft in drafts.KNOWN if draft.name == name)
+    known = next(targets for targets, made in drafts.KNOWN.items() if made[0] == name)
     shown = {"general.architecture": known.architecture, "tokenizer.ggml.pre": MODELS[model].pre} | {
         "general.name": f"{model} Instruct",
         f"{known.architecture}.embedding_length": "2048",
         f"{known.architecture}.block_count": str(known.layers),
     }
-    assert known_drafts(shown)[0] == known
+    assert known_drafts(shown)[0] == name
     skeleton = MODELS[model].written
     target = write(tmp_path / "target.gguf", skeleton)
     tiny = known._replace(width=skeleton.width, layers=skeleton.layers, called="")
-    monkeypatch.setattr(drafts, "KNOWN", (tiny,))
+    monkeypatch.setattr(drafts, "KNOWN", {tiny: (name,)})
     taps = {"target_layer_ids": [0, 1]}
     made = FORMS[form]()
     config = made.config | (
@@ -271,7 +270,7 @@ def test_the_targets_own_table_stays(target: Path) -> None:
 def test_info_names_it_and_then_its_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
     assert f"{NAME} is made for it: pystaged pull {NAME} --type q8_0" in said
-    monkeypatch.setattr(drafts, "KNOWN", (*drafts.KNOWN, KnownDraft("llama", "gpt-2", 64, "owner/other", 2)))
+    monkeypatch.setattr(drafts, "KNOWN", drafts.KNOWN | {Targets("llama", "gpt-2", 64, 2): ("owner/other",)})
     said = CliRunner().invoke(cli.app, ["info", str(target)]).stdout
     assert f"pull {NAME} --type q8_0; so is owner/other" in said
     path = download(DRAFT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, quants
 from grow import _noise, add_noise, grow_llama, layer_plan
-from random_weights import write_random
+from random_weights import copy_tokenizer, write_random
 from support.decoding import generate
 from support.family_reference import FamilyReference
 from support.logits import engine_logits
-from support.random_models import RandomModel, write
+from support.random_models import RandomModel, add_english, write
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
@@ -34,6 +35,7 @@ def random_gpt2(out: Path, quantization: str = "F32", *, tie: bool = True, seed:
         vocab_size=300,
         context=32,
         quantization=quantization,
+        add_vocabulary=add_english,
         tie=tie,
         seed=seed,
     )
@@ -59,7 +61,8 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 
 def test_vocabulary_is_copied(source: Path, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"width": 32, "layers": 1, "heads": 1, "context": 8, "quantization": "Q4_0"}
-    write_random(tmp_path / "copy.gguf", "gpt2", vocab_size=300, vocabulary=source, **shape)
+    shape["add_vocabulary"] = partial(copy_tokenizer, source)
+    write_random(tmp_path / "copy.gguf", "gpt2", vocab_size=300, **shape)
     tokenizer = {name: value for name, value in metadata(source).items() if name.startswith("tokenizer.")}
     assert len(tokenizer) == 7
     assert metadata(tmp_path / "copy.gguf").items() >= tokenizer.items()
@@ -81,6 +84,7 @@ def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
         "ffn_width": 64,
         "vocab_size": 300,
         "context": 64,
+        "add_vocabulary": add_english,
     }
     write_random(out, "llama", **(usual | shape), quantization=quantization)
     return out
@@ -181,13 +185,13 @@ def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
 
 def test_a_vocabulary_is_filled_up(tmp_path: Path) -> None:
     source = random_llama(tmp_path / "source.gguf")
-    padded = random_llama(tmp_path / "padded.gguf", vocab_size=310, vocabulary=source)
+    padded = random_llama(tmp_path / "padded.gguf", vocab_size=310, add_vocabulary=partial(copy_tokenizer, source))
     small, large = Tokenizer(str(source)), Tokenizer(str(padded))
     assert large.num_tokens == Model(str(padded)).vocab_size == 310
     assert large.shared_with(small).tolist() == [True] * 300 + [False] * 10
     assert large.encode("the tree then").tolist() == small.encode("the tree then").tolist()
     with pytest.raises(ValueError, match=r"vocab_size is 299, but .* has 300 tokens"):
-        random_llama(tmp_path / "cut.gguf", vocab_size=299, vocabulary=source)
+        random_llama(tmp_path / "cut.gguf", vocab_size=299, add_vocabulary=partial(copy_tokenizer, source))
 
 
 # ---- Noise ----

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from random_weights import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
 from pystaged.loading.shapes import Shape
 from support.paths import table
+from support.random_models import END_OF_TEXT, byte_alphabet, synthetic_merges
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -61,7 +61,8 @@ def weights(
 
 def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
     """tokenizer.json of a made-up vocabulary; `changes` are of its outermost keys."""
-    tokens, merges = synthetic_vocabulary(num_tokens)
+    merges = synthetic_merges(num_tokens)
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     found = {
         "version": "1.0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -13,7 +14,6 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType, quants
-from random_weights import END_OF_TEXT, byte_alphabet
 
 Floats = npt.NDArray[np.float32]
 
@@ -23,6 +23,10 @@ SPACES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
 DELTA_NETS = {"qwen35", "qwen35moe", "qwen3next"}
 SHORT_CONVOLUTIONS = {"lfm2", "lfm2moe"}
 SHARED_GATE = {"qwen2moe", "qwen35moe", "qwen3next"}
+END_OF_TEXT = "<|endoftext|>"
+SPACE = "\u0120"  # how GPT-2 spells the byte 0x20
+# Roughly as often as in English, so that merges apply to real text.
+LETTERS = "eeeeeeeeettttttaaaaaoooooiiiiinnnnnsssshhhhrrrrdddlllccuummwwffggyyppbvkjxqz"
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
@@ -297,20 +301,48 @@ def add_vocabulary(
     pre: str = "gpt-2",
     begins: int | None = None,
     ends: int | None = None,
+    merges: Sequence[str] | None = None,
 ) -> None:
-    """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
+    """A byte-level BPE vocabulary: 256 bytes, what merges make, marks in place of some of that, and the end of text."""
     tokens = byte_alphabet()
-    made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
+    if merges is None:
+        merges = [f"{a} {b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     marks = {**(marks or {}), size - 1: END_OF_TEXT}
-    names = dict(enumerate([*tokens, *made_up])) | marks
+    names = dict(enumerate([*tokens, *(merge.replace(" ", "") for merge in merges)])) | marks
     writer.add_token_list([names[token] for token in range(size)])
     writer.add_token_types([int(TokenType.CONTROL if token in marks else TokenType.NORMAL) for token in range(size)])
-    kept = [token for i, token in enumerate(made_up) if 256 + i not in marks]
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
+    # llama.cpp wants the key, but the writer leaves an empty array out: put in a merge that never applies.
+    kept = [merge for i, merge in enumerate(merges) if 256 + i not in marks]
+    writer.add_token_merges(kept or [f"a {END_OF_TEXT}"])
     writer.add_bos_token_id(size - 1 if begins is None else begins)
     writer.add_eos_token_id(size - 1 if ends is None else ends)
+
+
+def add_english(writer: GGUFWriter, size: int) -> None:
+    """The vocabulary of synthetic_merges."""
+    add_vocabulary(writer, size, merges=synthetic_merges(size))
+
+
+def synthetic_merges(vocab_size: int) -> list[str]:
+    """Merges of a made-up byte-level vocabulary, each making a token; those of a smaller one are the first of a larger
+    one's."""
+    merges, known, stems = list[str](), set(byte_alphabet()), [SPACE, *LETTERS]
+    choose = random.Random(0).choice
+    while len(merges) < vocab_size - 257:
+        left, right = choose(stems), choose(LETTERS)
+        if left + right not in known:
+            known.add(left + right)
+            stems.append(left + right)
+            merges.append(f"{left} {right}")
+    return merges
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
 
 
 def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, marks: Sequence[str] = ()) -> None:
