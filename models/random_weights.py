@@ -37,6 +37,7 @@ DEVIATION = 0.02
 NORM_DEVIATION = 0.1
 
 Packed = npt.NDArray[Any]
+Parts = dict[str, tuple[int, ...]]
 Tensor = tuple[str, tuple[int, ...], GGMLQuantizationType]
 
 
@@ -82,17 +83,8 @@ def write_random(
     is_gpt2 = architecture == "gpt2"
     if is_gpt2:
         kv_heads, head_dim, ffn_width = heads, width // heads, 4 * width
-    plan = _plan(
-        is_gpt2,
-        width,
-        layers,
-        (heads * head_dim, kv_heads * head_dim),
-        ffn_width,
-        vocab_size,
-        context,
-        tie,
-        quantization,
-    )
+    parts = _parts(is_gpt2, width, heads * head_dim, kv_heads * head_dim, ffn_width)
+    plan = _plan(is_gpt2, parts, layers, vocab_size, context, tie, quantization)
     generator = np.random.default_rng(seed)
     tensors = [Planned(*each, partial(_drawn, generator, *each)) for each in plan]
     with whole_file(out) as part, closing(GGUFWriter(part, architecture)) as writer:
@@ -138,24 +130,9 @@ def copy_tokenizer(vocabulary: Path, writer: GGUFWriter, vocab_size: int) -> Non
             copy_field(writer, field, padding.get(name, []))
 
 
-def _plan(
-    is_gpt2: bool,
-    width: int,
-    layers: int,
-    heads: tuple[int, int],
-    ffn_width: int,
-    vocab_size: int,
-    context: int,
-    tie: bool,
-    quantization: str,
-) -> Iterator[Tensor]:
-    """Names, sizes (outputs before inputs) and types, in the order of the file; of Llama's architecture the types that
-    llama.cpp's quantizer chooses. heads: widths of all queries, and of all keys."""
-    plain, q, kv = GGMLQuantizationType.F32, *heads
-    kind = head = GGMLQuantizationType["Q4_K" if quantization == MIXTURE else quantization]
-    if not is_gpt2 and kind.name[:2] in ("Q4", "Q5"):
-        head = GGMLQuantizationType.Q6_K if width % 256 == 0 else GGMLQuantizationType.Q8_0
-    parts: dict[str, tuple[int, ...]] = {
+def _parts(is_gpt2: bool, width: int, q: int, kv: int, ffn_width: int) -> Parts:
+    """Sizes of a layer's tensors, outputs before inputs, in the order of the file."""
+    parts: Parts = {
         "attn_norm": (width,),
         "attn_q": (q, width),
         "attn_k": (kv, width),
@@ -166,9 +143,19 @@ def _plan(
         "ffn_up": (ffn_width, width),
         "ffn_down": (width, ffn_width),
     }
-    if is_gpt2:
-        order = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
-        parts = {name: parts.get(name, (3 * width, width)) for name in order}
+    of_gpt2 = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return {name: parts.get(name, (3 * width, width)) for name in of_gpt2} if is_gpt2 else parts
+
+
+def _plan(
+    is_gpt2: bool, parts: Parts, layers: int, vocab_size: int, context: int, tie: bool, quantization: str
+) -> Iterator[Tensor]:
+    """Names, sizes and types in the order of the file; of Llama's architecture the types that llama.cpp's quantizer
+    chooses."""
+    (width,), plain = parts["attn_norm"], GGMLQuantizationType.F32
+    kind = head = GGMLQuantizationType["Q4_K" if quantization == MIXTURE else quantization]
+    if not is_gpt2 and kind.name[:2] in ("Q4", "Q5"):
+        head = GGMLQuantizationType.Q6_K if width % 256 == 0 else GGMLQuantizationType.Q8_0
 
     def both(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType = plain) -> Iterator[Tensor]:
         yield f"{name}.weight", shape, kind if len(shape) > 1 else plain
