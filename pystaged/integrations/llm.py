@@ -43,13 +43,7 @@ def register_models(register: Callable[..., None]) -> None:
     """Register the bundled model, SmolLM2 if it is installed, and the models that `pystaged models` lists."""
     from pystaged.loading import cache, names  # noqa: PLC0415
 
-    found = ["bundled", *cache.files()]
-    try:
-        names.resolve("smollm2")
-        found.insert(0, "smollm2")
-    except FileNotFoundError:
-        pass
-    for name in found:
+    for name in [*(each for each in names.packaged() if each != "bundled-draft"), *cache.files()]:
         register(Pystaged(name), AsyncPystaged(name))
 
 

@@ -311,7 +311,10 @@ def _wanted(
     yield one("fc", "fc", width, count * target_width)
     if numbers.kind == DFLASH:
         yield one("enc.output_norm", "hidden_norm", width)
-        yield from _markov_head(names, shapes, tokens, rows)
+        if first_matrix := names.get("markov_w1.weight", names.get("markov_w2.weight")):  # DSpark's Markov head
+            rank = max((1, *shapes[first_matrix][1:]))  # one that does not fit is named by its shape
+            yield one("markov_w1", "markov_w1", tokens, rank)
+            yield one("markov_w2", "markov_w2", rows, rank)
     elif numbers.metadata["norm_before_fc"] or "input_norm.weight" in names:
         yield one("enc.output_norm", "input_norm", count * target_width)
     for layer in range(shape.layers):
@@ -323,14 +326,3 @@ def _wanted(
             source = f"layers.{layer}.{usual}"
             if numbers.kind == DFLASH or not name.endswith(("q_norm", "k_norm")) or f"{source}.weight" in names:
                 yield one(f"blk.{layer}.{name}", source, *sizes.get(name, (width,)), layer=layer)
-
-
-def _markov_head(
-    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], tokens: int, rows: int
-) -> Iterator[Wanted]:
-    """The tensors of DSpark's Markov head, if it has one."""
-    if "markov_w1.weight" in names or "markov_w2.weight" in names:
-        first = names.get("markov_w1.weight", names.get("markov_w2.weight", ""))
-        rank = max((1, *shapes[first][1:]))  # one that does not fit is named by its shape
-        yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
-        yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)
