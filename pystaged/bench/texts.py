@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -156,13 +156,13 @@ def measure(
             expected: list[list[int]] = []
             for name in ("plain", "drafted", *servers):
                 try:
-                    with ExitStack() as stack:
-                        if name in servers:
-                            way: Ours | Slots = stack.enter_context(closing(Slots(name, setup, config, count)))
-                        else:
-                            way = Ours(engine, replace(config, speculate=name == "drafted"), max_tokens)
+                    with closing(Slots(name, setup, config, count)) if name in servers else nullcontext() as server:
                         progress(f"{count} texts, {name}")
-                        written, passes = way.write(batch)
+                        if server:
+                            written, passes = server.write(batch), None
+                        else:
+                            drafting = replace(config, speculate=name == "drafted")
+                            written, passes = write(engine, drafting, max_tokens, batch)
                 except RuntimeError as error:
                     if name not in servers:
                         raise
@@ -209,35 +209,29 @@ def _summary(way: str, texts: Sequence[Written], different: int, passes: PassSta
     )
 
 
-class Ours:
-    """Sequences of an engine.
+def write(
+    engine: Engine, config: GenerationConfig, least: int, prompts: Sequence[Tokens]
+) -> tuple[list[Written], PassStats]:
+    """Continue prompts from the same moment, time 0, until each sequence has `least` tokens; early ones continue
+    meanwhile.
 
     Args:
         config: of all sequences, which continue past the end of text; its max_tokens is the most a sequence may have.
-        least: tokens that each sequence must reach.
     """
-
-    def __init__(self, engine: Engine, config: GenerationConfig, least: int) -> None:
-        self._engine, self._config, self._least = engine, config, least
-
-    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
-        """Continue prompts from the same moment, time 0, until each sequence has the required tokens; early ones
-        continue meanwhile."""
-        engine = self._engine
-        # No prompt may be reused from an earlier run.
-        engine.forget()
-        before = engine.passes
-        roles = TokenRoles(is_end=lambda _: False)
-        texts = {engine.start(prompt, self._config, roles): Written([], []) for prompt in prompts}
-        begin = time.perf_counter()
-        with closing(pieces(texts, len(texts))) as batch:
-            for sequence, piece in batch:
-                if piece is not None and piece.tokens:
-                    texts[sequence].tokens.extend(piece.tokens)
-                    texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
-                if all(len(text.tokens) >= self._least for text in texts.values()):
-                    break
-        return list(texts.values()), engine.passes.since(before)
+    # No prompt may be reused from an earlier run.
+    engine.forget()
+    before = engine.passes
+    roles = TokenRoles(is_end=lambda _: False)
+    texts = {engine.start(prompt, config, roles): Written([], []) for prompt in prompts}
+    begin = time.perf_counter()
+    with closing(pieces(texts, len(texts))) as batch:
+        for sequence, piece in batch:
+            if piece is not None and piece.tokens:
+                texts[sequence].tokens.extend(piece.tokens)
+                texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
+            if all(len(text.tokens) >= least for text in texts.values()):
+                break
+    return list(texts.values()), engine.passes.since(before)
 
 
 class Slots:
@@ -261,8 +255,8 @@ class Slots:
         told = [*command(mine), "-np", str(slots), *speculation]
         self._server = Server(told, subprocess.DEVNULL)
 
-    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
-        """As Ours.write."""
+    def write(self, prompts: Sequence[Tokens]) -> list[Written]:
+        """As the function of that name."""
         texts = [Written([], []) for _ in prompts]
         is_done = threading.Event()
         begin = time.perf_counter()
@@ -280,7 +274,7 @@ class Slots:
                 each.result()
         if silent := sum(not text.tokens for text in texts):
             raise RuntimeError(f"{self.name} answered {silent} of {len(texts)} requests without a token")
-        return texts, None
+        return texts
 
     def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
         request = {

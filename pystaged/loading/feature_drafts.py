@@ -249,14 +249,11 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
         wanted.append(each)
     has_norms = numbers.feature_norms or "fc_norm.0.weight" in names
     feature_norms = [f"fc_norm.{i}.weight" for i in range(count)] if has_norms and numbers.kind == EAGLE3 else []
-    for usual in feature_norms:
-        if shape_of(usual) != (target_width,):
-            raise ValueError(
-                f"{folder}: tensor {names[usual]!r} has shape {list(shape_of(usual))}, not {[target_width]}"
-            )
     cut = numbers.num_rows < numbers.num_tokens
-    if cut and shape_of("d2t") != (numbers.num_rows,):
-        raise ValueError(f"{folder}: tensor 'd2t' has shape {list(shape_of('d2t'))}, not {[numbers.num_rows]}")
+    vectors = dict.fromkeys(feature_norms, target_width) | ({"d2t": numbers.num_rows} if cut else {})
+    for usual, size in vectors.items():
+        if shape_of(usual) != (size,):
+            raise ValueError(f"{folder}: tensor {names[usual]!r} has shape {list(shape_of(usual))}, not {[size]}")
     used = {each.source for each in wanted} | {*feature_norms, "d2t", "embed_tokens.weight", "lm_head.weight"}
     for usual in sorted(names.keys() - used):
         if not _UNUSED.fullmatch(usual):
