@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
-from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
+from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, identity
 from pystaged.loading.families import DFLASH
 from pystaged.loading.writing import copy_field
 from pystaged.platform.files import whole_file
@@ -34,7 +34,7 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
     tensors = {name: value.detach().float().cpu() for name, value in draft.named_parameters()}
     tensors["fc"] = tensors["fc"] / scale
     with whole_file(path) as part, closing(GGUFWriter(part, family)) as writer:
-        writer.add_name(draft_name(model.name or target.stem))
+        writer.add_name(f"draft of {model.name or target.stem}")
         writer.add_context_length(model.max_context)
         writer.add_embedding_length(shape.width)
         writer.add_block_count(shape.layers)

@@ -137,6 +137,7 @@ class _Common:
     """
 
     can_stream = supports_schema = True
+    Options = ModelOptions
 
     def __init__(self, name: str) -> None:
         self.model_id, self._name = f"{_KEY}/{name}", name
@@ -144,8 +145,6 @@ class _Common:
 
 class Pystaged(_Common, llm.Model):
     """A model of pystaged."""
-
-    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
@@ -162,8 +161,6 @@ class Pystaged(_Common, llm.Model):
 
 class AsyncPystaged(_Common, llm.AsyncModel):
     """A model of pystaged for event loops."""
-
-    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     async def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.AsyncResponse, conversation: llm.AsyncConversation | None
