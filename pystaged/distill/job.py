@@ -176,14 +176,12 @@ class Job:
         loading: dict[str, Any] = {"recycle": False, "num_threads": self._threads, "report": self._report}
         with pystaged.load(self._path, draft=path, **loading) as engine:
             for sampling, options in _SAMPLINGS.items():
-                both = [
-                    [
-                        engine.generate(prompt, max_tokens=_TOKENS, speculate=each, **options).stats
-                        for each in (False, True)
-                    ]
+                stats = [
+                    engine.generate(prompt, max_tokens=_TOKENS, speculate=speculate, **options).stats
                     for prompt in prompts
+                    for speculate in (False, True)
                 ]
-                plain, staged = zip(*both, strict=True)
+                plain, staged = stats[::2], stats[1::2]
                 steps = sum(each.steps for each in staged)
                 self._report(
                     f"{len(prompts)} answers to held-out prompts, {sampling}: "
