@@ -143,7 +143,7 @@ class _Common:
         self.model_id, self._name = f"{_KEY}/{name}", name
 
 
-class Pystaged(_Common, llm.Model):
+class Pystaged(_Common, llm.Model):  # type: ignore[misc]  # Options is a variable, thinks mypy
     """A model of pystaged."""
 
     def execute(
@@ -159,7 +159,7 @@ class Pystaged(_Common, llm.Model):
             yield _end(engine, pieces.result, response)
 
 
-class AsyncPystaged(_Common, llm.AsyncModel):
+class AsyncPystaged(_Common, llm.AsyncModel):  # type: ignore[misc]  # as above
     """A model of pystaged for event loops."""
 
     async def execute(
