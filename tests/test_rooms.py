@@ -28,7 +28,7 @@ ROOMS = {
     "receipts": 657,
     "server": 4175,
     "integrations": 840,
-    "bench": 2614,
+    "bench": 2628,
     "distill": 1687,
     "cli": 3897,
 }

@@ -123,7 +123,7 @@ def passes(
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows after a context of 256 tokens (--context sets others): what verifying n - 1
-    guesses costs.
+    guesses costs; and a prompt as long as the context.
 
     Example: pystaged bench passes --model random --type Q4_0
 
