@@ -83,8 +83,8 @@ class ChatFormat:
             "documents": None,
             "tools": None,
             "add_generation_prompt": True,
-            "bos_token": self._spelled(tokenizer.bos),
-            "eos_token": self._spelled(tokenizer.eos),
+            "bos_token": spelled(tokenizer, tokenizer.bos),
+            "eos_token": spelled(tokenizer, tokenizer.eos),
         }
         self._telling = threading.Lock()
 
@@ -95,17 +95,18 @@ class ChatFormat:
 
     def source(self, tools: bool = False) -> str:
         """The template that is used with or without tools; raises ChatTemplateError if there is none."""
-        return self._source("tool_use" if tools and "tool_use" in self._sources else "default")
+        return self._source(self._usual(tools))
 
     @property
     def knows_tools(self) -> bool:
         """Whether the templates support tools. If not, a system message describes them, and calls are text."""
         return "tool_use" in self._sources or "tools" in self.variables()
 
-    def variables(self, template: str = "default") -> set[str]:
-        """Names of the variables that a template uses; empty if it cannot be parsed, which rendering reports."""
+    def variables(self, tools: bool = False) -> set[str]:
+        """Names of the variables that the template for conversations with or without tools uses; empty if it cannot be
+        parsed, which rendering reports."""
         try:
-            return self._variables_of(template)
+            return self._variables_of(self._usual(tools))
         except Exception:
             return set()
 
@@ -200,7 +201,7 @@ class ChatFormat:
             str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
         }
         given, described = marked_messages(messages), None if tools is None else marked(tools, "tools")
-        name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
+        name = template or self._usual(tools)
 
         def can(what: str) -> bool:
             return self._probed(name, what)
@@ -226,7 +227,7 @@ class ChatFormat:
             if full == variables:
                 raise
             text = self._guarded(name, full)
-        ignored = {*options, *(["tools"] if described else [])} - self._variables[name]
+        ignored = {*options, *(["tools"] if described else [])} - self._variables_of(name)
         with self._telling:
             unsaid = {variable[:_LONGEST_NAME] for variable in ignored} - self._reported
             new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
@@ -303,6 +304,9 @@ class ChatFormat:
             self._variables[name] = self._ask("variables", self._source(name))
         return self._variables[name]
 
+    def _usual(self, tools: object) -> str:
+        return "tool_use" if tools and "tool_use" in self._sources else "default"
+
     def _source(self, name: str) -> str:
         if name not in self._sources:
             raise ChatTemplateError(f"there is no chat template {name!r}; the model has {', '.join(self._sources)}")
@@ -316,7 +320,6 @@ class ChatFormat:
         except ChatTemplateError as error:
             whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
             raise ChatTemplateError(f"{whose} {error}") from None
-        self._variables_of(name)
         return text
 
     def _ask(self, what: str, source: str, *given: Any) -> Any:
@@ -329,8 +332,10 @@ class ChatFormat:
             except (ChildKilledError, ChildSilentError):
                 raise ChatTemplateError(ENDLESS) from None
 
-    def _spelled(self, token: int) -> str:
-        return self._tokenizer.token_text(token) if token >= 0 else ""
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """How the vocabulary spells a token, "" for -1."""
+    return tokenizer.token_text(token) if token >= 0 else ""
 
 
 def _characters(value: Any) -> int:

@@ -15,7 +15,7 @@ import typer
 
 import pystaged
 from pystaged.chat.format import begin
-from pystaged.cli.console import counter, errors, open_engine, read_prompt, read_question, reading_bar, report
+from pystaged.cli.console import errors, late_bar, open_engine, read_prompt, read_question, reading_bar, report
 from pystaged.cli.options import Given, usage
 from pystaged.cli.painting import show, stats_table, summary
 from pystaged.cli.prompts import Asked, read_prompts
@@ -254,7 +254,8 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
             sys.stdout.flush()
             num_written += 1
 
-    with counter() as (count, hide):
+    done_of, and_tokens = "{task.completed} of {task.total} texts are done", "{task.fields[tokens]} tokens"
+    with late_bar(done_of, and_tokens, tokens=0) as (count, hide):
         try:
             with closing(pieces(begun())) as said:
                 for sequence, piece in said:
@@ -264,7 +265,7 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
                         tokens += len(piece.tokens)
                     while num_written in done:
                         write(num_written)
-                    count(num_written + len(done), total, tokens)
+                    count(num_written + len(done), total, tokens=tokens)
         except BaseException:
             for number in sorted(done):
                 write(number)

@@ -461,14 +461,7 @@ def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
     return line
 
 
-def converse(
-    model: str | None,
-    question: str | None,
-    given: Given,
-    resume: Path | None,
-    *,
-    stats: bool,
-) -> None:
+def converse(model: str | None, question: str | None, given: Given, resume: Path | None, *, stats: bool) -> None:
     """Answer one question, or run what is typed in a terminal; see `chat`."""
     model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
     given["max_tokens"] = max(given.get("max_tokens", ANSWER_TOKENS), 0)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from importlib.resources import files
 from typing import Any
 
 from starlette.responses import HTMLResponse
 
 import pystaged
-from pystaged._core import Tokenizer
+from pystaged.chat.format import spelled
 from pystaged.options.recommended import ANSWER_TOKENS, toy_words
 from pystaged.platform.memory import loadable_memory
 from pystaged.server.errors import ApiError
@@ -52,8 +51,8 @@ def tokenizer_info(state: State) -> dict[str, Any]:
     """Properties of the vocabulary, for clients that count tokens."""
     tokenizer = state.engine.tokenizer
     return {
-        "bos_token": _spelled(tokenizer, tokenizer.bos) or None,
-        "eos_token": _spelled(tokenizer, tokenizer.eos) or None,
+        "bos_token": spelled(tokenizer, tokenizer.bos) or None,
+        "eos_token": spelled(tokenizer, tokenizer.eos) or None,
         "pad_token": None,
         "chat_template": tokenizer.metadata.get(_TEMPLATE),
         "vocab_size": tokenizer.num_tokens,
@@ -72,18 +71,13 @@ def properties(state: State) -> dict[str, Any]:
         "total_slots": state.settings.parallel,
         "model_alias": state.name,
         "chat_template": tokenizer.metadata.get(_TEMPLATE, ""),
-        "bos_token": _spelled(tokenizer, tokenizer.bos),
-        "eos_token": _spelled(tokenizer, tokenizer.eos),
+        "bos_token": spelled(tokenizer, tokenizer.bos),
+        "eos_token": spelled(tokenizer, tokenizer.eos),
         "build_info": f"pystaged {pystaged.__version__}",
         "system_fingerprint": state.fingerprint,
         "draft": engine.draft_name or "n-grams",
         "note": toy_words(tokenizer.metadata, loadable_memory()),
     }
-
-
-def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    """How the vocabulary spells a token, "" for -1."""
-    return tokenizer.token_text(token) if token >= 0 else ""
 
 
 def page() -> HTMLResponse:
@@ -104,6 +98,5 @@ def page() -> HTMLResponse:
 
 def _hash_of(text: str, tag: str) -> str:
     """The policy's source expression for the page's only element of this kind."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    content = found[1] if found else ""
+    content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -130,10 +130,9 @@ class _Endpoints:
         async def work(asked: Any, reply: Reply) -> None:
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with _refusing():
-                    if iscoroutinefunction(answer):
-                        body = await run_sync(encoded, await answer(state, asked))
-                    else:
-                        body = await run_sync(lambda: encoded(answer(state, asked)))
+                    is_task = iscoroutinefunction(answer)
+                    found = await (answer(state, asked) if is_task else run_sync(answer, state, asked))
+                    body = await run_sync(encoded, found)
             await reply.whole(as_json(body))
 
         return await self._reply(request, kind, work)

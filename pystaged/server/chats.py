@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
+from pystaged.chat.format import SWITCHES
 from pystaged.chat.turn import Block, Dialect
 from pystaged.decoding.text import TokenRoles
 from pystaged.options.config import GenerationConfig
@@ -19,7 +20,7 @@ from pystaged.server.figures import of_chat
 from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import ChatRequest, ToolChoice, joined
-from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
+from pystaged.server.tools import Manner, offered, reasoning, template_options
 
 T = TypeVar("T")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -45,13 +46,14 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
     splits = request.reasoning_format != "none"
     prefill = request.messages[-1].model_dump() if _continues(request) else None
-    manner = Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas_of(tools))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} or None
+    manner = Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas)
     config, ends = _config(state, request, manner), engine.chat_format.stop
     reader = manner.reader if manner.hides and config.stop else None
     if reader is None:
         config, ends = replace(config, stop=(*config.stop, *ends)), ()
     limit = settings.reasoning_budget
-    if _thinks(state, request) is False and not thinks_by_template(engine.chat_format, bool(tools)):
+    if _thinks(state, request) is False and engine.chat_format.variables(bool(tools)).isdisjoint(SWITCHES):
         limit = 0
     sequences = begun(
         engine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +59,13 @@ def offered(request: ChatRequest) -> list[Tool]:
     return tools
 
 
-def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]] | None:
-    """The schemas of the tools' arguments; None for no tools."""
-    return {tool.function.name: tool.function.parameters or {} for tool in tools} or None
-
-
 def template_options(request: ChatRequest, chat_format: ChatFormat, think: bool | None, tools: bool) -> dict[str, Any]:
     """The variables for a template: the request's own, and those for reasoning that the template knows."""
-    effort, known = request.reasoning_effort, _variables(chat_format, tools)
+    effort, known = request.reasoning_effort, chat_format.variables(tools)
     found: dict[str, Any] = {name: think for name in SWITCHES if think is not None and name in known}
     if effort not in (None, "none") and "reasoning_effort" in known:
         found["reasoning_effort"] = effort
     return found | (request.chat_template_kwargs or {})
-
-
-def thinks_by_template(chat_format: ChatFormat, tools: bool) -> bool:
-    """Whether a variable of the template switches reasoning on or off."""
-    return not _variables(chat_format, tools).isdisjoint(SWITCHES)
-
-
-def _variables(chat_format: ChatFormat, tools: bool) -> set[str]:
-    return chat_format.variables("tool_use" if tools and "tool_use" in chat_format.names else "default")
 
 
 def reasoning(
