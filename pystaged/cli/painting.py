@@ -185,14 +185,9 @@ class Wrap:
             yield "\n", None
             self._column = 0
         self._column += cells
-        yield from _joined(self._word)
+        for style, found in groupby(self._word, key=lambda each: each[1]):
+            yield "".join(character for character, _ in found), style
         self._word = []
-
-
-def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[str, Style | None]]:
-    """Join neighbouring characters of one style."""
-    for style, found in groupby(characters, key=lambda each: each[1]):
-        yield "".join(character for character, _ in found), style
 
 
 @contextmanager

@@ -210,7 +210,7 @@ class Chat:
     def answer_once(self, said: str) -> None:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
-            stream = self._stream([*self._so_far, _asks(said)], progress)
+            stream = self._stream([*self._so_far, {"role": "user", "content": said}], progress)
             result = show(stream, self.engine.tokenizer, self.given, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self.given.get("json_schema") is not None:
@@ -220,7 +220,7 @@ class Chat:
         """Run a turn: the user's text, then the model's."""
         before = self._states[-1]
         self._states[-1] = before._replace(turn=(before, said))  # for /retry, if nothing is written
-        begun, made_with = [*before.messages, _asks(said)], self._fixed_by()
+        begun, made_with = [*before.messages, {"role": "user", "content": said}], self._fixed_by()
         pieces: list[Piece] = []
         try:
             result, about = self._write(begun, pieces)
@@ -422,10 +422,6 @@ def _switched(name: str, words: str) -> bool:
         raise ValueError(f"write /{name} on or /{name} off")
     report(f"{name} {words}")
     return _SWITCH[words]
-
-
-def _asks(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _answer(pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -131,9 +131,9 @@ class Answer(ABC):
         """An event: a part of a sequence, with usage and timings so far if requested."""
         return self._envelope(self.kinds[1], [part]) | figures if self.kinds[1] else part
 
-    def error_event(self, error: ApiError) -> bytes:
-        """The event for an error in the middle of a stream."""
-        return error.json()
+    def error_event(self, error: ApiError, path: str) -> bytes:
+        """The event for an error in the middle of a stream that answers a request for a path."""
+        return error.json(path)
 
     def stats(self) -> list[GenerationStats]:
         """Statistics of the sequences so far."""

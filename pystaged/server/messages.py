@@ -109,25 +109,18 @@ def begin(state: State, request: MessageRequest) -> MessageAnswer:
     try:
         return MessageAnswer(state, request, chats.turns(state, _chat(state, request)))
     except ApiError as error:
-        raise _too_long(error, state.engine.model.max_context) from None
+        body = error.body["error"]
+        if "n_prompt_tokens" not in body:
+            raise
+        # In the words that Anthropic's clients search for.
+        words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
+        more = "; the server's --n-ctx allows more" if state.engine.model.max_context > body["n_ctx"] else ""
+        raise ApiError(400, words + more, param="messages", code=body["code"]) from None
 
 
 def count(state: State, request: MessageRequest) -> dict[str, int]:
     """Count the tokens of a prompt. Errors as in begin."""
     return {"input_tokens": chats.count(state, _chat(state, request))}
-
-
-def _too_long(error: ApiError, most: int) -> ApiError:
-    """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged.
-
-    most: the context length of the model.
-    """
-    body = error.body["error"]
-    if "n_prompt_tokens" not in body:
-        return error
-    words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
-    more = "; the server's --n-ctx allows more" if most > body["n_ctx"] else ""
-    return ApiError(400, words + more, param="messages", code=body["code"])
 
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:

@@ -217,9 +217,6 @@ class ChatAnswer(Answer):
         more = {"thinking": thinking, "tool_calls": calls}
         return {"message": {"role": "assistant", "content": text} | {name: each for name, each in more.items() if each}}
 
-    def error_event(self, error: ApiError) -> bytes:
-        return error.json("/api/")
-
     async def send(self, reply: Reply) -> None:
         if self.sequences:
             await super().send(reply)

@@ -268,7 +268,7 @@ class ResponseAnswer(Answer):
         response = self._response(result)
         return [{"type": f"response.{response['status']}", "response": response}]
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, _path: str) -> bytes:
         members = {name: error.body["error"][name] for name in ("code", "message", "param")}
         return json.dumps(error.body | self.framed(members, {})).encode()
 
