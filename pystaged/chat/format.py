@@ -15,15 +15,7 @@ from pystaged.chat import ENDLESS, ChatTemplateError, history
 from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS, join, mark, marks_of
-from pystaged.chat.messages import (
-    Message,
-    completed,
-    in_parts,
-    is_answer,
-    marked,
-    marked_messages,
-    with_joined_parts,
-)
+from pystaged.chat.messages import Message, completed, in_parts, is_answer, marked, marked_messages, with_joined_parts
 from pystaged.chat.turn import CHANNELS, Dialect, TurnReader, prefill_of
 from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
 
@@ -172,34 +164,27 @@ class ChatFormat:
         return spelled
 
     def _write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-        template_options: Mapping[str, Any] | None,
-        add_generation_prompt: bool,
-        continues: bool = False,
+        self, messages: Sequence[Message], tools: Any, template: str | None, options: Any, adds: bool, continues: bool
     ) -> str:
-        if template_options is not None and not isinstance(template_options, Mapping):
-            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
+        """The marked text of a prompt. options: of the template; adds: the header of an answer."""
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"template_options must be a dictionary, not {type(options).__name__}")
         if continues and is_answer(messages):
 
             def write(told: Sequence[Message], adds: bool, **switches: bool) -> str:
-                return self._write(told, tools, template, {**(template_options or {}), **switches}, adds)
+                return self._write(told, tools, template, {**(options or {}), **switches}, adds, False)
 
             *before, last = marked_messages(messages)
             if before and self._is_answer(messages[-1], len(before), True):  # the model wrote it behind just the header
                 return join("", [write(before, True), last["content"]])
             return self._continued([*before, last], write)
-        for name in set(template_options or {}) & set(_RESERVED):
+        for name in set(options or {}) & set(_RESERVED):
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
             raise TypeError(f"tools must be a list of dictionaries, not {type(tools).__name__}")
         if str in map(type, tools or ()):
             raise TypeError("tools must be dictionaries, not strings")
-        options = {
-            str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
-        }
+        options = {str(key): marked(each, f"template_options[{key!r}]") for key, each in (options or {}).items()}
         given, described = marked_messages(messages), None if tools is None else marked(tools, "tools")
         name = template or self._usual(tools)
 
@@ -217,7 +202,7 @@ class ChatFormat:
             for message in given
         ]
         variables = self._of_model | options
-        variables |= {"messages": given, "tools": described, "add_generation_prompt": add_generation_prompt}
+        variables |= {"messages": given, "tools": described, "add_generation_prompt": adds}
         try:
             text = self._guarded(name, variables)
         except ChatTemplateError:

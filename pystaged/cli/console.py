@@ -76,13 +76,7 @@ def progress_bars() -> Iterator[Progress]:
     """Progress bars on standard error, one for each task."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.TaskProgressColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    bars = rich_progress.Progress(*columns, console=errors)
+    bars = rich_progress.Progress(console=errors)
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:

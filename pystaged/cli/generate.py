@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pystaged.cli.options import (
-    LIMIT_HELP,
-    OF_LOADING,
-    OF_TEXTS,
-    SHOWN,
-    Given,
-    Json,
-    ModelName,
-    at_least,
-    takes,
-)
+from pystaged.cli.options import LIMIT_HELP, OF_LOADING, OF_TEXTS, SHOWN, Given, Json, ModelName, at_least, takes
 from pystaged.options.table import SAMPLING, TEXT
 
 

@@ -211,7 +211,7 @@ class Chat:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
             stream = self._stream([*self._so_far, {"role": "user", "content": said}], progress)
-            result = show(stream, self.engine.tokenizer, self.given, wrap=True)
+            result = show(stream, self.given, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self.given.get("json_schema") is not None:
             result.json()
@@ -258,7 +258,7 @@ class Chat:
         try:
             with self.interrupts.allowed(), reading_bar() as progress:
                 stream = self._stream(begun, progress)
-                show(stream, self.engine.tokenizer, self.given, keep=take, wrap=True)
+                show(stream, self.given, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
         except OSError as error:

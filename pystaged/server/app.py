@@ -35,6 +35,7 @@ from pystaged.server.request_types import InfillRequest, TextRequest
 from pystaged.server.security import guarded
 
 R = TypeVar("R", bound=BaseModel)
+Work = Callable[[Any, Reply], Awaitable[None]]
 # The function for each path; /openapi.json takes the types of requests and answers from their annotations.
 _LISTED: dict[str, Callable[[Models], Any]] = {
     "/v1/models": about.models,
@@ -153,13 +154,7 @@ class _Endpoints:
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "", streams=True)
 
     async def _reply(
-        self,
-        request: Request,
-        kind: type[R],
-        work: Callable[[Any, Reply], Awaitable[None]],
-        summary: Callable[[], str] = str,
-        *,
-        streams: bool = False,
+        self, request: Request, kind: type[R], work: Work, summary: Callable[[], str] = str, *, streams: bool = False
     ) -> Reply:
         """The response of work on a request's body; at its end it is counted and logged. streams: whether it may be a
         stream."""

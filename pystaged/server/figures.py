@@ -38,10 +38,8 @@ def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> dict
     """How many tokens of a prediction the sequences have."""
     counts = Counter(prediction)
     accepted = sum((counts & Counter(text)).total() for text in texts)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": len(prediction) * len(texts) - accepted,
-    }
+    rejected = len(prediction) * len(texts) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def timings(stats: Sequence[GenerationStats]) -> dict[str, Any]:
@@ -129,7 +127,5 @@ def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str,
         data = tokenizer.token_bytes(each.token, special=True)
         return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
 
-    return {
-        "content": [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs],
-        "refusal": None,
-    }
+    content = [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs]
+    return {"content": content, "refusal": None}

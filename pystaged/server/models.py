@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,13 +99,7 @@ class Models:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        files: Mapping[str, Path],
-        load: Callable[[Path], Engine],
-        *,
-        memory: int,
-        kv_memory: int,
+        self, settings: Settings, files: dict[str, Path], load: Callable[[Path], Engine], *, memory: int, kv_memory: int
     ) -> None:
         self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
         self._load, self._memory, self._kv_memory = load, memory, kv_memory

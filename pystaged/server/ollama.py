@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
@@ -157,7 +157,7 @@ def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     if not request.messages:
         return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    asked = _chat(state, request, [*map(_message, request.messages)], request.tools)
+    asked = _chat(state, request, [*map(_message, request.messages)], request.tools or ())
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
@@ -188,12 +188,10 @@ def _shared(request: _Request) -> dict[str, Any]:
     return found | {"stream": bool(request.stream), "n": 1}
 
 
-def _chat(
-    state: State, request: _Request, messages: list[dict[str, Any]], tools: list[Tool] | None = None
-) -> ChatRequest:
+def _chat(state: State, request: _Request, messages: list[dict[str, Any]], tools: Iterable[Tool] = ()) -> ChatRequest:
     if request.think and not _can_think(state):
         raise ApiError(400, f'"{state.name}" does not support thinking')
-    given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools or []]}
+    given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools]}
     if request.think is not None:
         effort = request.think
         given["reasoning_effort"] = effort if isinstance(effort, str) else "medium" if effort else "none"
@@ -288,10 +286,8 @@ def _durations(state: State, came: float) -> dict[str, Any]:
 
 def unloads(asked: object) -> bool:
     """Whether a request asks for no text, and that the model is unloaded."""
-    texts = ("messages", "prompt", "suffix")
-    return (
-        isinstance(asked, _Request) and asked.keep_alive == 0 and not any(getattr(asked, name, None) for name in texts)
-    )
+    texts = [getattr(asked, name, None) for name in ("messages", "prompt", "suffix")]
+    return isinstance(asked, _Request) and asked.keep_alive == 0 and not any(texts)
 
 
 def _named(served: Served) -> dict[str, Any]:

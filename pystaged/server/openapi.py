@@ -9,18 +9,14 @@ from pydantic import TypeAdapter
 
 from pystaged.server.errors import is_ollamas
 
+_Endpoints = Mapping[str, Callable[..., Any]]  # by path
 _REF = "#/components/schemas/{model}"
 _ERRORS = {"400": "Invalid request", "401": "Invalid key", "413": "Too large", "429": "Queue full", "503": "Not now"}
 # An event's data is the JSON of a part, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
-def describe(
-    version: str,
-    given: Mapping[str, Callable[..., Any]],
-    computed: Mapping[str, Callable[..., Any]],
-    written: Mapping[str, Callable[..., Any]],
-) -> dict[str, Any]:
+def describe(version: str, given: _Endpoints, computed: _Endpoints, written: _Endpoints) -> dict[str, Any]:
     """Describe the server in OpenAPI 3.1.
 
     Args:

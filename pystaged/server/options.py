@@ -91,9 +91,7 @@ def text_options(
     if request.stop is not None:
         given["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
     given["reuse"] = False if request.cache_prompt is False else None
-    options = (
-        engine.recommended_sampling | defaults | {name: value for name, value in given.items() if value is not None}
-    )
+    options = engine.recommended_sampling | defaults | {name: each for name, each in given.items() if each is not None}
     options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), engine.n_ctx, usual)
     options["seed"] = _seed(request.seed, defaults.get("seed"))
     return options
