@@ -34,8 +34,6 @@ _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
-
-
 _workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
 
 

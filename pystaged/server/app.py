@@ -21,14 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-import pystaged
-from pystaged.options.aliases import ADDRESSES
-from pystaged.options.validation import plainly
+from pystaged.options.aliases import ADDRESSES, plainly
 from pystaged.server import about, chats, completions, messages, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained
 from pystaged.server.models import Models, State
-from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
 from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import InfillRequest, TextRequest
@@ -73,12 +70,12 @@ _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 def application(models: Models) -> Starlette:
     """Build the ASGI application."""
     server = _Endpoints(models)
-    described = describe(pystaged.__version__, {**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN)
+    described = about.describe({**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN)
     routes = [
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(endpoint, answer, request_of(answer)), methods=["POST"])
+            Route(path, partial(endpoint, answer, about.request_of(answer)), methods=["POST"])
             for answers, endpoint in ((_COMPUTED, server.computed), (_WRITTEN, server.written))
             for path, answer in answers.items()
         ),

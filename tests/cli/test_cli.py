@@ -505,7 +505,6 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
         "pystaged.cli.command",
         "pystaged.cli.help",
         "pystaged.options.aliases",
-        "pystaged.options.validation",
     }
 
 
