@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from pystaged.chat.source import Parser, Source
 from pystaged.sampling.schema import Schema, UndecidedError
@@ -301,7 +301,7 @@ def _value(words: str, schema: Schema | None = None, key: str = "") -> str:
     """JSON of an argument that was written as text; True, False and None are Python's, which templates write."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(words.strip(), words)
     with suppress(ValueError, RecursionError):
-        value = json.loads(literal, parse_constant=_no_json)
+        value = json.loads(literal, parse_constant=no_json)
         if schema is None or not _is_text(schema, key, words, value):
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _dumped(words)
@@ -310,13 +310,14 @@ def _value(words: str, schema: Schema | None = None, key: str = "") -> str:
 def is_json(words: str) -> bool:
     """Whether a text is valid JSON that can be written as UTF-8."""
     try:
-        json.dumps(json.loads(words, parse_constant=_no_json), ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(json.loads(words, parse_constant=no_json), ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _no_json(name: str) -> Any:
+def no_json(name: str) -> NoReturn:
+    """Refuse what Python reads as a number, and JSON has not. Raises ValueError."""
     raise ValueError(f"{name} is no JSON")
 
 

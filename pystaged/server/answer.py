@@ -248,6 +248,7 @@ class Answer(ABC):
 
     def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)
+        nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
         return [
             {
                 "text": self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace"),
@@ -255,9 +256,7 @@ class Answer(ABC):
                 "stage": STAGE_NAMES[Stage(stage)],
                 "accepted": node in path,
             }
-            for node, (token, parent, stage) in enumerate(
-                zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
-            )
+            for node, (token, parent, stage) in enumerate(nodes)
         ]
 
     def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from pystaged.chat.calls import no_json
 from pystaged.options.aliases import ADDRESSES, plainly
 from pystaged.server import about, chats, completions, messages, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
@@ -180,7 +181,7 @@ class _Endpoints:
         """Read and check a request's body. Raises ApiError."""
         body = await self._body(request)
         try:
-            value = json.loads(body, parse_constant=_no_number)
+            value = json.loads(body, parse_constant=no_json)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
         if not isinstance(value, dict):
@@ -218,10 +219,6 @@ def _refusing() -> Iterator[None]:
         yield
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         raise explained(error, ApiError(400, str(error))) from None
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _invalid(error: ValidationError) -> ApiError:
