@@ -400,20 +400,14 @@ class Chat:
         except (KeyError, ValueError):
             wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None
-        if name == "stop_loops":
-            self.given[name] = number
-        elif name == "max_tokens":
+        if name == "max_tokens":
             if not -1 <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
-            self.given[name] = max(int(number), 0)
-        else:
-            given = Given(self.given | {name: None if name == "seed" and number == -1 else number})
-            sampling = given.sampling(self.engine)
-            self.given = given
-            if name != "seed":
-                report(described(sampling))
-                return
-        report(f"{name} {value}")
+            number = max(number, 0)
+        given = Given(self.given | {name: None if (name, number) == ("seed", -1) else number})
+        sampling = given.sampling(self.engine)
+        self.given = given
+        report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {value}")
 
 
 def _switched(name: str, words: str) -> bool:
