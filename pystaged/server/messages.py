@@ -15,7 +15,7 @@ from pystaged.server.answer import Answer, is_begun, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.models import State
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest, only
+from pystaged.server.request_types import ChatRequest, Many, Open, ToolName, Tools, TurnRequest, only
 
 # The type of a block's new text, and the member that holds it.
 _DELTAS = {
@@ -25,7 +25,6 @@ _DELTAS = {
 }
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
-_MOST = 4096  # parts of a message
 # Claude Code's first line, which changes with every turn, so that no prompt would begin like the one before.
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
@@ -43,7 +42,7 @@ class Block(Open):
     content: Any = None
 
 
-Content = str | Annotated[list[Block], Field(max_length=_MOST, fail_fast=True)]
+Content = str | Many[Block]
 
 
 class MessageParam(Open):
@@ -96,9 +95,7 @@ class MessageRequest(TurnRequest):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: Content | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MOST_TOOLS, fail_fast=True), only("custom", None)] | None = (
-        None
-    )
+    tools: Annotated[Tools[MessageTool], only("custom", None)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

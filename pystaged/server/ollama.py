@@ -22,14 +22,15 @@ from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
 from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import (
-    MOST_TOOLS,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    Many,
     ModelRequest,
     TextRequest,
     Tool,
+    Tools,
 )
 from pystaged.server.tokens import embedded
 
@@ -69,8 +70,8 @@ class _Request(ModelRequest):
 class OllamaChatRequest(_Request):
     """A request to /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=4096, fail_fast=True)] = []  # noqa: RUF012  pydantic copies it
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    messages: Many[OllamaMessage] = []  # noqa: RUF012  pydantic copies it
+    tools: Tools[Tool] | None = None
 
 
 class GenerateRequest(_Request):
