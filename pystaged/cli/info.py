@@ -65,9 +65,8 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
-    typer.echo(
-        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
-    )
+    exact = "byte for byte exact" if is_ours else "not for this model"
+    typer.echo(f"{'device':<18}cpu: this package's kernels, {exact}")
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         typer.echo(

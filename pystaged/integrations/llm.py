@@ -18,9 +18,8 @@ import llm
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pystaged.options.aliases import KEYWORDS, meant
+from pystaged.options.aliases import KEYWORDS, meant, plainly
 from pystaged.options.table import ALL, SAMPLING
-from pystaged.options.validation import plainly
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,13 +29,10 @@ def tokenize(state: State, request: TokenizeRequest) -> dict[str, Any]:
     if text is None:
         raise ApiError(400, "give the text as content or as prompt", param="content")
     asked = request.add_special if request.add_special is not None else request.add_special_tokens
+    adds = not is_content if asked is None else asked
     tokenizer = state.engine.tokenizer
     try:
-        found = tokenizer.encode(
-            text,
-            add_special=not is_content if asked is None else asked,
-            parse_special=request.parse_special is not False,
-        ).tolist()
+        found = tokenizer.encode(text, add_special=adds, parse_special=request.parse_special is not False).tolist()
     except ValueError as error:
         words = "the text is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
         raise ApiError(400, words, param="content" if is_content else "prompt") from None

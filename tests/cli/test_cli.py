@@ -229,7 +229,7 @@ def test_ctrl_c_keeps_what_is_done(
     lengths = [80, 3, 80]
 
     @contextlib.contextmanager
-    def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
+    def late_bar(*_: str, **_begun: int) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
         def count(done: int, total: int, tokens: int) -> None:
             assert (total, tokens > 0) == (3, True)
             if done:
@@ -237,7 +237,7 @@ def test_ctrl_c_keeps_what_is_done(
 
         yield count, lambda: None
 
-    monkeypatch.setattr(texts, "counter", counter)
+    monkeypatch.setattr(texts, "late_bar", late_bar)
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
         sequences = [engine.start(PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
@@ -505,7 +505,6 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
         "pystaged.cli.command",
         "pystaged.cli.help",
         "pystaged.options.aliases",
-        "pystaged.options.validation",
     }
 
 

@@ -19,7 +19,6 @@ from pystaged.loading import names
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.options import aliases
 from pystaged.options.config import TextOptions, check_options
-from pystaged.options.validation import plainly
 
 
 def commands(command: Any) -> list[Any]:
@@ -336,4 +335,4 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), table("pydantic_words"))
 def test_messages(theirs: str, ours: str) -> None:
-    assert plainly(theirs) == ours
+    assert aliases.plainly(theirs) == ours
