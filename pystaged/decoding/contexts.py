@@ -38,6 +38,7 @@ class Prompts(Protocol):
     def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
     def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
     def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None: ...
+    def close(self) -> None: ...
 
 
 class ContextPool:
@@ -182,6 +183,8 @@ class ContextPool:
                     self._keep(context, last=True)
         finally:  # Ctrl-C ends the writing
             self.forget()
+        if self.prompts:
+            self.prompts.close()
 
     def _keep(self, context: Context, *, last: bool = False) -> None:
         """Keep a context's text on disk."""
