@@ -96,7 +96,7 @@ class Drafter(Protocol):
 def fulfil_all(drafter: Drafter, clocks: Clocks | None = None) -> None:
     """Make the passes that a drafter asks for, each of them alone."""
     while request := drafter.request():
-        fulfil(request, clocks or Clocks())
+        fulfil([request], clocks or Clocks())
         drafter.take(request)
 
 

@@ -11,7 +11,8 @@ from queue import SimpleQueue
 
 from pystaged._core import DeviceError
 from pystaged.decoding.contexts import ContextPool, Wait
-from pystaged.decoding.stepper import Stepper, own_copy
+from pystaged.decoding.requests import own_copy
+from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Queue, Text
 from pystaged.result import Piece
 

@@ -221,7 +221,7 @@ class Text:
         """Make a pass, which the target shares with the other sequences."""
         if isinstance(request, Read):
             request.num_rows = len(request.tokens)
-        fulfil(request, self.machine.clocks)
+        fulfil([request], self.machine.clocks)
         rows = request.num_rows + self._sequences - 1
         request.share, request.pass_rows = request.num_rows / rows, rows
         self.text.request = request

@@ -93,7 +93,7 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     text = text_of(prompt).begin(decoder)
     while not isinstance(text.request, Verify):
         if text.request:
-            fulfil(text.request)
+            fulfil([text.request])
             text.take()
         text.ask()
     assert text.request.num_candidates == memory.num_candidates

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from support.decoding import Text, step
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, RecycledCandidates, Session, kernels, run
+from pystaged._core import Model, RecycledCandidates, Session, kernels
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify
+from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify, make_pass
 from pystaged.decoding.stepper import Stepper, best_rows
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
@@ -227,11 +227,11 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int, error: 
     """Where memory is short for what came of it, its texts end, each with an error of its own."""
     passes = 0
 
-    def make(works: list[Any]) -> list[Any]:
+    def make(requests: Sequence[AnyRequest]) -> list[Any]:
         nonlocal passes
-        passes += 1
-        found = run(works)
-        if passes == failing:
+        passes += len(requests) > 1
+        found = make_pass(requests)
+        if len(requests) > 1 and passes == failing:
             raise error("no memory") from KeyError("the cause")
         return found
 
@@ -259,7 +259,7 @@ class Machine:
     def __init__(self, curve: PassCost) -> None:
         self.curve, self.now, self.passes = curve, 0.0, list[list[AnyRequest]]()
 
-    def make(self, requests: list[Any]) -> list[Any]:
+    def make(self, requests: Sequence[Any]) -> list[Any]:
         self.now += self.curve(sum(request.num_rows for request in requests))
         self.passes.append(list(requests))
         return [
@@ -272,16 +272,9 @@ class Machine:
 
 
 class OnMachine:
-    """A request that the machine sees as it is, alone or among others."""
+    """A request that may be among others."""
 
     can_share = True
-    session: Any
-
-    def work(self) -> Any:
-        return self
-
-    def perform(self) -> Any:
-        return self.session.machine.make([self])[0]
 
 
 class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
@@ -471,11 +464,9 @@ class Guesser(TreeDrafter):
 
 @pytest.fixture
 def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of a Context are seen by its session's machine as they are."""
+    """Requests of a Context may share passes."""
     for kind in (Read, Verify):
         monkeypatch.setattr(kind, "can_share", True)
-        monkeypatch.setattr(kind, "work", lambda request: request)
-        monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
 
 
 @pytest.mark.slow
