@@ -34,11 +34,6 @@ from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
-_COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
-_HELD = 0.4  # the same of the children that lookups give the root
-_BLEND = 0.02  # weight of a new observation of these
-_ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
-_FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
 
 
 class TreeDrafter:
@@ -82,7 +77,7 @@ class TreeDrafter:
         self._vocab_size = vocab_size
         self._cost = cost
         self._experts = experts
-        self._learnt = {True: _Learnt(), False: _Learnt()}  # by whether decoding is greedy
+        self._learnt = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
         self._tail: list[int] = []  # last tokens of the prediction and the sequence
@@ -312,7 +307,7 @@ class TreeDrafter:
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
         scores = [-tree.nodes[node].score for node in grown]
-        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.calibration.rates
+        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.rates
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
@@ -343,7 +338,7 @@ class TreeDrafter:
         """The cells of the best tokens after a node that lookups found."""
         mixed = mix(found)
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
-        cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
+        cells = self._known.cells(mixed.source, list(scores.values())) if scores else []
         guesses = tree.guessed[node] = dict(zip(scores, cells, strict=True))
         tree.looked_up += 1
         return guesses
@@ -373,7 +368,7 @@ class TreeDrafter:
                 tail = tree.tail(node)
                 guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
             scores = found.get(node, nobody).scores
-            for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
+            for i, (rate, token, cells) in enumerate(self._known.judged(found.get(node, nobody), guesses)):
                 if i < tree.most_children or token in tree.children[node]:
                     stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
@@ -402,44 +397,9 @@ class TreeDrafter:
             children = tree.children[node]
             for token, child in children.items():
                 for cell in tree.nodes[child].cells:
-                    self._known.calibration.update(cell, token == chosen)
+                    self._known.update(cell, token == chosen)
             if node in tree.judged:
                 self._known.cover(tree.nodes[node].cells, chosen in children)
             if chosen not in children:
                 return
             node = children[chosen]
-
-
-class _Learnt:
-    """What a drafter learns from greedy sequences, or from sampled ones.
-
-    held: chance that the children which lookups give the root hold the target's token.
-    """
-
-    def __init__(self) -> None:
-        self.calibration = Calibration()
-        self.held = _HELD
-        self._covered: dict[Cell, float] = {}
-
-    def copy(self) -> _Learnt:
-        """A copy of the learnt state."""
-        other = _Learnt()
-        other.calibration, other.held, other._covered = self.calibration.copy(), self.held, self._covered.copy()
-        return other
-
-    def forget(self) -> None:
-        """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
-        self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
-
-    def hold(self, chance: float) -> None:
-        """Learn what the root's children of lookups hold."""
-        self.held += _BLEND * (chance - self.held)
-
-    def covered(self, cells: tuple[Cell, ...]) -> float:
-        """The chance that the children of a judged node hold the target's token, by its own cells."""
-        return self._covered.get(cells[0] if cells else _ROOT, _COVERED)
-
-    def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
-        """Learn whether a judged node's children held the target's token."""
-        before = self.covered(cells)
-        self._covered[cells[0] if cells else _ROOT] = before + _BLEND * (hit - before)
