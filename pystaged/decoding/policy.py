@@ -133,8 +133,7 @@ class GainPolicy:
         return self._best_size(growth)[0]
 
     def expand(self, growth: Growth) -> int:
-        size, rate = self._best_size(growth)
-        row, texts = self._row(size, rate, growth.cells), self._batch.sequences
+        (row, rate), texts = self._margin(growth), self._batch.sequences
         best_width, best_gain, gain = 0, 0.0, 0.0
         for width, more in enumerate(growth.gains, 1):
             gain += max(0.0, more - row)
@@ -145,13 +144,13 @@ class GainPolicy:
 
     def least(self, growth: Growth) -> float:
         """The score from which a guess is worth a row of the target's pass."""
-        size, rate = self._best_size(growth)
-        return self._row(size, rate, growth.cells)
+        return self._margin(growth)[0]
 
-    def _row(self, size: int, rate: float, cells: int) -> float:
-        """What another row after `size` nodes costs, in tokens."""
-        costs = self._costs(size + 2, cells)
-        return rate * (costs[size + 1] - costs[size])
+    def _margin(self, growth: Growth) -> tuple[float, float]:
+        """What another row after the best number of nodes costs, in tokens; and the tokens per second with that."""
+        size, rate = self._best_size(growth)
+        costs = self._costs(size + 2, growth.cells)
+        return rate * (costs[size + 1] - costs[size]), rate
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""

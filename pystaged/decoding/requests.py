@@ -17,22 +17,9 @@ from pystaged.decoding.tree import TokenTree
 MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1.
-
-    of_token: that of the token itself.
-    top: the likeliest tokens and their log-probabilities, best first.
-    """
-
-    of_token: float
-    top: list[tuple[int, float]]
-
-    @staticmethod
-    def of(of_tokens: NDArray[np.float32], best: NDArray[np.int32], of_best: NDArray[np.float32]) -> list[Logprobs]:
-        """Convert the arrays that Work.verify brings."""
-        tops = zip(best.tolist(), of_best.tolist(), strict=True)
-        return [Logprobs(own, list(zip(*top, strict=True))) for own, top in zip(of_tokens.tolist(), tops, strict=True)]
+Logprobs = tuple[float, list[int], list[float]]
+"""Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1: that of
+the token itself; the likeliest tokens, best first; and theirs."""
 
 
 def perform(session: Any, kind: str, *arguments: Any) -> Any:
@@ -128,7 +115,7 @@ class Score(Read):
         return self.tokens[: self.num_rows], parents, self.sampling, 0, only(self.following[: self.num_rows])
 
     def take(self, found: Any) -> None:
-        self.result, self.logprobs = self.num_rows, Logprobs.of(*found[2])
+        self.result, self.logprobs = self.num_rows, _logprobs(*found[2])
 
 
 def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
@@ -191,8 +178,13 @@ class Verify(Request):
 
     def take(self, found: Any) -> None:
         path, tokens, *more = found
-        logprobs = Logprobs.of(*more.pop(0)) if more and isinstance(more[0], tuple) else None
+        logprobs = _logprobs(*more.pop(0)) if more and isinstance(more[0], tuple) else None
         self.result = path.tolist(), tokens.tolist(), logprobs, tuple(more)
+
+
+def _logprobs(*arrays: NDArray[Any]) -> list[Logprobs]:
+    """Convert the arrays that Work.verify brings."""
+    return list(zip(*(each.tolist() for each in arrays), strict=True))
 
 
 AnyRequest = Read | Propose | Verify

@@ -48,7 +48,7 @@ class Scheduler:
         self._texts: list[Text] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None  # an error that must end all texts
+        self._fault: BaseException | None = None  # an error with which the next call of `work` must end all texts
         self._is_waiting, self._is_stopping = True, False
 
     def open(self, text: Text, queue: Queue, most_unread: float | None = None) -> None:
@@ -140,10 +140,6 @@ class Scheduler:
                 self._is_waiting = False
             self._settle()
         return False
-
-    def note_fault(self, error: BaseException) -> None:
-        """Let the next call of `work` end all texts with an exception that this one raised."""
-        self._fault = error
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
@@ -252,7 +248,7 @@ def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
             is_idle = True
         except BaseException as error:
             if here:
-                here.note_fault(error)
+                here._fault = error
 
 
 # A thread that runs a pass during the interpreter's shutdown would crash the process.

@@ -466,5 +466,6 @@ class Text:
         def spelled(token: int) -> str:
             return self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace") if self.tokenizer else ""
 
-        top = [TokenLogprob(other, spelled(other), logprob) for other, logprob in logprobs.top]
-        return TokenLogprob(token, spelled(token), logprobs.of_token, top)
+        own, best, of_best = logprobs
+        top = [TokenLogprob(other, spelled(other), each) for other, each in zip(best, of_best, strict=True)]
+        return TokenLogprob(token, spelled(token), own, top)
