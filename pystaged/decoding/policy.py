@@ -159,13 +159,7 @@ class GainPolicy:
         if growth.experts and not self._batch.rows:
             experts = growth.experts[1 : 1 + len(scores)]
             costs = [costs[0], *(self._target_cost(n, growth.cells, each) for n, each in enumerate(experts, 2))]
-        best_size, best_rate = 0, tokens / (costs[0] + drafting)
-        for size, score in enumerate(scores, 1):
-            tokens += score
-            rate = tokens / (costs[size] + drafting)
-            if rate > best_rate:
-                best_size, best_rate = size, rate
-        return best_size, best_rate
+        return best_size(tokens, scores, costs, drafting)
 
     def _costs(self, rows: int, cells: int) -> list[float]:
         """Seconds of the passes that verify 1, 2, ... rows of this text, of `rows` or more."""
@@ -176,3 +170,21 @@ class GainPolicy:
             known = [*known, *(self._target_cost(others + n, cells) for n in range(len(known) + 1, rows + 1))]
             self._known = (others, cells), known
         return known
+
+
+def best_size(tokens: float, scores: Sequence[float], costs: Sequence[float], drafting: float) -> tuple[int, float]:
+    """How many guesses to verify for the most tokens per second, and that rate.
+
+    Args:
+        tokens: expected without guesses.
+        scores: of the guesses, best first.
+        costs: seconds of the pass by number of guesses, from 0 on.
+        drafting: seconds of drafting.
+    """
+    best, best_rate = 0, tokens / (costs[0] + drafting)
+    for size, score in enumerate(scores, 1):
+        tokens += score
+        rate = tokens / (costs[size] + drafting)
+        if rate > best_rate:
+            best, best_rate = size, rate
+    return best, best_rate

@@ -16,6 +16,7 @@ from typing import Any
 
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
+from pystaged.decoding.policy import best_size
 from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Make, Read, Verify, fulfil, make_pass, mean_past
 from pystaged.decoding.text import Text
 from pystaged.options.table import PREFILL_BUDGET
@@ -178,13 +179,9 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
         Rows of each tree, the root included.
     """
     rows = [1] * len(trees)
-    tokens = float(len(trees))
-    best, best_rate = 0, tokens / (spent + cost(len(trees)))
     guesses = sorted((-score, i, tree) for tree, scores in enumerate(trees) for i, score in enumerate(scores) if i)
-    for n, (score, _, _) in enumerate(guesses, 1):
-        tokens -= score
-        if (rate := tokens / (spent + cost(len(trees) + n))) > best_rate:
-            best, best_rate = n, rate
+    costs = [cost(len(trees) + n) for n in range(len(guesses) + 1)]
+    best, _ = best_size(len(trees), [-score for score, _, _ in guesses], costs, spent)
     for _, _, tree in guesses[:best]:
         rows[tree] += 1
     return rows

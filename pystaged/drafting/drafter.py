@@ -322,10 +322,7 @@ class TreeDrafter:
             if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            tail, found = tree.tail(node), []
-            for lookup in self._lookups:
-                found.append(lookup.after(tail))
-            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
+            for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
                 child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
@@ -334,9 +331,10 @@ class TreeDrafter:
         if not tree.passes and tree.first == 0:
             self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
-        """The cells of the best tokens after a node that lookups found."""
-        mixed = mix(found)
+    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups find."""
+        tail = tree.tail(node)
+        mixed = mix([lookup.after(tail) for lookup in self._lookups])
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
         cells = self._known.cells(mixed.source, list(scores.values())) if scores else []
         guesses = tree.guessed[node] = dict(zip(scores, cells, strict=True))
@@ -358,19 +356,19 @@ class TreeDrafter:
             self._passes.passes += 1
             self._passes.nodes += len(asked)
             for node, said in zip(asked, self._costly.propose(tree, asked), strict=True):
-                named = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
-                found[node] = Candidates(named, said.source)
+                scores = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
+                found[node] = Candidates(scores, said.source)
             tree.passing += self._meter() - tree.pass_began
         nobody = Candidates({}, NOBODY)
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
-                tail = tree.tail(node)
-                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
-            scores = found.get(node, nobody).scores
-            for i, (rate, token, cells) in enumerate(self._known.judged(found.get(node, nobody), guesses)):
+                guesses = self._guess(tree, node) if self._lookups else {}
+            named = found.get(node, nobody)
+            for i, (rate, token, cells) in enumerate(self._known.judged(named, guesses)):
                 if i < tree.most_children or token in tree.children[node]:
-                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else Stage.DRAFT
+                    is_named = token in named.scores
+                    stage = Stage.NGRAM if not is_named else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
         tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
