@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pystaged._core import file_identity
 from pystaged.backends.devices import devices, open_session, reserve
-from pystaged.decoding.context import SPARE_CELLS
-from pystaged.decoding.contexts import FREE_SHARE, ContextPool
+from pystaged.decoding.context import FREE_SHARE, SPARE_CELLS, ContextPool
 from pystaged.decoding.origin import ARITHMETIC
 from pystaged.decoding.policy import TreePolicy
 from pystaged.loading.bundle import Bundle

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from pystaged._core import DeviceError
-from pystaged.decoding.contexts import ContextPool, Wait
+from pystaged.decoding.context import ContextPool, Wait
 from pystaged.decoding.requests import own_copy
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Queue, Text

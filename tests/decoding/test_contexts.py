@@ -26,8 +26,7 @@ import pystaged
 import pystaged.drafting.lookups
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
 from pystaged.decoding.account import OPENING
-from pystaged.decoding.context import SPARE_CELLS, Context
-from pystaged.decoding.contexts import ContextPool, Wait
+from pystaged.decoding.context import SPARE_CELLS, Context, ContextPool, Wait
 from pystaged.decoding.cost import PassCost
 from pystaged.loading.costs import Costs
 
