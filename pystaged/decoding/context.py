@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
 from pystaged.decoding.account import Account, Meter
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
-from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
 

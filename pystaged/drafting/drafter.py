@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.decoding.account import Meter
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
