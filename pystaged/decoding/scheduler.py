@@ -124,9 +124,7 @@ class Scheduler:
 
     def work(self) -> bool:
         """Step until no text can go on. Called by the thread, which ends if this returns False."""
-        if (
-            self._thread is not threading.current_thread()
-        ):  # Ctrl-C interrupted the start of this thread, and another one replaces it
+        if self._thread is not threading.current_thread():  # another one replaces it, as Ctrl-C interrupted its start
             return False
         self._is_waiting = False
         self._settle()

@@ -58,15 +58,11 @@ class GrowingTree(TreeBuilder):
         self.price = 0.0  # estimated seconds of that pass
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
-        self._tails = {0: list(tail)}
+        self._tail = tail
 
     def tail(self, node: int) -> list[int]:
         """The last TAIL tokens of the sequence up to a node."""
-        found = self._tails.get(node)
-        if found is None:
-            guess = self.nodes[node]
-            found = self._tails[node] = [*self.tail(guess.parent)[1 - TAIL :], guess.token]
-        return found
+        return [*self._tail, *self.path(node)][-TAIL:]
 
 
 @dataclass(slots=True)
