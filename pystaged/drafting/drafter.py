@@ -92,7 +92,7 @@ class TreeDrafter:
         return found | {"draft": replace(self._passes)} if self._costly else found
 
     def sessions(self) -> list[Session]:
-        return [session for proposer in self._proposers for session in proposer.sessions()]
+        return [proposer.session for proposer in self._proposers if proposer.session is not None]
 
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
