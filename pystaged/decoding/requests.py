@@ -25,9 +25,9 @@ the token itself; the likeliest tokens, best first; and theirs."""
 def perform(session: Any, kind: str, *arguments: Any) -> Any:
     """The result of a pass for the Work that its static method of this name makes of these arguments; where the session
     is on another machine, the pass is made there."""
-    if isinstance(session, Session):
-        return run([getattr(Work, kind)(session, *arguments)])[0]
-    return session.run(kind, *arguments)
+    if hasattr(session, "run"):
+        return session.run(kind, *arguments)
+    return run([getattr(Work, kind)(session, *arguments)])[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Request:
     @property
     def can_share(self) -> bool:
         """Whether its pass can be shared; a session on another machine cannot."""
-        return isinstance(self.session, Session)
+        return not hasattr(self.session, "run")
 
     @property
     def arguments(self) -> tuple[Any, ...]:

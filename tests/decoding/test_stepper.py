@@ -271,20 +271,6 @@ class Machine:
         return self.now
 
 
-class OnMachine:
-    """A request that may be among others."""
-
-    can_share = True
-
-
-class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
-    pass
-
-
-class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
-    pass
-
-
 class SimulatedSession:
     """A session whose target accepts no guess."""
 
@@ -319,9 +305,9 @@ class Simulated:
         if self.request:
             return
         if left:
-            self.request = SimulatedRead(self.target, self.done, np.zeros(left, np.int32))
+            self.request = Read(self.target, self.done, np.zeros(left, np.int32))
         else:
-            self.request = SimulatedVerify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
+            self.request = Verify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
 
     def take(self) -> None:
         if isinstance(self.request, Read):
@@ -462,15 +448,7 @@ class Guesser(TreeDrafter):
         """It learns nothing."""
 
 
-@pytest.fixture
-def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of a Context may share passes."""
-    for kind in (Read, Verify):
-        monkeypatch.setattr(kind, "can_share", True)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_machines")
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count: int) -> None:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
