@@ -26,13 +26,12 @@ class Drafter(Protocol):
     Attributes:
         estimate: seconds that the last draft should have taken; 0 without costs.
         tree: the last draft: the root alone if nothing is worth verifying.
+        recycled: learns from every row of the verified trees; None for a drafter that does not.
     """
 
     estimate: float
     tree: TokenTree
-
     recycled: RecycledCandidates | None
-    """Learns from every row of the verified trees; None for a drafter that does not."""
 
     def work(self) -> dict[str, DrafterStats]:
         """Statistics of its work so far, by stage name."""
