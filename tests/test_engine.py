@@ -38,7 +38,6 @@ from pystaged.decoding import requests
 from pystaged.decoding.context import Context
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.text import Text
-from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
 CONTEXT = 96
@@ -211,7 +210,7 @@ def test_a_stop_string_that_only_the_end_completes(engine: Engine, monkeypatch: 
     )
     text = text_of(engine, tokens[:at], "stop")
     stop = next(text[-n:] for n in range(1, len(text)) if text.index(text[-n:]) == len(text) - n)
-    monkeypatch.setattr(Runtime, "tokenizer", Ending(engine.tokenizer, tokens[at]))
+    monkeypatch.setattr(Engine, "tokenizer", Ending(engine.tokenizer, tokens[at]))
     whole = engine.generate(PROMPT, max_tokens=80, **WARM)
     assert (whole.text, whole.tokens, whole.finish_reason) == (text, tokens[:at], "stop")
     assert text[-1] == "\ufffd"
@@ -340,7 +339,7 @@ def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPa
     with pystaged.load(path, kv_memory=1) as engine:
 
         def noted(works: Any) -> Any:
-            used.append(engine.runtime.contexts.num_bytes)
+            used.append(engine._contexts.num_bytes)
             return _core.run(works)
 
         monkeypatch.setattr(requests, "run", noted)
@@ -489,7 +488,7 @@ def interrupt(stream: Stream, when: int) -> None:
 def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     tokenizer = Interrupting(engine.tokenizer, when)
     with monkeypatch.context() as patch:
-        patch.setattr(Runtime, "tokenizer", tokenizer)
+        patch.setattr(Engine, "tokenizer", tokenizer)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPT, max_tokens=40, **WARM)
     with pytest.raises(KeyboardInterrupt):
@@ -562,7 +561,7 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine.runtime.contexts._idle) <= 5
+    assert len(engine._contexts._idle) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
@@ -708,7 +707,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
     assert len(lost) == 2
-    assert lost[0] not in engine.runtime.contexts._idle
+    assert lost[0] not in engine._contexts._idle
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

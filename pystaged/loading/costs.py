@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import HiddenRows, Model, Session, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, PassCost, measure
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, ExpertCost, PassCost, measure
 from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept

@@ -213,4 +213,4 @@ def test_an_engine_writes_the_same_whatever_it_held(path_of: Callable[..., Path]
         for _ in range(2):
             together = threads.map(lambda prompt: engine.generate(prompt, **options).tokens, prompts)
             assert list(together) == cold
-        assert engine.runtime.contexts.num_bytes <= 900_000
+        assert engine._contexts.num_bytes <= 900_000

@@ -19,8 +19,7 @@ from support.decoding import text_of
 
 from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, STALL, Account, Meter
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import PassCost
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -221,7 +220,7 @@ class Text:
         """Make a pass, which the target shares with the other sequences."""
         if isinstance(request, Read):
             request.num_rows = len(request.tokens)
-        fulfil(request, self.machine.clocks)
+        fulfil([request], self.machine.clocks)
         rows = request.num_rows + self._sequences - 1
         request.share, request.pass_rows = request.num_rows / rows, rows
         self.text.request = request

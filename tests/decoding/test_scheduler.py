@@ -74,7 +74,7 @@ def in_threads(*works: Callable[[], object]) -> None:
 
 def together(engine: Engine, *works: Callable[[], object]) -> None:
     """Do them at once: no text takes a step before each has opened one."""
-    scheduler, start = engine.runtime.scheduler, threading.Barrier(len(works) + 1)
+    scheduler, start = engine._scheduler, threading.Barrier(len(works) + 1)
 
     def hold() -> None:
         with held(engine):
@@ -104,7 +104,7 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     left, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
     next(left)
     whole = read.finish()
-    wait_until(lambda: engine.runtime.scheduler._is_waiting)
+    wait_until(lambda: engine._scheduler._is_waiting)
     unread = left.text.num_sent - left.text.num_read
     assert MOST_UNREAD <= unread < MOST_UNREAD + 8
     assert left.finish().tokens == whole.tokens
@@ -231,7 +231,7 @@ def one_slice() -> Iterator[None]:
 def opened(engine: Engine, text: Text, most_unread: float = math.inf) -> SimpleQueue[Any]:
     """What a text says."""
     said: SimpleQueue[Any] = SimpleQueue()
-    engine.runtime.scheduler.open(text, said, most_unread)
+    engine._scheduler.open(text, said, most_unread)
     return said
 
 
@@ -239,10 +239,10 @@ def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice:
     del one_slice
     asleep = engine.stream(PROMPTS[0], max_tokens=400).text
     opened(engine, asleep, 1)
-    wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
+    wait_until(lambda: asleep.num_sent > 0 and engine._scheduler._is_waiting)
     other = engine.stream(PROMPTS[1], max_tokens=3).text
     said = opened(engine, other)
-    engine.runtime.scheduler.cancel(asleep)
+    engine._scheduler.cancel(asleep)
     while said.get(timeout=600)[1] is not None:
         pass
     assert other.error is None
@@ -282,7 +282,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
         left, failing, waiting = (engine.stream(PROMPTS[i], max_tokens=400) for i in range(3))
         next(left)
         left.text.most_unread = 0  # it waits for its reader
-        contexts = engine.runtime.contexts
+        contexts = engine._contexts
         take = contexts.take
 
         def fail(prompt: Any, *args: Any, **options: Any) -> Any:
@@ -292,7 +292,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
 
         monkeypatch.setattr(contexts, "take", fail)
         texts = [stream.text for stream in (failing, waiting)]
-        wait_until(lambda: engine.runtime.scheduler._is_waiting)
+        wait_until(lambda: engine._scheduler._is_waiting)
         for text in texts:
             opened(engine, text)
         wait_until(lambda: all(text.is_over for text in texts))
@@ -333,7 +333,7 @@ def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkey
         def fail(_: object) -> None:
             raise MemoryError("a fault")
 
-        patch.setattr(engine.runtime.contexts, "give_back", fail)
+        patch.setattr(engine._contexts, "give_back", fail)
         streams[0].close()
         with pytest.raises(MemoryError, match="a fault"):
             streams[1].finish()
@@ -363,7 +363,7 @@ def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
     try:
         engine.generate(PROMPTS, max_tokens=3)
         engine.stream(PROMPTS[0], max_tokens=3).finish()
-        bundle = weakref.ref(engine.runtime.bundle)
+        bundle = weakref.ref(engine._bundle)
         del engine
         wait_until(lambda: bundle() is None)
     finally:
@@ -379,7 +379,7 @@ def test_running_texts_stay_counted_when_others_are_forgotten(engine: Engine) ->
     with engine.stream("def f(", max_tokens=100) as stream:
         next(stream)
         engine.forget()
-        assert engine.runtime.contexts.num_bytes > 0
+        assert engine._contexts.num_bytes > 0
 
 
 def test_the_first_exception_of_progress_is_the_reader_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +415,7 @@ def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
         found: dict[int, list[int]] = {}
         most: list[int] = []
-        contexts = engine.runtime.contexts
+        contexts = engine._contexts
         take = contexts.take
 
         def counted(*args: Any, **options: Any) -> Any:
@@ -472,7 +472,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         began: dict[int, int] = {}  # how much of the prompt was read then
 
         def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
-            engine.runtime.scheduler.open(engine.stream(prompt, progress=progress, **options).text, Listening)
+            engine._scheduler.open(engine.stream(prompt, progress=progress, **options).text, Listening)
 
         def begin_others() -> None:
             for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
@@ -484,8 +484,8 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
                 in_threads(begin_others)  # while the engine's thread waits here
 
         first = engine.stream([1, 2, 3], max_tokens=200).text
-        engine.runtime.scheduler.open(first, Listening, 1)
-        wait_until(lambda: first.num_sent and engine.runtime.scheduler._is_waiting)  # for a reader
+        engine._scheduler.open(first, Listening, 1)
+        wait_until(lambda: first.num_sent and engine._scheduler._is_waiting)  # for a reader
         first.most_unread = math.inf
         begin(prompt, note, max_tokens=3)
         wait_until(lambda: len(began) == 3 and is_idle(engine))
@@ -497,7 +497,7 @@ def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
         closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
         for stream in (closed, read):
             next(stream)
-        engine.runtime.scheduler.stop()
+        engine._scheduler.stop()
         in_threads(closed.close)
         for stream in (read, engine.stream(PROMPTS[0])):
             with pytest.raises(RuntimeError, match="no text can be generated while the process exits"):
@@ -513,7 +513,7 @@ engine = pystaged.load(sys.argv[1])
 streams = [engine.stream("the tree", max_tokens=400) for _ in range(4)]
 for stream in streams:
     next(stream)
-print(bool(engine.runtime.scheduler._texts))
+print(bool(engine._scheduler._texts))
 """
 
 

@@ -93,7 +93,7 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     text = text_of(prompt).begin(decoder)
     while not isinstance(text.request, Verify):
         if text.request:
-            fulfil(text.request)
+            fulfil([text.request])
             text.take()
         text.ask()
     assert text.request.num_candidates == memory.num_candidates
@@ -195,8 +195,8 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
 
 def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Context(Session(target, 16))
-    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        text_of(np.zeros(17, np.int32)).begin(decoder)
+    with pytest.raises(ContextFullError, match="the context of 16 tokens is full"):
+        continuation(decoder, np.zeros(17, np.int32), GREEDY, 1)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], bundled_draft: Path) -> None:

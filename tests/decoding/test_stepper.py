@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from support.decoding import Text, step
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, RecycledCandidates, Session, kernels, run
+from pystaged._core import Model, RecycledCandidates, Session, kernels
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify
+from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify, make_pass
 from pystaged.decoding.stepper import Stepper, best_rows
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
@@ -227,11 +227,11 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int, error: 
     """Where memory is short for what came of it, its texts end, each with an error of its own."""
     passes = 0
 
-    def make(works: list[Any]) -> list[Any]:
+    def make(requests: Sequence[AnyRequest]) -> list[Any]:
         nonlocal passes
-        passes += 1
-        found = run(works)
-        if passes == failing:
+        passes += len(requests) > 1
+        found = make_pass(requests)
+        if len(requests) > 1 and passes == failing:
             raise error("no memory") from KeyError("the cause")
         return found
 
@@ -259,7 +259,7 @@ class Machine:
     def __init__(self, curve: PassCost) -> None:
         self.curve, self.now, self.passes = curve, 0.0, list[list[AnyRequest]]()
 
-    def make(self, requests: list[Any]) -> list[Any]:
+    def make(self, requests: Sequence[Any]) -> list[Any]:
         self.now += self.curve(sum(request.num_rows for request in requests))
         self.passes.append(list(requests))
         return [
@@ -269,27 +269,6 @@ class Machine:
 
     def clock(self) -> float:
         return self.now
-
-
-class OnMachine:
-    """A request that the machine sees as it is, alone or among others."""
-
-    can_share = True
-    session: Any
-
-    def work(self) -> Any:
-        return self
-
-    def perform(self) -> Any:
-        return self.session.machine.make([self])[0]
-
-
-class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
-    pass
-
-
-class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
-    pass
 
 
 class SimulatedSession:
@@ -326,9 +305,9 @@ class Simulated:
         if self.request:
             return
         if left:
-            self.request = SimulatedRead(self.target, self.done, np.zeros(left, np.int32))
+            self.request = Read(self.target, self.done, np.zeros(left, np.int32))
         else:
-            self.request = SimulatedVerify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
+            self.request = Verify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
 
     def take(self) -> None:
         if isinstance(self.request, Read):
@@ -469,17 +448,7 @@ class Guesser(TreeDrafter):
         """It learns nothing."""
 
 
-@pytest.fixture
-def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of a Context are seen by its session's machine as they are."""
-    for kind in (Read, Verify):
-        monkeypatch.setattr(kind, "can_share", True)
-        monkeypatch.setattr(kind, "work", lambda request: request)
-        monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_machines")
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count: int) -> None:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:

@@ -146,7 +146,7 @@ def press_ctrl_c() -> None:
 def rest(engine: Engine) -> int:
     """Contexts that are lent when no text is left."""
     wait_until(lambda: is_idle(engine))
-    return len(engine.runtime.contexts._lent)
+    return len(engine._contexts._lent)
 
 
 @pytest.mark.parametrize(("do", "error"), [(fail, LookupError), (press_ctrl_c, KeyboardInterrupt)])
@@ -207,7 +207,7 @@ async def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
     stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
     await anext(stream)
     sequence = stream.text
-    while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
+    while not (plain._scheduler._is_waiting or sequence.is_over):
         await asyncio.sleep(0)
     assert sequence.num_sent <= MOST_UNREAD + 1
     assert len((await stream.finish()).tokens) == 450

@@ -81,12 +81,12 @@ def test_drafts_that_read_hidden_states_are_known_for_one_shape(monkeypatch: pyt
 
 def test_auto_takes_it_from_the_cache(target: Path) -> None:
     with Engine(target) as engine:
-        assert engine.runtime.bundle.draft is None
+        assert engine._bundle.draft is None
     download(DRAFT)
     with Engine(target) as engine, Engine(target, draft=None) as alone:
-        assert engine.runtime.bundle.draft is not None
+        assert engine._bundle.draft is not None
         assert engine.generate("Hello", max_tokens=20).tokens == alone.generate("Hello", max_tokens=20).tokens
-        assert alone.runtime.bundle.draft is None
+        assert alone._bundle.draft is None
 
 
 @pytest.mark.parametrize("width", [64, 96])
@@ -150,7 +150,7 @@ def test_published_drafts_of_small_targets(
     quantize_checkpoint(folder, cache.folder(name) / "draft.Q8_0.gguf", "q8_0")
     for chosen in ("auto", name, f"{name}:q8_0"):
         with Engine(target, draft=chosen) as engine:
-            found = engine.runtime.bundle.features
+            found = engine._bundle.features
             assert found
             assert found.block_size == draft.block
             assert found.is_anchored
@@ -263,8 +263,8 @@ def test_the_targets_own_table_stays(target: Path) -> None:
     assert done.exit_code == 0, done.output
     download(DRAFT)
     with Engine(target) as engine:
-        assert engine.runtime.bundle.draft is not None
-        assert engine.runtime.bundle.table is not None
+        assert engine._bundle.draft is not None
+        assert engine._bundle.table is not None
 
 
 def test_info_names_it_and_then_its_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

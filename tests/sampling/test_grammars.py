@@ -459,7 +459,7 @@ def test_more_is_forced_than_is_asked_for(engine: Engine) -> None:
 
 def test_without_the_extra_the_error_says_what_to_install(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(engine.runtime, "_grammars", None)
+    monkeypatch.setattr(engine, "_grammars", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install llguidance")):
         engine.stream("The answer is ", regex="a")
 

@@ -122,7 +122,7 @@ async def test_what_is_loaded_when_the_server_ends_is_closed(several: Any) -> No
         await asked
     models.close()
     go_on.set()
-    while not (loads.engines and loads.engines[0].runtime.contexts.closed):
+    while not (loads.engines and loads.engines[0]._contexts.closed):
         await asyncio.sleep(0.001)
 
 

@@ -207,13 +207,13 @@ def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     # Of a text that does not end before it is stopped.
     texts = (engine.chat(asked, max_tokens=900, sampling=sampling(engine, seed)) for seed in range(1000))
     text = next(text for text in texts if len(text.tokens) > 300)
-    step, steps, stopped = engine.runtime.stepper.step, count(), threading.Event()
+    step, steps, stopped = engine._stepper.step, count(), threading.Event()
 
     def step_until_stopped(texts: Any) -> Any:
         assert next(steps) < 40 or stopped.wait(600)
         return step(texts)
 
-    monkeypatch.setattr(engine.runtime.stepper, "step", step_until_stopped)
+    monkeypatch.setattr(engine._stepper, "step", step_until_stopped)
     page.choose(temperature="1", max_tokens="900", seed=str(text.seed))
     page.ask("go on")
     page.wait(lambda: page.all(".assistant .words span"))

@@ -210,7 +210,7 @@ def test_what_is_not_there(usual: TestClient) -> None:
 
 
 def test_nothing_says_where_files_are(usual: TestClient, engine: Engine) -> None:
-    folder = str(engine.runtime.bundle.path.parent)
+    folder = str(engine._bundle.path.parent)
     for path in ("/", "/props", "/metrics", "/v1/models", "/tokenizer_info", "/openapi.json"):
         assert folder not in usual.get(path).text
 

@@ -223,7 +223,7 @@ def test_lm_eval(
     program, environment = "lm_eval", {}
     if way.startswith("own"):
         program, environment = "pystaged.integrations.lm_eval", {"PYTHONPATH": str(Path(pystaged.__file__).parents[1])}
-        arguments = f"model={engine.runtime.bundle.path},recycle=False,draft=none"
+        arguments = f"model={engine._bundle.path},recycle=False,draft=none"
         model = ["--model", "pystaged", "--model_args", arguments, "--batch_size", way.rpartition(" ")[2]]
     elif way == "gguf":
         model = ["--model", "gguf", "--model_args", f"base_url={server.url}"]
