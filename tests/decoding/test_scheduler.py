@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,28 +53,14 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def in_threads(*works: Callable[[], object]) -> None:
-    """Do them at once; an exception of one is the test's."""
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """What comes of them when they are done at once; an exception of one is the test's."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [each.result(600) for each in [pool.submit(work) for work in works]]
 
 
-def together(engine: Engine, *works: Callable[[], object]) -> None:
-    """Do them at once: no text takes a step before each has opened one."""
+def together(engine: Engine, *works: Callable[[], Any]) -> list[Any]:
+    """The same where no text takes a step before each work has opened one."""
     scheduler, start = engine.runtime.scheduler, threading.Barrier(len(works) + 1)
 
     def hold() -> None:
@@ -81,11 +68,11 @@ def together(engine: Engine, *works: Callable[[], object]) -> None:
             start.wait()
             wait_until(lambda: len(scheduler._texts) + scheduler._inbox.qsize() == len(works))
 
-    def begin(work: Callable[[], object]) -> None:
+    def begin(work: Callable[[], Any]) -> Any:
         start.wait()
-        work()
+        return work()
 
-    in_threads(hold, *(partial(begin, work) for work in works))
+    return in_threads(hold, *(partial(begin, work) for work in works))[1:]
 
 
 def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
@@ -94,9 +81,7 @@ def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) ->
 
     alone = [text(i, speculate=False) for i in range(4)]
     assert max(steps) == 1
-    found: dict[int, list[int]] = {}
-    together(engine, *(lambda i=i: found.update({i: text(i)}) for i in range(8)))  # type: ignore[misc]
-    assert [found[i] for i in range(8)] == alone * 2
+    assert together(engine, *(partial(text, i) for i in range(8))) == alone * 2
     assert max(steps) > 3
 
 
@@ -209,12 +194,11 @@ def test_a_policy_that_ends_texts_in_their_own_step(path: Path) -> None:
         for stream in streams:
             next(stream)
         Ending.streams = streams[:3]
-        found: dict[int, list[int]] = {}
-        in_threads(*(lambda i=i: found.update({i: streams[i].finish().tokens}) for i in range(1, 4)))  # type: ignore[misc]
+        found = [each.tokens for each in in_threads(*(stream.finish for stream in streams[1:]))]
         assert not Ending.streams
-        found[0] = streams[0].finish().tokens
-        assert found[3] == alone
-        assert all(tokens == alone[: len(tokens)] for tokens in found.values())
+        found.append(streams[0].finish().tokens)
+        assert found[2] == alone
+        assert all(tokens == alone[: len(tokens)] for tokens in found)
         assert [stream.result.finish_reason for stream in streams[:3]] == ["cancelled"] * 3
         wait_until(lambda: is_idle(engine))
 
@@ -413,7 +397,6 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
 def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pystaged.load(path, kv_memory=1) as engine:
         alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
-        found: dict[int, list[int]] = {}
         most: list[int] = []
         contexts = engine.runtime.contexts
         take = contexts.take
@@ -424,13 +407,10 @@ def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             return context
 
         monkeypatch.setattr(contexts, "take", counted)
-
-        def work(i: int) -> None:
-            found[i] = engine.stream(PROMPTS[i], max_tokens=30).finish().tokens
-
-        together(engine, *(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        streams = [engine.stream(prompt, max_tokens=30) for prompt in PROMPTS]
+        found = together(engine, *(stream.finish for stream in streams))
         monkeypatch.undo()
-        assert [found[i] for i in range(4)] == alone
+        assert [each.tokens for each in found] == alone
         assert max(most) == 1
         # But none waits for a text whose reader waits for it.
         left = engine.stream(PROMPTS[0], max_tokens=400)

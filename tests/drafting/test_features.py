@@ -13,7 +13,7 @@ import pytest
 from support.assistants import Assistant
 from support.decoding import Text, drafted, started, step, stepped
 from support.families import CASES
-from support.feature_drafts import Block, Eagle3, Writable, dspark, load_pair, write_draft
+from support.feature_drafts import Block, Eagle3, dspark, load_pair, write_draft
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
 from support.scheduling import ActingPolicy, wait_until
@@ -35,7 +35,7 @@ from pystaged.options.config import SamplingConfig
 
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
-READING: dict[str, Writable | RandomModel] = {  # every token of a text
+READING: dict[str, Any] = {  # every token of a text
     "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
     "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
     "dflash": Block(block=6),
@@ -49,11 +49,11 @@ READING: dict[str, Writable | RandomModel] = {  # every token of a text
     "mtp of latent attention": replace(CASES["deepseek2"], ahead=1, context=1024),
 }
 GEMMA4 = replace(CASES["gemma4"], context=1024)
-DRAFTS: dict[str, Writable | RandomModel] = READING | {"assistant": Assistant(GEMMA4, width=64)}
+DRAFTS: dict[str, Any] = READING | {"assistant": Assistant(GEMMA4, width=64)}
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 
 
-def write_pair_of(draft: Writable | RandomModel, folder: Path, **changed: Any) -> tuple[Path, Path]:
+def write_pair_of(draft: Any, folder: Path, **changed: Any) -> tuple[Path, Path]:
     """A target, and a draft of which these tensors differ; one file where a target has an MTP layer of its own."""
     path = folder / "draft.gguf"
     if isinstance(draft, RandomModel):
@@ -61,7 +61,7 @@ def write_pair_of(draft: Writable | RandomModel, folder: Path, **changed: Any) -
     return write(folder / "target.gguf", target_of(draft)), write_draft(path, draft, changed)
 
 
-def target_of(draft: Writable | RandomModel) -> RandomModel:
+def target_of(draft: Any) -> RandomModel:
     return draft.target if isinstance(draft, Assistant) else TARGET
 
 

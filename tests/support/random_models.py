@@ -335,21 +335,30 @@ def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, m
     writer.add_token_types([int(kind) for kind in types])
 
 
+class Tensors(dict[str, Any]):
+    """Random tensors by name, drawn in the order in which they are added: matrices and biases around 0, norms around
+    1."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def matrix(self, name: str, rows: int, cols: int, bias: bool = False, scale: float = 1) -> None:
+        values = scale * self.random.standard_normal((rows, cols)) / np.sqrt(cols)
+        self._add(name, values, bias, (rows,))
+
+    def norm(self, name: str, *shape: int, bias: bool = False, scale: float = 1) -> None:
+        self._add(name, scale * (1 + 0.1 * self.random.standard_normal(shape)), bias, shape)
+
+    def _add(self, name: str, values: npt.NDArray[np.float64], bias: bool, shape: tuple[int, ...]) -> None:
+        self[f"{name}.weight"] = values.astype(np.float32)
+        if bias:
+            self[f"{name}.bias"] = (self.random.standard_normal(shape) * 0.1).astype(np.float32)
+
+
 def tensors(m: RandomModel) -> dict[str, Floats]:
     """All tensors of a model, outputs before inputs."""
-    generator = np.random.default_rng(m.seed)
-    found: dict[str, Floats] = {}
-
-    def matrix(name: str, rows: int, cols: int, bias: bool = False) -> None:
-        found[f"{name}.weight"] = (generator.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
-        if bias:
-            found[f"{name}.bias"] = (generator.standard_normal(rows) * 0.1).astype(np.float32)
-
-    def norm(name: str, *shape: int, bias: bool = False) -> None:
-        found[f"{name}.weight"] = (1 + 0.1 * generator.standard_normal(shape)).astype(np.float32)
-        if bias:
-            found[f"{name}.bias"] = (generator.standard_normal(shape) * 0.1).astype(np.float32)
-
+    found = Tensors(m.seed)
+    generator, matrix, norm = found.random, found.matrix, found.norm
     family, layer_norm = m.family, m.family in LAYER_NORM
     matrix("token_embd", m.vocab_size, m.width)
     own = int(m.metadata.get("embedding_length_per_layer_input", 0))
