@@ -1,5 +1,5 @@
-"""The sampler against a slow twin: filters in their order, the Gumbel-max rule, and its distribution. What the noise is,
-tests/native/kernel_tests.cpp checks."""
+"""The sampler against a slow twin: filters in their order, the Gumbel-max rule, and its distribution. The noise's twin
+is in tests/native/kernel_tests.cpp."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import Said, drafted, generate, started, stepped, table_of, text_of
-from support.random_models import RandomModel, gguf_file, write
+from support.random_models import RandomModel, add_pairs, gguf_file, write
 from support.steps import Heard
 
 import pystaged
@@ -212,10 +212,7 @@ def test_substitutes_where_no_line_can_end(tmp_path: Path) -> None:
     for name in ("x", "y"):
         path = tmp_path / f"{name}.gguf"
         with gguf_file(path, "llama") as writer:
-            writer.add_tokenizer_model("gpt2")
-            writer.add_tokenizer_pre("gpt-2")
-            writer.add_token_list([name, *"abcdefghijklm"])
-            writer.add_token_merges(["a b"])
+            add_pairs(writer, [name, *"abcdefghijklm"], merges=["a b"])
         tokenizers.append(Tokenizer(path))
     assert substitutes(*tokenizers) == {0: 1}
 
@@ -324,10 +321,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
 
     now = [0.0]
     decoder = Context(
-        Session(target),
-        Interrupted(target.vocab_size),
-        cost=PassCost({1: 1.0, 32: 1.0}),
-        meter=Meter(lambda: now[0]),
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 1.0, 32: 1.0}), meter=Meter(lambda: now[0])
     )
     sizes = []
     for prompt in (*prompts[:2], prompts[0]):

@@ -289,6 +289,18 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def add_pairs(
+    writer: GGUFWriter, tokens: Sequence[str], kinds: Sequence[int] = (), merges: Sequence[str] = (), pre: str = "gpt-2"
+) -> None:
+    """A byte-pair vocabulary of these tokens; without merges, one of the first two that applies to none."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    if kinds:
+        writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_token_merges(merges or [f"{tokens[0]} {tokens[1]}"])
+
+
 def add_vocabulary(
     writer: GGUFWriter,
     size: int,
@@ -301,14 +313,12 @@ def add_vocabulary(
     """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
     tokens = byte_alphabet()
     made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
     marks = {**(marks or {}), size - 1: END_OF_TEXT}
     names = dict(enumerate([*tokens, *made_up])) | marks
-    writer.add_token_list([names[token] for token in range(size)])
-    writer.add_token_types([int(TokenType.CONTROL if token in marks else TokenType.NORMAL) for token in range(size)])
+    kinds = [TokenType.CONTROL if token in marks else TokenType.NORMAL for token in range(size)]
     kept = [token for i, token in enumerate(made_up) if 256 + i not in marks]
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
+    merges = [f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"]
+    add_pairs(writer, [names[token] for token in range(size)], kinds, merges, pre=pre)
     writer.add_bos_token_id(size - 1 if begins is None else begins)
     writer.add_eos_token_id(size - 1 if ends is None else ends)
 
