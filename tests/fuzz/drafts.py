@@ -50,14 +50,14 @@ class Drafts(Target):
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
-            yield Case(name, len(data), partial(self._use, name, data))
+            yield self.of(name, data, name)
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
         data, step = r.choice(CHANGES)(r, self._parts[name])
-        return Case(f"{name}; {step}", len(data), partial(self._use, name, data))
+        return self.of(f"{name}; {step}", data, name)
 
-    def _use(self, name: str, data: bytes) -> None:
+    def use(self, data: bytes, name: str) -> None:
         self._path.write_bytes(data)
         target = self._targets[name]
         draft = Model(self._path, "", 1, target=target)

@@ -39,22 +39,11 @@ from pystaged import _core
 from pystaged.loading.metadata import read_metadata
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+ODD_NUMBERS = [b"\0\x7e", b"\0\x7c", b"\0\xfc", b"\xff\x7b", b"\xff\xff\x7f\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"]
 # Keys that libllama reads and a random model does not have.
 OTHER_KEYS: list[str] = table("other_keys")
 ODD_TEXTS: list[str | bytes] = ["", "gpt2", "llama", "gpt-2", "default", "\u0120", b"\xff\xfe", "x" * 5000]
-ODD_TOKENS: list[str | bytes] = [
-    "",
-    " ",
-    "ab",
-    "a b c",
-    "\u0120",
-    "\u4e2d",
-    "\0",
-    b"\xff",
-    b"\xc3",
-    "x" * 300,
-    "[EMPTY_5]",
-]
+ODD_TOKENS = ["", " ", "ab", "a b c", "\u0120", "\u4e2d", "\0", b"\xff", b"\xc3", "x" * 300, "[EMPTY_5]"]
 
 
 # ---- Each takes a file and gives a damaged one, saying what it did. ----
@@ -87,9 +76,7 @@ def truncate(r: random.Random, file: Parts) -> tuple[bytes, str]:
 
 def change_weights(r: random.Random, file: Parts) -> tuple[bytes, str]:
     data = bytearray(file.data)
-    pattern = r.choice(
-        [b"\0\x7e", b"\0\x7c", b"\0\xfc", b"\xff\x7b", b"\xff\xff\x7f\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"]
-    )
+    pattern = r.choice(ODD_NUMBERS)
     places = [r.randrange(file.start, len(data) - 4) & ~1 for _ in range(r.choice([1, 10, 1000]))]
     for at in places:
         data[at : at + len(pattern)] = pattern
@@ -149,9 +136,8 @@ def change_entry(r: random.Random, file: Parts) -> tuple[bytes, str]:
         entries.append(old)
     else:
         entries[i] = replace(old, key=r.choice([b"", old.key + b"x", old.key.upper(), r.choice(entries).key]))
-    return assemble(
-        entries, file.tensors
-    ), f"{what} {old.key!r} -> {entries[i if i < len(entries) else -1].value[:40]!r}"
+    new = entries[min(i, len(entries) - 1)].value[:40]
+    return assemble(entries, file.tensors), f"{what} {old.key!r} -> {new!r}"
 
 
 def change_tensor(r: random.Random, file: Parts) -> tuple[bytes, str]:
@@ -174,9 +160,8 @@ def change_tensor(r: random.Random, file: Parts) -> tuple[bytes, str]:
             longer = (*shape[:axis], r.choice([0, 1, 32, 33, 64, 96, 256]), *shape[axis + 1 :])
             shape = r.choice([shape[::-1], (*shape, 1), (*shape, 2), longer, longer, ()])
         tensors[i] = Tensor(old.name, shape, kind, r.randbytes(num_bytes(shape, kind)))
-    return assemble(
-        file.entries, tensors
-    ), f"{what} {old.name!r} {old.shape} -> {tensors[i if i < len(tensors) else -1].shape}"
+    new = tensors[min(i, len(tensors) - 1)].shape
+    return assemble(file.entries, tensors), f"{what} {old.name!r} {old.shape} -> {new}"
 
 
 def change_bytes(r: random.Random, file: Parts) -> tuple[bytes, str]:
@@ -220,7 +205,7 @@ class Gguf(Target):
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
             # llama.cpp knows this one by its number of layers, of which there are fewer here.
-            yield self._case(name, data, is_device=name != "deepseek2-lite")
+            yield self.of(name, data, name != "deepseek2-lite")
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
@@ -232,12 +217,9 @@ class Gguf(Target):
             except (ValueError, KeyError, IndexError):
                 break  # too damaged already to be taken apart again
             steps.append(step)
-        return self._case("; ".join(steps), data, is_device=r.random() < 0.2)
+        return self.of("; ".join(steps), data, r.random() < 0.2)
 
-    def _case(self, words: str, data: bytes, *, is_device: bool) -> Case:
-        return Case(words, len(data), partial(self._use, data, is_device))
-
-    def _use(self, data: bytes, is_device: bool) -> None:
+    def use(self, data: bytes, is_device: bool) -> None:
         self._path.write_bytes(data)
         read_metadata(self._path)
         errors = []

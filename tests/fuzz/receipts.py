@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from support.paths import DATA
@@ -24,15 +23,13 @@ class Receipts(Target):
 
     def sound(self) -> Iterator[Case]:
         for data in self._bases:
-            yield self._case(data)
+            yield self.of(short(data), data)
 
     def case(self, r: random.Random) -> Case:
-        return self._case(damage_json(r, r.choice(self._bases)))
+        data = damage_json(r, r.choice(self._bases))
+        return self.of(short(data), data)
 
-    def _case(self, data: bytes) -> Case:
-        return Case(short(data), len(data), partial(self._use, data))
-
-    def _use(self, data: bytes) -> None:
+    def use(self, data: bytes) -> None:
         self._path.write_bytes(data)
         receipt = Receipt.load(self._path)
         try:
