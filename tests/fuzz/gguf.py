@@ -168,16 +168,8 @@ def change_bytes(r: random.Random, file: Parts) -> tuple[bytes, str]:
     return damage(r, file.data), "damaged blindly"
 
 
-CHANGES = [
-    change_field,
-    change_field,
-    truncate,
-    change_weights,
-    change_entry,
-    change_entry,
-    change_tensor,
-    change_bytes,
-]
+CHANGES = [change_field, change_field, truncate, change_weights]
+CHANGES += [change_entry, change_entry, change_tensor, change_bytes]
 
 
 class Gguf(Target):

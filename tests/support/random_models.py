@@ -198,11 +198,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         else:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
-            if (
-                values.ndim >= 2
-                and not name.startswith("position")
-                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$|bias$|gate_inp", name)
-            ):
+            if values.ndim >= 2 and not re.search(r"^position|norm|conv1d|\.conv\.|ssm_[ad]$|bias$|gate_inp", name):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -403,9 +399,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.post_ffw_norm", m.width)
         if layer >= m.layers:
             matrix(f"{block}.nextn.eh_proj", m.width, 2 * m.width)
-            norm(f"{block}.nextn.enorm", m.width)
-            norm(f"{block}.nextn.hnorm", m.width)
-            norm(f"{block}.nextn.shared_head_norm", m.width)
+            for name in ("enorm", "hnorm", "shared_head_norm"):
+                norm(f"{block}.nextn.{name}", m.width)
         if layer in m.recurrent and family in DELTA_NETS:
             key_heads, value_heads, size = m.delta_heads
             channels = (2 * key_heads + value_heads) * size
@@ -473,11 +468,11 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
                 gates = q if family in DELTA_NETS else 0
-                for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
-                    if part == "q" or (
-                        m.stores_keys(layer) and (part == "k" or m.windowed(layer) or not m.keys_are_values)
-                    ):
-                        matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
+                matrix(f"{block}.attn_q", q + gates, m.width, m.biases)
+                if m.stores_keys(layer):
+                    matrix(f"{block}.attn_k", kv, m.width, m.biases)
+                    if m.windowed(layer) or not m.keys_are_values:
+                        matrix(f"{block}.attn_v", kv, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
             if family == "gpt-oss":
                 found[f"{block}.attn_sinks.weight"] = generator.standard_normal(m.heads).astype(np.float32)
