@@ -221,10 +221,8 @@ def test_full_context(engine: Engine, path: Path, options: dict[str, Any]) -> No
     # The last position's token needs no position of its own.
     assert result.stats.prompt_tokens + len(result.tokens) == CONTEXT + 1
     with pystaged.load(path, n_ctx=20) as short:
-        assert (
-            short.generate(PROMPT, max_tokens=10_000, **options).tokens
-            == result.tokens[: 21 - result.stats.prompt_tokens]
-        )
+        tokens = short.generate(PROMPT, max_tokens=10_000, **options).tokens
+    assert tokens == result.tokens[: 21 - result.stats.prompt_tokens]
 
 
 def test_long_prompts(engine: Engine) -> None:
@@ -434,9 +432,8 @@ def test_a_closed_stream(engine: Engine, path: Path, pieces: int, options: dict[
     with pytest.raises(StopIteration):
         next(stream)
     for prompt in (PROMPT, "her hat ", PROMPT + "the"):
-        assert (
-            engine.generate(prompt, max_tokens=40, **options).text == alone(path, prompt, max_tokens=40, **options).text
-        )
+        expected = alone(path, prompt, max_tokens=40, **options).text
+        assert engine.generate(prompt, max_tokens=40, **options).text == expected
 
 
 def interrupt(stream: Stream, when: int) -> None:
@@ -501,20 +498,15 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
 
 def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=12, **WARM)
-    pieces, error = list(stream), DeviceLostError("the device is gone", PROMPT, "text", [1, 2])
+    (first, *_), error = stream, DeviceLostError("the device is gone", PROMPT, "text", [1, 2])
     for duplicate in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         result = duplicate(stream.result)
         assert result == stream.result
         assert result.stats.to_dict() == stream.result.stats.to_dict()
-        piece = duplicate(pieces[0])
+        piece = duplicate(first)
         assert isinstance(piece, Piece)
-        assert (piece, piece.tokens, piece.stages, piece.path) == (
-            pieces[0],
-            pieces[0].tokens,
-            pieces[0].stages,
-            pieces[0].path,
-        )
-        assert piece.tree.tokens.tolist() == pieces[0].tree.tokens.tolist()
+        assert (piece, piece.tokens, piece.stages, piece.path) == (first, first.tokens, first.stages, first.path)
+        assert piece.tree.tokens.tolist() == first.tree.tokens.tolist()
         lost = duplicate(error)
         assert (str(lost), lost.prompt, lost.text, lost.tokens) == ("the device is gone", PROMPT, "text", [1, 2])
         assert duplicate(SamplingConfig(0.5, 3, seed=7)) == SamplingConfig(0.5, 3, seed=7)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,17 +214,8 @@ def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
 
 
 def test_states_out_of_proportion_are_refused(tmp_path: Path) -> None:
-    shape = RandomModel(
-        "qwen35",
-        layers=17,
-        recurrent=tuple(range(16)),
-        width=32,
-        heads=2,
-        kv_heads=1,
-        ffn_width=32,
-        delta_heads=(1, 4, 1024),
-        quantization="Q4_0",
-    )
+    narrow: dict[str, Any] = {"width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 32, "quantization": "Q4_0"}
+    shape = RandomModel("qwen35", layers=17, recurrent=tuple(range(16)), delta_heads=(1, 4, 1024), **narrow)
     with pytest.raises(ModelError, match=r"would take \d+ MiB of memory for a file of"):
         _core.Model(write(tmp_path / "model.gguf", shape))
 

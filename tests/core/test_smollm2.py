@@ -10,6 +10,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support import paths
 from support.family_reference import FamilyReference, log_softmax
 from support.logits import llama_context, llama_pass, model_logits
 
@@ -17,7 +18,6 @@ import pystaged
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.bench.pairs import continuation
 from pystaged.decoding.context import Context
-from pystaged.loading import names
 from pystaged.options.config import SamplingConfig
 
 Doubles = npt.NDArray[np.float64]
@@ -35,10 +35,7 @@ ANSWER = 4  # tokens that are judged with each prompt
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    try:
-        return names.resolve("smollm2")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    return paths.smollm2()
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +93,7 @@ def test_beside_exact_logits(path: Path, model: Model, texts: list[list[int]], t
 
 
 def test_by_name() -> None:
-    try:
-        engine = pystaged.load("smollm2", draft="smollm2", n_ctx=512)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    with engine:
+    with pystaged.load("smollm2", draft="smollm2", n_ctx=512) as engine:
         staged, plain = (engine.generate(PROMPTS[0], max_tokens=16, speculate=speculate) for speculate in (True, False))
         likely, unlikely = (engine.score(f"The capital of France is {city}.") for city in ("Paris", "Potato"))
     assert staged.text == plain.text

@@ -131,36 +131,25 @@ def decoder_of(
 ) -> Context:
     """A context with a way of drafting; `layer` is the target's MTP layer."""
     batch, meter, vocab = BatchLoad(), Meter(), session.vocab_size
-    tree = FixedPolicy(width=3, depth=3, budget=10)
-    proposers: list[Proposer] = [*lookups(recycled=memory)]
-    if kind == "plain":
-        return Context(session, batch=batch, meter=meter)
-    if kind == "lies":
-        return Context(session, LyingDrafter(vocab), batch=batch, meter=meter)
-    if kind == "by gain":  # one tree
-        policy = GainPolicy(cost, batch=batch)
-        proposers.append(ModelProposer(Session(draft, 512), cost))
-        return Context(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=cost, batch=batch, meter=meter)
-    if kind == "draft":
-        proposers = [ModelProposer(Session(draft, 512))]
+    if kind in ("plain", "lies"):
+        return Context(session, LyingDrafter(vocab) if kind == "lies" else None, batch=batch, meter=meter)
+    by_gain = cost if kind == "by gain" else None  # one tree
+    policy = GainPolicy(cost, batch=batch) if by_gain else FixedPolicy(width=3, depth=3, budget=10)
+    has_lookups = kind not in ("draft", "parallel draft", "mtp")
+    proposers: list[Proposer] = [*lookups(recycled=memory)] if has_lookups else []
+    if kind in ("draft", "draft and n-grams", "by gain"):
+        proposers.append(ModelProposer(Session(draft, 512), by_gain))
     elif kind == "parallel draft":
-        proposers = [ParallelModelProposer(Session(draft, 512), 299)]
-    elif kind == "draft and n-grams":
-        proposers.append(ModelProposer(Session(draft, 512)))
+        proposers.append(ParallelModelProposer(Session(draft, 512), 299))
     elif kind == "mtp":
         assert layer
-        proposers = [feature_proposer(Session(layer, 512), layer, session)]
-    return Context(session, TreeDrafter(proposers, tree, vocab, meter=meter), batch=batch, meter=meter)
+        proposers.append(feature_proposer(Session(layer, 512), layer, session))
+    return Context(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=by_gain, batch=batch, meter=meter)
 
 
 @pytest.mark.slow
 @settings(max_examples=SCHEDULES)
-@given(
-    st.lists(arrivals, min_size=1, max_size=7),
-    st.integers(1, 3),
-    st.sampled_from([0.0, 0.002, 1.0]),
-    st.booleans(),
-)
+@given(st.lists(arrivals, min_size=1, max_size=7), st.integers(1, 3), st.sampled_from([0.0, 0.002, 1.0]), st.booleans())
 def test_every_text_of_a_batch_is_what_it_is_alone(
     alone: Alone, schedule: list[Arrival], num_threads: int, delay: float, trims: bool
 ) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from support.chat import CHATML, write_chat
 from support.commands import assert_refused, environment, here, run
 from support.decoding import drafted, generate
-from support.paths import table
+from support.paths import smollm2, table
 
 import pystaged
 from pystaged._core import Model, Session, Tokenizer
@@ -429,11 +429,7 @@ def test_the_tables_in_the_package_load() -> None:
 
 
 def test_smollm2_finds_its_table() -> None:
-    try:
-        model = names.resolve("smollm2")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    assert_same(found_for(model), NgramTable.load(names.bundled_file("smollm2.ngram.npz")))
+    assert_same(found_for(smollm2()), NgramTable.load(names.bundled_file("smollm2.ngram.npz")))
 
 
 def test_the_bundled_table_is_for_its_vocabulary(bundled_draft: Path, draft: Path) -> None:
