@@ -133,15 +133,16 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
     started(decoder, CONTEXT)
     drafter = decoder.drafter
     sampling = SAMPLINGS["sampled"]
-    for _ in range(70):
-        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
-        drafter.advance(tokens.tolist())
-        text += tokens.tolist()
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
+            drafter.advance(tokens.tolist())
+            text.extend(tokens.tolist())
+
+    go_on(70)
     same(drafted(drafter, sampling, 20), first_tree(pair, text, sampling, decoder))
-    for _ in range(520):
-        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
-        drafter.advance(tokens.tolist())
-        text += tokens.tolist()
+    go_on(520)
     assert drafter.lag() == float("inf")
     assert len(drafted(drafter, sampling, 20)) == 1
     # The target does not read so much again for it, but a text that begins alike goes on from what it had read.
