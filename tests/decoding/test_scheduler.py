@@ -75,6 +75,14 @@ def together(engine: Engine, *works: Callable[[], Any]) -> list[Any]:
     return in_threads(hold, *(partial(begin, work) for work in works))[1:]
 
 
+def begun(engine: Engine, count: int, max_tokens: int = 400) -> list[Stream]:
+    """Texts of which a piece each is read. Long ones wait for their readers before their end."""
+    streams = [engine.stream(PROMPTS[0], max_tokens=max_tokens) for _ in range(count)]
+    for stream in streams:
+        next(stream)
+    return streams
+
+
 def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
     def text(i: int, **options: Any) -> list[int]:
         return engine.generate(PROMPTS[i % 4], max_tokens=60, **OPTIONS[i % 4], **options).tokens
@@ -119,9 +127,7 @@ def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
     policy = ActingPolicy(fail)
     with pystaged.load(path, policy=policy) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
-        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
-        for stream in streams:
-            next(stream)
+        streams = begun(engine, 4)
         with held(engine):  # or a call that counts down might set it back
             policy.left = 5
         found: list[object] = []
@@ -190,9 +196,7 @@ def test_a_policy_that_ends_texts_in_their_own_step(path: Path) -> None:
 
     with pystaged.load(path, policy=Ending(2, 3, 6)) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
-        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
-        for stream in streams:
-            next(stream)
+        streams = begun(engine, 4)
         Ending.streams = streams[:3]
         found = [each.tokens for each in in_threads(*(stream.finish for stream in streams[1:]))]
         assert not Ending.streams
@@ -289,9 +293,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
 
 def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2)]
-    for stream in streams:
-        next(stream)  # the text waits for its reader before its end
+    streams = begun(engine, 2)
     with monkeypatch.context() as patch:
 
         def fail(*_: object) -> None:
@@ -309,9 +311,7 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
 
 def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
-    for stream in streams:
-        next(stream)  # the text waits for its reader before its end
+    streams = begun(engine, 3)
     with monkeypatch.context() as patch:
 
         def fail(_: object) -> None:
@@ -385,9 +385,7 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
     with pystaged.load(path) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=50).tokens
     engine = pystaged.load(path)
-    streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(3)]
-    for stream in streams:
-        next(stream)
+    streams = begun(engine, 3, 50)
     engine.close()
     assert [stream.finish().tokens for stream in streams] == [alone] * 3
     with pytest.raises(ValueError, match="closed"):
@@ -413,8 +411,7 @@ def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert [each.tokens for each in found] == alone
         assert max(most) == 1
         # But none waits for a text whose reader waits for it.
-        left = engine.stream(PROMPTS[0], max_tokens=400)
-        next(left)
+        (left,) = begun(engine, 1)
         assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone[1]
         assert left.finish().tokens[:30] == alone[0]
 
@@ -474,9 +471,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
 
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
     with pystaged.load(path) as engine:
-        closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
-        for stream in (closed, read):
-            next(stream)
+        closed, read = begun(engine, 2)
         engine.runtime.scheduler.stop()
         in_threads(closed.close)
         for stream in (read, engine.stream(PROMPTS[0])):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz.tables import zipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -236,14 +237,7 @@ def npy(array: NDArray[np.generic]) -> bytes:
     return buffer.getvalue()
 
 
-def zipped(packing: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
-    with zipfile.ZipFile(made := io.BytesIO(), "w", packing) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return made.getvalue()
-
-
-FOREIGN = [b"", b"GGUF", b"\x80\x04N.", npy(np.arange(3)), npy(np.array([None])), zipped(sizes=b"1234")]
+FOREIGN = [b"", b"GGUF", b"\x80\x04N.", npy(np.arange(3)), npy(np.array([None])), zipped({"sizes": b"1234"})]
 
 
 @pytest.mark.parametrize("content", FOREIGN, ids=range(6))
@@ -311,7 +305,7 @@ def test_a_small_file_that_would_unpack_to_a_large_one_is_refused_before_that(
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": (items,)})
     older = header.getvalue() + bytes(zeros)
-    path.write_bytes(zipped(packing, **{"sizes.npy": npy(np.array([1, 300, 10, 16])), "older.npy": older}))
+    path.write_bytes(zipped({"sizes.npy": npy(np.array([1, 300, 10, 16])), "older.npy": older}, packing))
     assert path.stat().st_size < 100_000
     tracemalloc.start()
     try:

@@ -32,12 +32,11 @@ class Drafts(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "damaged.gguf"
         self._targets: dict[str, Model] = {}
         self._bases: dict[str, bytes] = {}
         for name, (target, make) in self._files().items():
             self._targets[name] = Model(write(folder / f"{name}.gguf", target), "", 1)
-            self._bases[name] = make(self._path).read_bytes()
+            self._bases[name] = make(self.path).read_bytes()
         self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     @abstractmethod
@@ -58,9 +57,9 @@ class Drafts(Target):
         return self.of(f"{name}; {step}", data, name)
 
     def use(self, data: bytes, name: str) -> None:
-        self._path.write_bytes(data)
+        self.path.write_bytes(data)
         target = self._targets[name]
-        draft = Model(self._path, "", 1, target=target)
+        draft = Model(self.path, "", 1, target=target)
         tap(target, draft)
         source = Session(target, 130)
         prefill(source, range(120))  # beyond the window

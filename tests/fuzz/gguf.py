@@ -177,10 +177,9 @@ class Gguf(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "damaged.gguf"
         self._bases = {name: self._write(name, TYPES[i % len(TYPES)]) for i, name in enumerate(CASES)}
         pieces = RandomModel("llama", layers=1, vocabulary=add_sentencepiece, vocab_size=320)
-        self._bases["sentencepiece"] = write(self._path, pieces).read_bytes()
+        self._bases["sentencepiece"] = write(self.path, pieces).read_bytes()
         self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     def _write(self, name: str, quantization: str) -> bytes:
@@ -192,7 +191,7 @@ class Gguf(Target):
             model = replace(model, layers=min(model.layers, 4 if any(model.delta_heads) else 2))
         is_odd |= model.metadata.get("embedding_length_per_layer_input", 0) % 32
         model = replace(model, quantization="F32" if is_odd else quantization)
-        return write(self._path, model).read_bytes()
+        return write(self.path, model).read_bytes()
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
@@ -212,12 +211,12 @@ class Gguf(Target):
         return self.of("; ".join(steps), data, r.random() < 0.2)
 
     def use(self, data: bytes, is_device: bool) -> None:
-        self._path.write_bytes(data)
-        read_metadata(self._path)
+        self.path.write_bytes(data)
+        read_metadata(self.path)
         errors = []
         for use in (use_tokenizer, partial(use_model, device="ggml-cpu" if is_device else "cpu")):
             try:
-                use(str(self._path))
+                use(str(self.path))
             except (ValueError, OSError) as error:
                 errors.append(error)
         if errors:

@@ -18,7 +18,6 @@ class Receipts(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "text.receipt"
         self._bases = [path.read_bytes() for path in sorted(DATA.glob("*.receipt"))]
 
     def sound(self) -> Iterator[Case]:
@@ -30,11 +29,11 @@ class Receipts(Target):
         return self.of(short(data), data)
 
     def use(self, data: bytes) -> None:
-        self._path.write_bytes(data)
-        receipt = Receipt.load(self._path)
+        self.path.write_bytes(data)
+        receipt = Receipt.load(self.path)
         try:
-            receipt.save(self._path)
-            again = Receipt.load(self._path)
+            receipt.save(self.path)
+            again = Receipt.load(self.path)
         except (ValueError, OSError) as error:  # which is no refusal of what was damaged
             raise AssertionError(f"a receipt that was read cannot be written and read again: {error}") from error
         if again != receipt:

@@ -23,12 +23,11 @@ class Table(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "table.npz"
         documents = [np.random.default_rng(0).integers(0, VOCAB, 3000) ** 2 // VOCAB]
         NgramTable.build(documents, vocab_size=VOCAB, vocab_hash=f"{VOCAB}-0123456789abcdef", max_successors=8).save(
-            self._path
+            self.path
         )
-        self._base = self._path.read_bytes()
+        self._base = self.path.read_bytes()
         with zipfile.ZipFile(io.BytesIO(self._base)) as archive:
             self._members = {name: archive.read(name) for name in archive.namelist()}
         self._arrays = dict(np.load(io.BytesIO(self._base)))
@@ -52,8 +51,8 @@ class Table(Target):
         return self.of(f"{name} is {array.dtype}{array.shape}", made.getvalue())
 
     def use(self, data: bytes) -> None:
-        self._path.write_bytes(data)
-        table = NgramTable.load(self._path)
+        self.path.write_bytes(data)
+        table = NgramTable.load(self.path)
         if table.vocab_size > 10_000:
             return
         last = table.vocab_size - 1
@@ -84,7 +83,7 @@ def damaged_array(r: random.Random, array: Any) -> Any:
     return array.reshape(r.choice([(1, -1), (-1, 1), (1, 1, -1)]))
 
 
-def zipped(members: dict[str, bytes], packing: int) -> bytes:
+def zipped(members: dict[str, bytes], packing: int = zipfile.ZIP_STORED) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", packing) as archive:
         for name, data in members.items():

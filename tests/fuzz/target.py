@@ -30,13 +30,13 @@ class Target(ABC):
     """Something that reads what it does not trust.
 
     Args:
-        folder: for files; nobody else writes there.
+        folder: for files; nobody else writes there. Its `path` is for the input.
     """
 
     refusals: tuple[type[Exception], ...] = (ValueError, OSError)
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.path = folder, folder / "damaged"
 
     @abstractmethod
     def sound(self) -> Iterator[Case]:
