@@ -39,9 +39,9 @@ class Text:
         evaluate(self.session, self.tokens[-1:], [-1])
         self.logits: Floats = self.session.logits(0)
 
-    def scores(self, sampling: _core.Sampling, row: int = 0) -> Doubles:
+    def scores(self, sampling: _core.Sampling) -> Doubles:
         """log p of each token, with the noise if there is any; -inf for those that cannot be chosen."""
-        tokens, scores = rank(self.session, [row], len(self.logits), sampling)
+        tokens, scores = rank(self.session, [0], len(self.logits), sampling)
         found = np.full(len(self.logits), -np.inf)
         there = tokens[0] >= 0
         found[tokens[0][there]] = scores[0][there]

@@ -74,12 +74,11 @@ def sessions(path: Path, n_ctx: int = 0) -> Iterator[_core.Session]:
         yield _core.Session(load(str(path), kernel, 1 + i), n_ctx)
 
 
-def evaluate_in_parts(session: _core.Session, tree: Tree, cuts: list[int], num_logits: int | None = None) -> None:
-    """Evaluates a tree in parts that end at these rows; num_logits goes for the last part."""
+def evaluate_in_parts(session: _core.Session, tree: Tree, cuts: list[int]) -> None:
+    """Evaluates a tree in parts that end at these rows."""
     ends = [0, *sorted({cut for cut in cuts if 0 < cut < len(tree.tokens)}), len(tree.tokens)]
     for first, last in pairwise(ends):
-        wanted = num_logits if last == ends[-1] else None
-        evaluate(session, tree.tokens[first:last], tree.parents[first:last], wanted)
+        evaluate(session, tree.tokens[first:last], tree.parents[first:last])
 
 
 def assert_logits(session: _core.Session, path: Path, prefix: tuple[int, ...], tree: Tree, first: int = 0) -> None:

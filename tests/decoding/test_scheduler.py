@@ -325,8 +325,8 @@ def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkey
     assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
 
 
-def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
-    return [engine.start(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
+def sequences(engine: Engine) -> list[Text]:
+    return [engine.start(prompt, GenerationConfig(max_tokens=400)) for prompt in PROMPTS]
 
 
 def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,11 @@ class Pair:
     target_path: Path
     draft_path: Path
 
-    def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Context:
+    def decoder(self, n_ctx: int = 256) -> Context:
         """A decoder whose drafter asks the draft alone."""
         target = Session(self.target, n_ctx)
         proposer = feature_proposer(Session(self.draft, n_ctx, target), self.draft, target)
-        return Context(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
+        return Context(target, TreeDrafter([proposer], FixedPolicy(3, 4, 12), VOCAB))
 
 
 @pytest.fixture(scope="module", params=DRAFTS)

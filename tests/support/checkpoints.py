@@ -101,9 +101,9 @@ def family_config(model_type: str, **changes: object) -> dict[str, Any]:
     return CONFIGS["others"] | {"model_type": model_type, "vocab_size": NUM_TOKENS} | changes
 
 
-def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
+def family_weights(config: dict[str, Any], *, prefix: str = "model.") -> Arrays:
     """Tensors of such a model, around 0 but for the norms', which are around 1."""
-    generator, shape = np.random.default_rng(seed), Shape.of(config, Path("config.json"))
+    generator, shape = np.random.default_rng(0), Shape.of(config, Path("config.json"))
     arrays: Arrays = {}
     for wanted in shape.tensors(NUM_TOKENS):
         name = ("" if wanted.source.startswith("lm_head.") else prefix) + wanted.source
