@@ -388,7 +388,7 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
 
 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
-    session, drafter = slow(draft, PassCost({1: 1.0, 32: 32.0}))  # reading takes a second for a token
+    session, drafter = slow(draft, PassCost({1: 1.0, 32: 32.0}))  # reading is believed to take a second for a token
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
