@@ -188,13 +188,9 @@ class Text:
         self.machine, self._cost, self._sequences = Machine(), cost, sequences
         self.drafter = SimulatedDrafter(self.machine, *drafter)
         self.session = SimulatedSession(self.machine, cost, sequences - 1)
-        self.decoder = Context(
-            self.session,  # type: ignore[arg-type]
-            self.drafter,  # type: ignore[arg-type]
-            cost=copy.deepcopy(cost),
-            batch=BatchLoad(sequences, sequences - 1),
-            clocks=self.machine.clocks,
-        )
+        parts: Any = self.session, self.drafter
+        batch = BatchLoad(sequences, sequences - 1)
+        self.decoder = Context(*parts, cost=copy.deepcopy(cost), batch=batch, clocks=self.machine.clocks)
         self.used: list[bool] = []  # whether each step of the last text drafted
         self.lost = self.tokens = 0.0  # of the last text, in tokens of plain decoding
         self._lost = self._bound = 0.0  # of the texts before

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.decoding import drafted
+from support.plain import plain_tokens
 from support.random_models import RandomModel, write
 from support.scheduling import held, wait_until
-from support.steps import prefill, verify
 
 import pystaged
 import pystaged.drafting.lookups
@@ -535,21 +535,6 @@ def test_a_closed_context_does_not_rest(random_gguf: Callable[..., Path]) -> Non
 GREETING = "def fibonacci(n):\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for i in range(n):\n"
 
 
-def cold(engine: Engine, prompt: str, count: int, sampling: SamplingConfig) -> list[int]:
-    """Token by token on a session of its own."""
-    tokens = engine.encode(prompt).tolist()
-    session = _core.Session(engine.model)
-    prefill(session, tokens[:-1])
-    found = list[int]()
-    while len(found) < count:
-        _, (token,) = verify(session, tokens[-1:], [-1], sampling.native)
-        if engine.tokenizer.is_end(int(token)):
-            break
-        found.append(int(token))
-        tokens.append(int(token))
-    return found
-
-
 @pytest.fixture(params=["draft", "n-grams"])
 def bundled(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with pystaged.load("bundled", draft="auto" if request.param == "draft" else "none") as engine:
@@ -565,7 +550,8 @@ def test_texts_that_begin_together_read_their_common_beginning_once(bundled: Eng
             wait_until(lambda: all(stream.text.is_open for stream in streams))
         results = [each.result(600) for each in reading]
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == cold(bundled, prompt, 20, SamplingConfig())
+        greedy, is_end = _core.Sampling(), bundled.tokenizer.is_end
+        assert result.tokens == plain_tokens(bundled.model, bundled.encode(prompt), 20, greedy, is_end)
     common = len(bundled.encode(GREETING * 3)) - 64
     assert sorted(result.stats.reused_tokens > common > 40 for result in results) == [False, True, True, True]
 

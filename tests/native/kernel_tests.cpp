@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -53,6 +54,11 @@ void operator delete(void* memory, size_t) noexcept {
 
 namespace {
 
+template <class... Arrays>
+void randomize(const Arrays&... arrays) {
+    (std::generate_n(arrays.data(), arrays.size(), [] { return random_float(); }), ...);
+}
+
 // ---- Matrices ----
 
 struct Quantized {
@@ -60,6 +66,11 @@ struct Quantized {
     Array<BlockFactors> factors;
 
     Quantized(int n, int cols) : quants(size_t(n) * cols), factors(size_t(n) * cols / kBlock) {}
+    Quantized(const Kernel& kernel, const float* x, int n, int cols, Packing packing) : Quantized(n, cols) {
+        for (int i = 0; i < n; ++i) {
+            kernel.quantize(x + size_t(i) * cols, cols, i, rows(n, packing));
+        }
+    }
     QuantizedRows rows(int n, Packing packing) const { return {n, packing, quants.data(), factors.data()}; }
 };
 
@@ -124,11 +135,8 @@ void multiply(const Kernel& kernel, const std::vector<pystaged::Product>& produc
 void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<float>& x, int first, int n,
               const Array<float>& bias, const Array<float>& residual, int num_threads, Epilogue how, Product& result) {
     const int cols = matrix.padded_cols(), width = matrix.padded_rows() / (how.gated ? 2 : 1);
-    const Quantized input(n, cols);
     const float* values = x.data() + size_t(first) * cols;
-    for (int i = 0; i < n; ++i) {
-        kernel.quantize(values + size_t(i) * cols, cols, i, input.rows(n, matrix.packing()));
-    }
+    const Quantized input(kernel, values, n, cols, matrix.packing());
     how.bias = bias.data();
     how.residual = residual.data() + size_t(first) * width;
     how.gate = how.gate ? how.gate + size_t(first) * width : nullptr;
@@ -278,9 +286,7 @@ void test_many_rows(ggml_type type) {
     const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
     const int stride = matrix.padded_rows();
     const Array<float> x(size_t(kMost) * cols), bias(stride), residual(size_t(kMost) * stride);
-    for (const Array<float>* values : {&x, &bias, &residual}) {
-        std::generate_n(values->data(), values->size(), [] { return random_float(); });
-    }
+    randomize(x, bias, residual);
     const Epilogue how = some_epilogue();
     const Array<float> expected(size_t(kMost) * stride);
     Product alone(1, stride);
@@ -345,8 +351,7 @@ void test_gated(ggml_type type, int rows, int cols) {
     CHECK(both.padded_rows() == 2 * stride);
     const Array<float> x(size_t(kMost) * width), residual(size_t(kMost) * stride);
     const Array<float> bias(2 * stride), gate_bias(stride), up_bias(stride), none(size_t(kMost) * stride);
-    std::generate_n(x.data(), x.size(), [] { return random_float(); });
-    std::generate_n(residual.data(), residual.size(), [] { return random_float(); });
+    randomize(x, residual);
     for (int i = 0; i < 2 * stride; ++i) {
         bias[i] = order[i] < 0 ? 0 : random_float();
         if (order[i] >= 0) {
@@ -370,10 +375,7 @@ void test_gated(ggml_type type, int rows, int cols) {
                 CHECK(same(product.out.data(), &expected.out[size_t(kMost - n) * stride], size_t(n) * stride));
             }
             // Two matrices in one join.
-            const Quantized input(kMost, width);
-            for (int i = 0; i < kMost; ++i) {
-                kernel->quantize(&x[size_t(i) * width], width, i, input.rows(kMost, gate.packing()));
-            }
+            const Quantized input(*kernel, x.data(), kMost, width, gate.packing());
             const Array<float> gates(size_t(kMost) * stride), out(gates.size());
             const Activations activations{kMost, width, x.data(), input.rows(kMost, gate.packing())};
             pystaged::Product before{&gate, activations, first}, product{&up, activations, second};
@@ -404,7 +406,7 @@ void test_together() {
     const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16},  {GGML_TYPE_IQ4_NL, 200},
                           {GGML_TYPE_F16, 33},  {GGML_TYPE_Q2_K, 100}, {GGML_TYPE_Q8_0, 1}};
     const Array<float> x(size_t(n) * cols);
-    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    randomize(x);
     for (const Kernel* kernel : available_kernels()) {
         std::deque<Array<uint8_t>> storage;
         std::deque<PackedMatrix> matrices;
@@ -420,20 +422,14 @@ void test_together() {
             const Packing packing = matrix.reads(Packing::q6_k)   ? Packing::q6_k
                                     : matrix.reads(Packing::q8_0) ? Packing::q8_0
                                                                   : matrix.packing();
-            const QuantizedRows rows = inputs.emplace_back(n, cols).rows(n, packing);
-            for (int i = 0; i < n; ++i) {
-                kernel->quantize(&x[size_t(i) * cols], cols, i, rows);
-            }
+            const QuantizedRows rows = inputs.emplace_back(*kernel, x.data(), n, cols, packing).rows(n, packing);
             const size_t stride = matrix.padded_rows();
             expected.emplace_back(n * stride);
             outs.emplace_back(n * stride);
             Epilogue epilogue;
             epilogue.stride = stride;
             epilogue.out = expected.back().data();
-            Quantized own(n, cols);
-            for (int i = 0; i < n; ++i) {
-                kernel->quantize(&x[size_t(i) * cols], cols, i, own.rows(n, matrix.packing()));
-            }
+            const Quantized own(*kernel, x.data(), n, cols, matrix.packing());
             multiply(*kernel, {{&matrix, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue}}, 1);
             epilogue.out = outs.back().data();
             products.push_back({&matrix, {n, cols, x.data(), rows}, epilogue});
@@ -569,9 +565,7 @@ void test_convolution(const Kernel& kernel, int channels) {
     const size_t stride = padded(channels, kBlock);
     const Array<float> weights(taps * stride), x(taps * channels), gate(channels), y(channels), twin(channels);
     const Array<float> bias(channels);
-    for (const Array<float>* values : {&weights, &x, &gate, &bias}) {
-        std::generate_n(values->data(), values->size(), [] { return random_float(); });
-    }
+    randomize(weights, x, gate, bias);
     const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
     Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
     kernel.convolve(convolution);
@@ -700,9 +694,7 @@ void test_row_functions() {
             std::generate_n(x.data(), 64, [] { return random_float(); });
             x[random_int(0, 63)] = odd;
             for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k, Packing::q3_k, Packing::q2_k}) {
-                const Quantized a(1, 64), b(1, 64);
-                kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
-                scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
+                const Quantized a(*kernel, x.data(), 1, 64, packing), b(scalar, x.data(), 1, 64, packing);
                 CHECK(a.quants.same(b.quants));
                 CHECK(a.factors.same(b.factors));
                 CHECK(std::isnan(odd) == std::isnan(a.factors[0].scale + a.factors[1].scale));
@@ -735,10 +727,12 @@ double exponential_time(uint32_t word) {
     return -std::log((word + 0.5) * 0x1p-32);
 }
 
+using Words = std::array<uint32_t, 4>;
+
 // Words of Philox4x32-10, the arithmetic of Salmon et al. 2011 word by word.
-std::array<uint32_t, 4> philox(uint64_t seed, int64_t position, uint32_t counter, uint32_t kind) {
+Words philox(uint64_t seed, int64_t position, uint32_t counter, uint32_t kind) {
     uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    std::array<uint32_t, 4> c = {counter, kind, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)};
+    Words c = {counter, kind, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)};
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
         c = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<uint32_t>(b),
@@ -751,13 +745,21 @@ std::array<uint32_t, 4> philox(uint64_t seed, int64_t position, uint32_t counter
 
 // Against libm in double; the same bits from every kernel, in any company; and what the tokens of a run can have.
 void test_noise() {
+    // Their known answers.
+    CHECK((philox(0, 0, 0, 0) == Words{0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}));
+    CHECK((philox(~0ull, -1, ~0u, ~0u) == Words{0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}));
+    CHECK((philox(0x299F31D0A4093822, 0x0370734413198A2E, 0x243F6A88, 0x85A308D3) ==
+           Words{0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1}));
+
     const Kernel& scalar = find_kernel("scalar");
     constexpr int num_runs = 48, num_tokens = num_runs * kRun;
-    std::vector<int32_t> tokens(num_tokens + 1);
+    std::vector<int32_t> tokens(num_tokens);
     std::iota(tokens.begin(), tokens.end(), 0);
-    tokens.back() = INT32_MAX;
-    for (const uint64_t seed : {uint64_t(0), uint64_t(1) << 40, ~uint64_t(0)}) {
-        for (const int64_t position : {int64_t(0), int64_t(7), (int64_t(1) << 50) + 3}) {
+    tokens.push_back(INT32_MAX);
+    std::generate_n(std::back_inserter(tokens), 200, [] { return random_int(0, INT32_MAX); });
+    const auto any = [] { return uint64_t(random_bits()) << 32 | random_bits(); };
+    for (const uint64_t seed : {uint64_t(0), uint64_t(1) << 40, ~uint64_t(0), any(), any()}) {
+        for (const int64_t position : {int64_t(0), int64_t(7), (int64_t(1) << 50) + 3, int64_t(any() >> 2)}) {
             const Array<float> expected(tokens.size()), most(num_runs);
             scalar.noise(seed, position, tokens.data(), static_cast<int>(tokens.size()), expected.data());
             scalar.run_noise(seed, position, num_runs, most.data());
@@ -801,10 +803,7 @@ void test_maxima() {
             const float before = bias[at];
             bias[at] = odd == 0 ? before : odd;
             for (const Kernel* kernel : available_kernels()) {
-                const Quantized input(n, cols);
-                for (int i = 0; i < n; ++i) {
-                    kernel->quantize(&x[i * cols], cols, i, input.rows(n, Packing::q8_0));
-                }
+                const Quantized input(*kernel, x.data(), n, cols, Packing::q8_0);
                 const Activations activations{n, cols, x.data(), input.rows(n, Packing::q8_0)};
                 const Array<float> alone(n * matrix.padded_rows());
                 Epilogue epilogue;
@@ -894,8 +893,7 @@ void test_eight_bit_cache() {
         CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache(KvType::f16, 2, dim, 64).cell_bytes());
         const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
-            std::generate_n(key.data(), dim, [] { return random_float(); });
-            std::generate_n(value.data(), dim, [] { return random_float(); });
+            randomize(key, value);
             for (const auto& [cache, cell] : {std::pair(&moved, 37), std::pair(&stored, 5), std::pair(&stored, 37)}) {
                 cache->store_key(kernel, head, cell, key.data());
                 cache->store_value(kernel, head, cell, value.data());
@@ -950,8 +948,7 @@ void test_attention(const AttentionCase& c) {
     how.softcap = c.softcap;
     how.window = c.window;
     const Array<float> q_norm(heads * c.dim), k_norm(c.kv_heads * c.dim);
-    std::generate_n(q_norm.data(), q_norm.size(), [] { return random_float(); });
-    std::generate_n(k_norm.data(), k_norm.size(), [] { return random_float(); });
+    randomize(q_norm, k_norm);
     if (c.norms) {
         how.q_norm = q_norm.data();
         how.k_norm = k_norm.data();
@@ -1126,11 +1123,9 @@ void test_attention(const AttentionCase& c) {
         }
         if (c.dim % kBlock == 0) {
             const Array<float> out(c.n * out_stride);
-            const Quantized handed(c.n, static_cast<int>(out_stride)), twin(c.n, static_cast<int>(out_stride));
+            const Quantized handed(c.n, static_cast<int>(out_stride));
             attend(*kernel, 0, 3, 1, out, &handed);
-            for (int i = 0; i < c.n; ++i) {
-                kernel->quantize(&out[i * out_stride], static_cast<int>(out_stride), i, twin.rows(c.n, Packing::q8_0));
-            }
+            const Quantized twin(*kernel, out.data(), c.n, static_cast<int>(out_stride), Packing::q8_0);
             CHECK(handed.quants.same(twin.quants));
             CHECK(handed.factors.same(twin.factors));
         }
