@@ -325,7 +325,6 @@ def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> Te
 CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
 
 
-@pytest.mark.usefixtures("on_machines")
 def test_a_long_prefill_budgets_nobody_for_longer_than_was_chosen() -> None:
     machine = Machine(CURVE)
     stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=machine.clocks)
@@ -343,7 +342,6 @@ def test_a_long_prefill_budgets_nobody_for_longer_than_was_chosen() -> None:
     assert len(machine.passes) < 10 + 1.2 * 4000 / 20
 
 
-@pytest.mark.usefixtures("on_machines")
 def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     machine = Machine(CURVE)
     stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=machine.clocks)
@@ -363,7 +361,6 @@ def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     assert machine.passes[-1][0].num_rows == 256
 
 
-@pytest.mark.usefixtures("on_machines")
 def test_guesses_fade_as_texts_come() -> None:
     shares = []
     for count in (1, 2, 4, 8, 16):
