@@ -85,10 +85,8 @@ def test_a_pytorch_model_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
     write_bfloat16(folder / "model.safetensors", exact) if kind == "bfloat16" else write_weights(folder, exact)
     expected, found = tmp_path / "expected.gguf", tmp_path / "found.gguf"
     quantize_checkpoint(folder, expected, "f32")
-    pickled(
-        folder,
-        {name: torch.tensor(array).t().contiguous().t().to(getattr(torch, kind)) for name, array in exact.items()},
-    )
+    tensors = {name: torch.tensor(array).t().contiguous().t() for name, array in exact.items()}
+    pickled(folder, {name: tensor.to(getattr(torch, kind)) for name, tensor in tensors.items()})
     quantize_checkpoint(folder, found, "f32")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "torch", None)

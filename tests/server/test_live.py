@@ -32,9 +32,8 @@ PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, 
 
 def body(i: int, **options: Any) -> dict[str, Any]:
     """A request whose text is known by its number."""
-    return (
-        {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i} | UNFILTERED | options
-    )
+    asked = {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i}
+    return asked | UNFILTERED | options
 
 
 def written(engine: Engine, i: int) -> str:

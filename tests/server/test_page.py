@@ -133,16 +133,8 @@ HOSTILE = [
     "`<i>` **<a href=javascript:hit()>** | <b> |\n|---|---|\n| <svg/onload=hit()> | x |",
 ]
 # Never closed, or repeated. The driver gives up on a page that takes half a minute.
-LONG = [
-    "*a " * 20000,
-    "`" * 20000,
-    "[" * 20000,
-    "a**" * 20000,
-    "a~~" * 20000,
-    "| a " * 5000 + "\n" + "|---" * 5000,
-    "> " * 9000,
-    "- a\n" * 9000,
-]
+LONG = [mark * 20000 for mark in ("*a ", "`", "[", "a**", "a~~")]
+LONG += ["| a " * 5000 + "\n" + "|---" * 5000, "> " * 9000, "- a\n" * 9000]
 # In place of the server: what it is to send is given bit by bit.
 STAND_IN = """
 window.fetch = (path, options) => {
@@ -470,10 +462,8 @@ def test_markdown(page: Page) -> None:
     ]:
         assert part in plain
     # Who proposed which letter is kept through markup.
-    assert (
-        '<strong><span class="target" data-step="0">bo</span><span class="draft" data-step="1">ld</span></strong>'
-        in html
-    )
+    bold = '<span class="target" data-step="0">bo</span><span class="draft" data-step="1">ld</span>'
+    assert f"<strong>{bold}</strong>" in html
     font = "return getComputedStyle(document.querySelector(arguments[0])).fontFamily"
     assert [each.is_selected() for each in page.all(".task input")] == [False, True]
     assert all("monospace" in page.script(font, f".words {each}") for each in ("pre code", "h3 code"))
@@ -637,9 +627,7 @@ def test_the_tree_of_any_step(page: Page) -> None:
 
 def test_everything_has_a_name_and_fits(page: Page, server: Server) -> None:
     page.seed(ASKED, written("a", trees=[[["q", -1, "target", True]]]))
-    page.script(
-        "document.getElementById('model').textContent = 'a-model-of-a-very-long-name-that-no-phone-has-room-for'"
-    )
+    page.script("at('model').textContent = 'a-model-of-a-very-long-name-that-no-phone-has-room-for'")
     width = page.script("return innerWidth")
     for panel in ("settings", "tree"):
         page.one(f"#show-{panel}").click()
