@@ -177,6 +177,8 @@ class PassProposer(Proposer):
         cost: processor seconds of a pass, refined by the drafter; None counts 0.
     """
 
+    session: Session
+
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
         self._length = 0  # tokens of the sequence that the session holds

@@ -67,19 +67,10 @@ async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]
     """Embed texts. Raises ApiError."""
     vectors, count = await embedded(state, request)
     in_text = request.encoding_format == "base64"
-    return {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": i,
-                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_text else vector.tolist(),
-            }
-            for i, vector in enumerate(vectors)
-        ],
-        "model": state.name,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-    }
+    told = [base64.b64encode(each.astype("<f4").tobytes()).decode() if in_text else each.tolist() for each in vectors]
+    data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(told)]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": state.name, "usage": usage}
 
 
 async def embedded(state: State, request: EmbeddingsRequest) -> tuple[NDArray[np.float32], int]:
