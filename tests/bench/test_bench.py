@@ -179,7 +179,6 @@ def test_baselines_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> 
     turns = [(at, sampling) for at in range(2) for sampling in ("greedy", "T=1 top-k 50")]
     for at, turn in enumerate(turns):
         assert sorted(runs[2 * at : 2 * at + 2]) == [(*turn, "good"), (*turn, "plain")]
-    assert len(runs) == 8
     plain, crashing, good = summary.tables(methods, outcome)["greedy"]["all"]
     assert crashing.tokens_per_second is None
     assert crashing.notes[0].startswith("crashed: SIGSEGV")
