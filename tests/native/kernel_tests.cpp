@@ -60,6 +60,12 @@ struct Quantized {
     Array<BlockFactors> factors;
 
     Quantized(int n, int cols) : quants(size_t(n) * cols), factors(size_t(n) * cols / kBlock) {}
+    // Of x[n][cols].
+    Quantized(const Kernel& kernel, const float* x, int n, int cols, Packing packing) : Quantized(n, cols) {
+        for (int i = 0; i < n; ++i) {
+            kernel.quantize(x + size_t(i) * cols, cols, i, rows(n, packing));
+        }
+    }
     QuantizedRows rows(int n, Packing packing) const { return {n, packing, quants.data(), factors.data()}; }
 };
 
@@ -124,11 +130,8 @@ void multiply(const Kernel& kernel, const std::vector<pystaged::Product>& produc
 void multiply(const PackedMatrix& matrix, const Kernel& kernel, const Array<float>& x, int first, int n,
               const Array<float>& bias, const Array<float>& residual, int num_threads, Epilogue how, Product& result) {
     const int cols = matrix.padded_cols(), width = matrix.padded_rows() / (how.gated ? 2 : 1);
-    const Quantized input(n, cols);
     const float* values = x.data() + size_t(first) * cols;
-    for (int i = 0; i < n; ++i) {
-        kernel.quantize(values + size_t(i) * cols, cols, i, input.rows(n, matrix.packing()));
-    }
+    const Quantized input(kernel, values, n, cols, matrix.packing());
     how.bias = bias.data();
     how.residual = residual.data() + size_t(first) * width;
     how.gate = how.gate ? how.gate + size_t(first) * width : nullptr;
@@ -212,10 +215,10 @@ void test_matrix(ggml_type type, int rows, int cols) {
     const int width = matrix.padded_cols(), stride = matrix.padded_rows();
     const Array<float> x(size_t(kMost) * width), bias(stride), residual(size_t(kMost) * stride);
     for (int i = 0; i < kMost; ++i) {
-        std::generate_n(&x[size_t(i) * width], cols, [] { return random_float(); });
-        std::generate_n(&residual[size_t(i) * stride], rows, [] { return random_float(); });
+        std::generate_n(&x[size_t(i) * width], cols, normal());
+        std::generate_n(&residual[size_t(i) * stride], rows, normal());
     }
-    std::generate_n(bias.data(), rows, [] { return random_float(); });
+    std::generate_n(bias.data(), rows, normal());
 
     const Kernel& scalar = find_kernel("scalar");
     const Epilogue how = some_epilogue();
@@ -277,10 +280,8 @@ void test_many_rows(ggml_type type) {
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
     const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
     const int stride = matrix.padded_rows();
-    const Array<float> x(size_t(kMost) * cols), bias(stride), residual(size_t(kMost) * stride);
-    for (const Array<float>* values : {&x, &bias, &residual}) {
-        std::generate_n(values->data(), values->size(), [] { return random_float(); });
-    }
+    const Array<float> x(size_t(kMost) * cols, normal()), bias(stride, normal());
+    const Array<float> residual(size_t(kMost) * stride, normal());
     const Epilogue how = some_epilogue();
     const Array<float> expected(size_t(kMost) * stride);
     Product alone(1, stride);
@@ -343,10 +344,8 @@ void test_gated(ggml_type type, int rows, int cols) {
 
     const int width = both.padded_cols(), stride = up.padded_rows();
     CHECK(both.padded_rows() == 2 * stride);
-    const Array<float> x(size_t(kMost) * width), residual(size_t(kMost) * stride);
+    const Array<float> x(size_t(kMost) * width, normal()), residual(size_t(kMost) * stride, normal());
     const Array<float> bias(2 * stride), gate_bias(stride), up_bias(stride), none(size_t(kMost) * stride);
-    std::generate_n(x.data(), x.size(), [] { return random_float(); });
-    std::generate_n(residual.data(), residual.size(), [] { return random_float(); });
     for (int i = 0; i < 2 * stride; ++i) {
         bias[i] = order[i] < 0 ? 0 : random_float();
         if (order[i] >= 0) {
@@ -370,10 +369,7 @@ void test_gated(ggml_type type, int rows, int cols) {
                 CHECK(same(product.out.data(), &expected.out[size_t(kMost - n) * stride], size_t(n) * stride));
             }
             // Two matrices in one join.
-            const Quantized input(kMost, width);
-            for (int i = 0; i < kMost; ++i) {
-                kernel->quantize(&x[size_t(i) * width], width, i, input.rows(kMost, gate.packing()));
-            }
+            const Quantized input(*kernel, x.data(), kMost, width, gate.packing());
             const Array<float> gates(size_t(kMost) * stride), out(gates.size());
             const Activations activations{kMost, width, x.data(), input.rows(kMost, gate.packing())};
             pystaged::Product before{&gate, activations, first}, product{&up, activations, second};
@@ -403,8 +399,7 @@ void test_together() {
     };
     const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16},  {GGML_TYPE_IQ4_NL, 200},
                           {GGML_TYPE_F16, 33},  {GGML_TYPE_Q2_K, 100}, {GGML_TYPE_Q8_0, 1}};
-    const Array<float> x(size_t(n) * cols);
-    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    const Array<float> x(size_t(n) * cols, normal());
     for (const Kernel* kernel : available_kernels()) {
         std::deque<Array<uint8_t>> storage;
         std::deque<PackedMatrix> matrices;
@@ -420,20 +415,12 @@ void test_together() {
             const Packing packing = matrix.reads(Packing::q6_k)   ? Packing::q6_k
                                     : matrix.reads(Packing::q8_0) ? Packing::q8_0
                                                                   : matrix.packing();
-            const QuantizedRows rows = inputs.emplace_back(n, cols).rows(n, packing);
-            for (int i = 0; i < n; ++i) {
-                kernel->quantize(&x[size_t(i) * cols], cols, i, rows);
-            }
+            const QuantizedRows rows = inputs.emplace_back(*kernel, x.data(), n, cols, packing).rows(n, packing);
             const size_t stride = matrix.padded_rows();
             expected.emplace_back(n * stride);
             outs.emplace_back(n * stride);
-            Epilogue epilogue;
-            epilogue.stride = stride;
-            epilogue.out = expected.back().data();
-            Quantized own(n, cols);
-            for (int i = 0; i < n; ++i) {
-                kernel->quantize(&x[size_t(i) * cols], cols, i, own.rows(n, matrix.packing()));
-            }
+            Epilogue epilogue{.out = expected.back().data(), .stride = stride};
+            const Quantized own(*kernel, x.data(), n, cols, matrix.packing());
             multiply(*kernel, {{&matrix, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue}}, 1);
             epilogue.out = outs.back().data();
             products.push_back({&matrix, {n, cols, x.data(), rows}, epilogue});
@@ -492,8 +479,7 @@ void test_layout() {
             type < GGML_TYPE_Q4_0 || type == GGML_TYPE_BF16 ? 33 : 3 * static_cast<int>(ggml_blck_size(type));
         std::mt19937 bits(1);  // the same everywhere, which distributions are not
         const size_t row_bytes = ggml_row_size(type, cols);
-        const Array<uint8_t> source(46 * row_bytes);
-        std::generate_n(source.data(), source.size(), [&] { return static_cast<uint8_t>(bits() >> 24); });
+        const Array<uint8_t> source(46 * row_bytes, [&] { return static_cast<uint8_t>(bits() >> 24); });
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
         std::fill_n(storage.data(), storage.size(), uint8_t(255));
         const PackedMatrix matrix(type, cols, reader(source, row_bytes), order, storage.data(), 2);
@@ -532,9 +518,7 @@ void test_matrices() {
 // Exactly as many numbers as there are, with and without bias, also in place.
 void test_norms(const Kernel& kernel, int cols) {
     const Kernel& scalar = find_kernel("scalar");
-    const Array<float> x(cols), weight(cols), y(cols), twin(cols);
-    std::generate_n(x.data(), cols, [] { return random_float(3); });
-    std::generate_n(weight.data(), cols, [] { return random_float(); });
+    const Array<float> x(cols, normal(3)), weight(cols, normal()), y(cols), twin(cols);
     double mean = 0, squares = 0;
     for (int i = 0; i < cols; ++i) {
         mean += x[i] / cols;
@@ -558,30 +542,26 @@ void test_norms(const Kernel& kernel, int cols) {
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, y.data());
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, x.data());
     CHECK(x.same(y));
-    const Array<float> wide(cols + 40);
-    std::fill_n(wide.data(), wide.size(), 7.0f);
+    const Array<float> wide(cols + 40, [] { return 7.0f; });
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols + 40, wide.data());
     CHECK(std::all_of(wide.data() + cols, wide.data() + wide.size(), [](float v) { return v == 0; }));
 }
 
 void test_convolution(const Kernel& kernel, int channels) {
-    const int taps = 3;
+    const int width = 3;
     const size_t stride = padded(channels, kBlock);
-    const Array<float> weights(taps * stride), x(taps * channels), gate(channels), y(channels), twin(channels);
-    const Array<float> bias(channels);
-    for (const Array<float>* values : {&weights, &x, &gate, &bias}) {
-        std::generate_n(values->data(), values->size(), [] { return random_float(); });
-    }
+    const Array<float> weights(width * stride, normal()), x(width * channels, normal()), gate(channels, normal());
+    const Array<float> bias(channels, normal()), y(channels), twin(channels);
     const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
-    Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
+    Convolution convolution{width, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
     kernel.convolve(convolution);
     convolution.out = twin.data();
     find_kernel("scalar").convolve(convolution);
     CHECK(y.same(twin));
     for (int i = 0; i < channels; ++i) {
         double sum = bias[i];
-        for (int tap = 0; tap < taps; ++tap) {
-            sum += double(weights[tap * stride + i]) * inputs[tap][i];
+        for (int row = 0; row < width; ++row) {
+            sum += double(weights[row * stride + i]) * inputs[row][i];
         }
         CHECK(std::fabs(y[i] - gate[i] * sum) < 1e-5);
     }
@@ -590,11 +570,9 @@ void test_convolution(const Kernel& kernel, int channels) {
 // Two steps from one tile, of which the second is made anew from its delta.
 void test_delta(const Kernel& kernel, int keys) {
     const size_t tile = size_t(keys) * kLanes;
-    const Array<float> tiles(3 * tile), twins(3 * tile), key(keys), query(keys), value(kLanes), delta(kLanes);
-    const Array<float> out(kLanes), twin_delta(kLanes), twin_out(kLanes);
-    for (const Array<float>* values : {&tiles, &key, &query, &value}) {
-        std::generate_n(values->data(), values->size(), [] { return random_float(0.3f); });
-    }
+    const Array<float> tiles(3 * tile, normal(0.3f)), key(keys, normal(0.3f)), query(keys, normal(0.3f));
+    const Array<float> value(kLanes, normal(0.3f)), twins(3 * tile);
+    const Array<float> delta(kLanes), out(kLanes), twin_delta(kLanes), twin_out(kLanes);
     std::copy_n(tiles.data(), tiles.size(), twins.data());
     std::vector<double> state(tiles.data(), tiles.data() + tile);
     const float decay = 0.9f, rate = 0.7f, scale = 0.25f;
@@ -630,10 +608,8 @@ void test_delta(const Kernel& kernel, int keys) {
 
 void test_gates(const Kernel& kernel, int n) {
     for (const bool silu : {false, true}) {
-        const Array<float> gate(n), x(n), twin(n);
-        std::generate_n(gate.data(), n, [] { return random_float(); });
-        std::fill_n(x.data(), n, 0.5f);
-        std::fill_n(twin.data(), n, 0.5f);
+        const auto half = [] { return 0.5f; };
+        const Array<float> gate(n, normal()), x(n, half), twin(n, half);
         kernel.open(gate.data(), silu, n, x.data());
         find_kernel("scalar").open(gate.data(), silu, n, twin.data());
         CHECK(x.same(twin));
@@ -644,8 +620,7 @@ void test_gates(const Kernel& kernel, int n) {
 }
 
 void test_rotation(const Kernel& kernel, int half) {
-    const Array<float> x(2 * half), twin(2 * half), cosines(half), sines(half);
-    std::generate_n(x.data(), x.size(), [] { return random_float(); });
+    const Array<float> x(2 * half, normal()), twin(2 * half), cosines(half), sines(half);
     std::copy_n(x.data(), x.size(), twin.data());
     std::vector<double> expected(2 * half);
     for (int i = 0; i < half; ++i) {
@@ -669,9 +644,9 @@ void test_row_functions() {
         for (int cols = 1; cols <= 70; ++cols) {
             const int width = padded(cols, kBlock);
             const Array<float> x(width), weight(width), bias(width), y(width), expected(width);
-            std::generate_n(x.data(), cols, [] { return random_float(3); });
-            std::generate_n(weight.data(), cols, [] { return random_float(); });
-            std::generate_n(bias.data(), cols, [] { return random_float(); });
+            std::generate_n(x.data(), cols, normal(3));
+            std::generate_n(weight.data(), cols, normal());
+            std::generate_n(bias.data(), cols, normal());
             kernel->layer_norm(x.data(), weight.data(), bias.data(), 1e-5f, cols, width, y.data());
             scalar.layer_norm(x.data(), weight.data(), bias.data(), 1e-5f, cols, width, expected.data());
             CHECK(y.same(expected));
@@ -682,8 +657,7 @@ void test_row_functions() {
             test_gates(*kernel, cols);
 
             const Array<uint16_t> halves(cols), twin(cols);
-            const Array<float> floats(cols);
-            std::generate_n(floats.data(), cols, [] { return random_float(std::ldexp(1.0f, random_int(-30, 18))); });
+            const Array<float> floats(cols, [] { return random_float(std::ldexp(1.0f, random_int(-30, 18))); });
             kernel->to_f16(floats.data(), cols, halves.data());
             scalar.to_f16(floats.data(), cols, twin.data());
             CHECK(halves.same(twin));
@@ -696,13 +670,10 @@ void test_row_functions() {
         }
         // Numbers that arithmetic stumbles over.
         for (const float odd : {NAN, INFINITY, -INFINITY, 3e38f, 1e-40f, 0.0f}) {
-            const Array<float> x(64), twin(64), maxima(1);
-            std::generate_n(x.data(), 64, [] { return random_float(); });
+            const Array<float> x(64, normal()), maxima(1);
             x[random_int(0, 63)] = odd;
             for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k, Packing::q3_k, Packing::q2_k}) {
-                const Quantized a(1, 64), b(1, 64);
-                kernel->quantize(x.data(), 64, 0, a.rows(1, packing));
-                scalar.quantize(x.data(), 64, 0, b.rows(1, packing));
+                const Quantized a(*kernel, x.data(), 1, 64, packing), b(scalar, x.data(), 1, 64, packing);
                 CHECK(a.quants.same(b.quants));
                 CHECK(a.factors.same(b.factors));
                 CHECK(std::isnan(odd) == std::isnan(a.factors[0].scale + a.factors[1].scale));
@@ -792,25 +763,19 @@ void test_maxima() {
         const RandomWeights source(GGML_TYPE_Q8_0, rows, cols);
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(GGML_TYPE_Q8_0, rows, cols));
         const PackedMatrix matrix(GGML_TYPE_Q8_0, rows, cols, source.data(), storage.data(), 1);
-        const Array<float> x(n * cols), bias(matrix.padded_rows());
-        std::generate_n(x.data(), x.size(), [] { return random_float(); });
-        std::generate_n(bias.data(), bias.size(), [] { return -std::fabs(random_float()); });
+        const Array<float> x(n * cols, normal());
+        const Array<float> bias(matrix.padded_rows(), [] { return -std::fabs(random_float()); });
         const int stride = padded(rows, kRun), runs = stride / kRun;
         for (const float odd : {0.0f, NAN, INFINITY, -INFINITY}) {
             const int at = random_int(0, rows - 1);
             const float before = bias[at];
             bias[at] = odd == 0 ? before : odd;
             for (const Kernel* kernel : available_kernels()) {
-                const Quantized input(n, cols);
-                for (int i = 0; i < n; ++i) {
-                    kernel->quantize(&x[i * cols], cols, i, input.rows(n, Packing::q8_0));
-                }
+                const Quantized input(*kernel, x.data(), n, cols, Packing::q8_0);
                 const Activations activations{n, cols, x.data(), input.rows(n, Packing::q8_0)};
                 const Array<float> alone(n * matrix.padded_rows());
-                Epilogue epilogue;
-                epilogue.bias = bias.data();
-                epilogue.out = alone.data();
-                epilogue.stride = matrix.padded_rows();
+                const size_t alone_stride = matrix.padded_rows();
+                Epilogue epilogue{.bias = bias.data(), .out = alone.data(), .stride = alone_stride};
                 multiply(*kernel, {{&matrix, activations, epilogue}}, 1);
                 for (const int num_threads : {1, 2, 3, 7}) {
                     const Array<float> out(n * stride), maxima(n * runs);
@@ -820,7 +785,7 @@ void test_maxima() {
                     multiply(*kernel, {{&matrix, activations, epilogue, {}, nullptr, maxima.data()}}, num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];
-                        CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
+                        CHECK(same(row, &alone[i * alone_stride], rows));
                         CHECK(std::all_of(row + rows, row + stride, [](float v) { return v == -INFINITY; }));
                         const float* own = &maxima[i * runs];
                         CHECK(std::all_of(own, own + runs, [](float v) { return std::isfinite(v); }) == (odd == 0));
@@ -892,10 +857,8 @@ void test_eight_bit_cache() {
         moved.commit(0, 64);
         stored.commit(0, 64);
         CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache(KvType::f16, 2, dim, 64).cell_bytes());
-        const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
-            std::generate_n(key.data(), dim, [] { return random_float(); });
-            std::generate_n(value.data(), dim, [] { return random_float(); });
+            const Array<float> key(dim, normal()), value(dim, normal());
             for (const auto& [cache, cell] : {std::pair(&moved, 37), std::pair(&stored, 5), std::pair(&stored, 37)}) {
                 cache->store_key(kernel, head, cell, key.data());
                 cache->store_value(kernel, head, cell, value.data());
@@ -949,9 +912,7 @@ void test_attention(const AttentionCase& c) {
     how.scale = 0.8f / std::sqrt(static_cast<float>(c.dim));
     how.softcap = c.softcap;
     how.window = c.window;
-    const Array<float> q_norm(heads * c.dim), k_norm(c.kv_heads * c.dim);
-    std::generate_n(q_norm.data(), q_norm.size(), [] { return random_float(); });
-    std::generate_n(k_norm.data(), k_norm.size(), [] { return random_float(); });
+    const Array<float> q_norm(heads * c.dim, normal()), k_norm(c.kv_heads * c.dim, normal());
     if (c.norms) {
         how.q_norm = q_norm.data();
         how.k_norm = k_norm.data();
@@ -975,12 +936,9 @@ void test_attention(const AttentionCase& c) {
         }
         contexts[i].tail = tails[i].data();
     }
-    const Array<float> qkv(size_t(c.n) * stride), row_scale(c.n), cosines(c.n * c.half), sines(c.n * c.half);
-    const Array<float> keys(size_t(c.kv_heads) * cells * c.dim), values(keys.size());
-    std::generate_n(qkv.data(), qkv.size(), half_exact);
-    std::generate_n(keys.data(), keys.size(), half_exact);
-    std::generate_n(values.data(), values.size(), half_exact);
-    std::generate_n(row_scale.data(), c.n, [] { return 1 + std::fabs(random_float(0.1f)); });
+    const Array<float> qkv(size_t(c.n) * stride, half_exact), cosines(c.n * c.half), sines(c.n * c.half);
+    const Array<float> keys(size_t(c.kv_heads) * cells * c.dim, half_exact), values(keys.size(), half_exact);
+    const Array<float> row_scale(c.n, [] { return 1 + std::fabs(random_float(0.1f)); });
     for (size_t i = 0; i < cosines.size(); ++i) {
         const double angle = random_float(3);
         cosines[i] = static_cast<float>(std::cos(angle));
@@ -1126,11 +1084,9 @@ void test_attention(const AttentionCase& c) {
         }
         if (c.dim % kBlock == 0) {
             const Array<float> out(c.n * out_stride);
-            const Quantized handed(c.n, static_cast<int>(out_stride)), twin(c.n, static_cast<int>(out_stride));
+            const Quantized handed(c.n, static_cast<int>(out_stride));
             attend(*kernel, 0, 3, 1, out, &handed);
-            for (int i = 0; i < c.n; ++i) {
-                kernel->quantize(&out[i * out_stride], static_cast<int>(out_stride), i, twin.rows(c.n, Packing::q8_0));
-            }
+            const Quantized twin(*kernel, out.data(), c.n, static_cast<int>(out_stride), Packing::q8_0);
             CHECK(handed.quants.same(twin.quants));
             CHECK(handed.factors.same(twin.factors));
         }
