@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, ReaderTensor, quants
 
 from pystaged.loading.metadata import FILE_TYPES
+from pystaged.loading.writing import Planned, add_value, copy_field, write_tensors
 from pystaged.platform.files import whole_file
 
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 RESIDUAL_WRITERS = ("attn_output.", "ffn_down.")
-KINDS = {str: GGUFValueType.STRING, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 # Of a layer of Llama: what the outputs and the inputs of each tensor are.
 LLAMA_TENSORS: dict[str, tuple[str, ...]] = {
     "attn_norm.weight": ("width",),
@@ -43,7 +44,6 @@ LLAMA_TENSORS: dict[str, tuple[str, ...]] = {
     "ffn_down.weight": ("width", "ffn"),
 }
 Floats = npt.NDArray[np.float32]
-Packed = npt.NDArray[Any]
 
 
 def grow_llama(
@@ -70,7 +70,7 @@ def grow_llama(
     head_dim = axes["q"].size // heads
     epsilon = _value(reader, "llama.attention.layer_norm_rms_epsilon")
     changed: dict[str, str | int | float] = {
-        "general.name": f"grown from {_name(reader, source)} ({width} wide, {layers} layers)",
+        "general.name": f"grown from {_value(reader, 'general.name', source.name)} ({width} wide, {layers} layers)",
         "general.file_type": FILE_TYPES[quantization.lower()],
         "llama.embedding_length": width,
         "llama.feed_forward_length": ffn_width,
@@ -81,7 +81,7 @@ def grow_llama(
         "llama.attention.value_length": head_dim,
         "llama.attention.layer_norm_rms_epsilon": float(epsilon * axes["width"].shrinkage),
     }
-    _write(reader, out, changed, _llama_plan(reader, layers, axes, GGMLQuantizationType[quantization]))
+    _write(reader, out, changed, _llama_plan(reader, layers, axes, quantization))
 
 
 def add_noise(source: Path, out: Path, *, noise: float, quantization: str) -> None:
@@ -101,12 +101,10 @@ def add_noise(source: Path, out: Path, *, noise: float, quantization: str) -> No
     sizes = ("embedding_length", "attention.head_count", "attention.head_count_kv", "feed_forward_length")
     axes = _llama_axes(reader, *(_value(reader, f"llama.{size}") for size in sizes))
     changed: dict[str, str | int | float] = {
-        "general.name": f"{_name(reader, source)} with noise of {noise:g}",
+        "general.name": f"{_value(reader, 'general.name', source.name)} with noise of {noise:g}",
         "general.file_type": FILE_TYPES[quantization.lower()],
     }
-    plan = _llama_plan(reader, layers, axes, GGMLQuantizationType[quantization])
-    noisy = [replace(each, noise=noise) if each.name.startswith("blk.") else each for each in plan]
-    _write(reader, out, changed, noisy)
+    _write(reader, out, changed, _llama_plan(reader, layers, axes, quantization, noise))
 
 
 @dataclass(frozen=True)
@@ -122,60 +120,16 @@ class Axis:
         return len(self.places) / self.size
 
 
-@dataclass(frozen=True)
-class PaddedTensor:
-    """One tensor of a grown Llama: the source's, with zeros put in, or a matrix with noise."""
-
-    name: str
-    source: ReaderTensor
-    axes: tuple[Axis, ...]
-    quantization: GGMLQuantizationType
-    silent: bool
-    noise: float = 0.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the grown tensor, outputs before inputs."""
-        return tuple(axis.size for axis in self.axes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the grown tensor in the file."""
-        block, size = GGML_QUANT_SIZES[self.quantization]
-        return int(np.prod(self.shape, dtype=np.int64)) // block * size
-
-    def data(self) -> Packed:
-        """The grown tensor, packed for the file."""
-        values: Floats = quants.dequantize(self.source.data, self.source.tensor_type)
-        if self.silent:
-            values = np.zeros_like(values)
-        inputs = self.axes[-1]
-        wider = np.zeros((*values.shape[:-1], inputs.size), np.float32)
-        if len(self.axes) == 1:
-            wider[inputs.places] = values * np.float32(np.sqrt(inputs.shrinkage))
-            return wider
-        wider[:, inputs.places] = values + _noise(self.name, values, self.noise) if self.noise else values
-        rows = _pack(wider, self.quantization)
-        # Zero bytes are zero weights in every type.
-        packed = np.zeros((self.axes[0].size, *rows.shape[1:]), rows.dtype)
-        packed[self.axes[0].places] = rows
-        return packed
-
-
-def _write(
-    reader: GGUFReader, out: Path, changed: dict[str, str | int | float], tensors: Sequence[PaddedTensor]
-) -> None:
+def _write(reader: GGUFReader, out: Path, changed: dict[str, str | int | float], tensors: Sequence[Planned]) -> None:
     with whole_file(out) as part, closing(GGUFWriter(part, "llama")) as writer:
-        _copy_metadata(reader, writer, changed)
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.data())
+        for name, value in changed.items():
+            add_value(writer, name, value)
+        # The writer sets the first two itself, and the size label would be wrong.
+        left_out = {"general.architecture", "general.alignment", "general.size_label", *changed}
+        for name, field in reader.fields.items():
+            if name not in left_out and not name.startswith("GGUF.") and field.contents() != []:
+                copy_field(writer, field)
+        write_tensors(writer, tensors)
 
 
 def layer_plan(source_layers: int, layers: int) -> list[tuple[int, bool]]:
@@ -187,12 +141,8 @@ def layer_plan(source_layers: int, layers: int) -> list[tuple[int, bool]]:
 def _llama_axes(reader: GGUFReader, width: int, heads: int, kv_heads: int, ffn_width: int) -> dict[str, Axis]:
     """The dimensions that grow, by name."""
     old_width, old_heads = _value(reader, "llama.embedding_length"), _value(reader, "llama.attention.head_count")
-    old_kv_heads = old_heads
-    if "llama.attention.head_count_kv" in reader.fields:
-        old_kv_heads = _value(reader, "llama.attention.head_count_kv")
-    head_dim = old_width // old_heads
-    if "llama.attention.key_length" in reader.fields:
-        head_dim = _value(reader, "llama.attention.key_length")
+    old_kv_heads = _value(reader, "llama.attention.head_count_kv", old_heads)
+    head_dim = _value(reader, "llama.attention.key_length", old_width // old_heads)
     old_ffn_width = _value(reader, "llama.feed_forward_length")
     old_group, group = old_heads // old_kv_heads, heads // kv_heads
     # Query heads stay with the keys and values of their group.
@@ -208,49 +158,52 @@ def _llama_axes(reader: GGUFReader, width: int, heads: int, kv_heads: int, ffn_w
 
 
 def _llama_plan(
-    reader: GGUFReader, layers: int, axes: dict[str, Axis], quantization: GGMLQuantizationType
-) -> list[PaddedTensor]:
+    reader: GGUFReader, layers: int, axes: dict[str, Axis], quantization: str, noise: float = 0.0
+) -> list[Planned]:
     available = {tensor.name: tensor for tensor in reader.tensors}
-    embeddings = ["token_embd.weight", *(["output.weight"] if "output.weight" in available else [])]
-    names: list[tuple[str, str, tuple[str, ...], bool]] = [
-        *((name, name, ("vocabulary", "width"), False) for name in embeddings),
-        ("output_norm.weight", "output_norm.weight", ("width",), False),
-    ]
+    num_tokens = int(available["token_embd.weight"].shape[1])
+    axes = axes | {"vocabulary": Axis(num_tokens, np.arange(num_tokens))}
+    plan: list[Planned] = []
+
+    def add(name: str, source: str, along: Sequence[str], silent: bool = False, noise: float = 0.0) -> None:
+        kind = GGMLQuantizationType["F32" if len(along) == 1 else quantization]
+        grown = [axes[each] for each in along]
+        make = partial(_grown, name, available[source], grown, kind, silent, noise)
+        plan.append(Planned(name, tuple(axis.size for axis in grown), kind, make))
+
+    for name in ("token_embd.weight", *(["output.weight"] if "output.weight" in available else [])):
+        add(name, name, ("vocabulary", "width"))
+    add("output_norm.weight", "output_norm.weight", ("width",))
     for layer, (old, added) in enumerate(layer_plan(_value(reader, "llama.block_count"), layers)):
         for part, along in LLAMA_TENSORS.items():
             silent = added and part.startswith(RESIDUAL_WRITERS)
-            names.append((f"blk.{layer}.{part}", f"blk.{old}.{part}", along, silent))
-    num_tokens = int(available["token_embd.weight"].shape[1])
-    axes = axes | {"vocabulary": Axis(num_tokens, np.arange(num_tokens))}
-    plan = []
-    for name, source, along, silent in names:
-        kind = GGMLQuantizationType.F32 if len(along) == 1 else quantization
-        plan.append(PaddedTensor(name, available[source], tuple(axes[each] for each in along), kind, silent))
+            add(f"blk.{layer}.{part}", f"blk.{old}.{part}", along, silent, noise)
     return plan
 
 
-def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, changed: dict[str, str | int | float]) -> None:
-    # The writer sets the first two itself, and the size label would be wrong.
-    left_out = {"general.architecture", "general.alignment", "general.size_label", *changed}
-    for name, value in changed.items():
-        writer.add_key_value(name, value, KINDS[type(value)])
-    for name, field in reader.fields.items():
-        value = field.contents()
-        if name in left_out or name.startswith("GGUF.") or value == []:
-            continue
-        element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, field.types[0], sub_type=element)
+def _grown(
+    name: str, source: ReaderTensor, axes: Sequence[Axis], kind: GGMLQuantizationType, silent: bool, noise: float
+) -> Iterator[npt.NDArray[Any]]:
+    """A tensor with zeros put in, or, where it is a matrix, with noise."""
+    values: Floats = quants.dequantize(source.data, source.tensor_type)
+    if silent:
+        values = np.zeros_like(values)
+    inputs = axes[-1]
+    wider = np.zeros((*values.shape[:-1], inputs.size), np.float32)
+    if len(axes) == 1:
+        wider[inputs.places] = values * np.float32(np.sqrt(inputs.shrinkage))
+        yield wider
+        return
+    wider[:, inputs.places] = values + _noise(name, values, noise) if noise else values
+    rows = quants.quantize(wider, kind)
+    # Zero bytes are zero weights in every type.
+    packed = np.zeros((axes[0].size, *rows.shape[1:]), rows.dtype)
+    packed[axes[0].places] = rows
+    yield packed
 
 
-def _name(reader: GGUFReader, source: Path) -> str:
-    return str(_value(reader, "general.name")) if "general.name" in reader.fields else source.name
-
-
-def _value(reader: GGUFReader, key: str) -> Any:
-    field = reader.get_field(key)
-    if field is None:
-        raise ValueError(f"the source has no metadata {key!r}")
-    return field.contents()
+def _value(reader: GGUFReader, key: str, default: object = None) -> Any:
+    return reader.fields[key].contents() if key in reader.fields or default is None else default
 
 
 def _noise(name: str, values: Floats, deviation: float) -> Floats:
@@ -263,8 +216,3 @@ def _noise(name: str, values: Floats, deviation: float) -> Floats:
     variance = 4 / 3 * (2**32 - 1)
     noise: Floats = (sums * (deviation * math.sqrt(mean_square / variance))).astype(np.float32)
     return noise
-
-
-def _pack(values: Floats, quantization: GGMLQuantizationType) -> Packed:
-    packed: Packed = quants.quantize(values, quantization)
-    return packed

@@ -6,22 +6,22 @@ scales, instead of being quantized from floats: eight billion weights take less 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
 
 from pystaged.loading.metadata import FILE_TYPES
+from pystaged.loading.writing import Planned, copy_field, write_tensors
 from pystaged.platform.files import whole_file
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 MIXTURE = "Q4_K_M"  # of Q4_K and Q6_K
-LLAMA_TYPES = (*TYPES, MIXTURE)
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", MIXTURE)
 # Bits of a weight, where a block has its F16 scale, and where the minimum that goes with it.
 BLOCKS: dict[str, tuple[int, int, int | None]] = {
     "Q8_0": (8, 0, None),
@@ -35,17 +35,15 @@ BLOCKS: dict[str, tuple[int, int, int | None]] = {
 }
 DEVIATION = 0.02
 NORM_DEVIATION = 0.1
-END_OF_TEXT = "<|endoftext|>"
-SPACE = "\u0120"  # how GPT-2 spells the byte 0x20
-# Roughly as often as in English, so that merges apply to real text.
-LETTERS = "eeeeeeeeettttttaaaaaoooooiiiiinnnnnsssshhhhrrrrdddlllccuummwwffggyyppbvkjxqz"
 
 Packed = npt.NDArray[Any]
+Parts = dict[str, tuple[int, ...]]
 Tensor = tuple[str, tuple[int, ...], GGMLQuantizationType]
 
 
-def write_random_gpt2(
+def write_random(
     out: Path,
+    architecture: str,
     *,
     width: int,
     layers: int,
@@ -53,108 +51,66 @@ def write_random_gpt2(
     vocab_size: int,
     context: int,
     quantization: str,
-    seed: int = 0,
-    tie: bool = True,
-    vocabulary: Path | None = None,
-) -> None:
-    """Write a GPT-2 GGUF with random weights: matrices and biases around 0, norm weights around 1.
-
-    The same seed gives the same file. F32, F16 and BF16 files of one seed hold the same numbers, to their precision.
-
-    Args:
-        out: written under a temporary name beside it, and moved there when whole.
-        width: embedding length, a multiple of `heads` and of the type's block size; the hidden layer is 4 times that.
-        vocab_size: tokens; at least those of `vocabulary` if given, at least 257 otherwise.
-        context: positions.
-        quantization: one of TYPES, for the matrices; positions, norms and biases stay F32.
-        tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
-        vocabulary: GGUF file whose tokenizer is copied; otherwise a small byte-level one is made up, the same for
-            every seed.
-
-    Raises:
-        ValueError: a vocabulary of more tokens.
-        OSError: a file cannot be read or written.
-    """
-    tensors = _gpt2_tensors(width, layers, vocab_size, context, tie, GGMLQuantizationType[quantization])
-    with whole_file(out) as part, closing(GGUFWriter(part, "gpt2")) as writer:
-        writer.add_name(f"random GPT-2 ({width} wide, {layers} layers, seed {seed})")
-        writer.add_context_length(context)
-        writer.add_embedding_length(width)
-        writer.add_feed_forward_length(4 * width)
-        writer.add_block_count(layers)
-        writer.add_head_count(heads)
-        writer.add_layer_norm_eps(1e-5)
-        writer.add_file_type(_file_type(quantization))
-        if vocabulary is not None:
-            copy_tokenizer(writer, vocab_size, vocabulary)
-        else:
-            _make_tokenizer(writer, vocab_size)
-        _write_tensors(writer, tensors, seed)
-
-
-def write_random_llama(
-    out: Path,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn_width: int,
-    vocab_size: int,
-    context: int,
-    quantization: str,
+    add_vocabulary: Callable[[GGUFWriter, int], object],
+    kv_heads: int = 0,
+    head_dim: int = 0,
+    ffn_width: int = 0,
     rope_base: float = 1e4,
     seed: int = 0,
     tie: bool = True,
-    vocabulary: Path | None = None,
 ) -> None:
-    """Write a GGUF of Llama's architecture with random weights: matrices around 0, norm weights around 1.
+    """Write a GGUF with random weights: matrices and biases around 0, norm weights around 1.
 
-    The same seed gives the same file.
+    The same seed gives the same file. GPT-2's F32, F16 and BF16 files of one seed hold the same numbers, to their
+    precision.
 
     Args:
         out: written under a temporary name beside it, and moved there when whole.
-        width: embedding length; like heads * head_dim and ffn_width a multiple of the type's block size.
-        kv_heads: heads of keys and values, a divisor of `heads`.
-        vocab_size: tokens; at least those of `vocabulary` if given, at least 257 otherwise.
-        context: positions it claims to be trained for.
-        quantization: one of LLAMA_TYPES; the head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do
-            not fit, and the mixture has Q6_K where llama.cpp's has it.
-        rope_base: of the rotary positions.
+        architecture: "gpt2" or "llama".
+        width: embedding length; like the widths of all heads together and of the hidden layer a multiple of the type's
+            block size.
+        context: positions.
+        quantization: one of TYPES, for the matrices; positions, norms and biases stay F32. In Llama's architecture the
+            head of types below 6 bits is Q6_K, or Q8_0 where Q6_K's blocks do not fit, and the mixture has Q6_K where
+            llama.cpp's has it.
+        add_vocabulary: writes a tokenizer of so many tokens, as copy_tokenizer does.
+        kv_heads, head_dim, ffn_width, rope_base: of Llama's architecture; GPT-2's hidden layer is 4 times the width.
         tie: the head uses the token embedding; otherwise it is an `output.weight` of its own.
-        vocabulary: GGUF file whose tokenizer is copied and filled up with unused tokens; otherwise a small byte-level
-            one is made up, the same for every seed.
 
     Raises:
-        ValueError: a vocabulary of more tokens.
         OSError: a file cannot be read or written.
     """
-    sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "ffn_width": ffn_width}
-    tensors = list(_llama_tensors(**sizes, layers=layers, vocab_size=vocab_size, tie=tie, quantization=quantization))
-    with whole_file(out) as part, closing(GGUFWriter(part, "llama")) as writer:
-        writer.add_name(f"random Llama ({width} wide, {layers} layers, seed {seed})")
+    is_gpt2 = architecture == "gpt2"
+    if is_gpt2:
+        kv_heads, head_dim, ffn_width = heads, width // heads, 4 * width
+    parts = _parts(is_gpt2, width, heads * head_dim, kv_heads * head_dim, ffn_width)
+    plan = _plan(is_gpt2, parts, layers, vocab_size, context, tie, quantization)
+    generator = np.random.default_rng(seed)
+    tensors = [Planned(*each, partial(_drawn, generator, *each)) for each in plan]
+    with whole_file(out) as part, closing(GGUFWriter(part, architecture)) as writer:
+        writer.add_name(f"random {'GPT-2' if is_gpt2 else 'Llama'} ({width} wide, {layers} layers, seed {seed})")
         writer.add_context_length(context)
         writer.add_embedding_length(width)
         writer.add_feed_forward_length(ffn_width)
         writer.add_block_count(layers)
         writer.add_head_count(heads)
-        writer.add_head_count_kv(kv_heads)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
-        writer.add_rope_freq_base(rope_base)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_vocab_size(vocab_size)
-        writer.add_file_type(_file_type(quantization))
-        if vocabulary is not None:
-            copy_tokenizer(writer, vocab_size, vocabulary)
+        if is_gpt2:
+            writer.add_layer_norm_eps(1e-5)
         else:
-            _make_tokenizer(writer, vocab_size)
-        _write_tensors(writer, tensors, seed)
+            writer.add_head_count_kv(kv_heads)
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+            writer.add_rope_dimension_count(head_dim)
+            writer.add_rope_freq_base(rope_base)
+            writer.add_layer_norm_rms_eps(1e-5)
+            writer.add_vocab_size(vocab_size)
+        # llama.cpp has no name for files of K-quants but those of its mixtures.
+        writer.add_file_type(FILE_TYPES[quantization.lower() + "_s" * (quantization in ("Q4_K", "Q5_K"))])
+        add_vocabulary(writer, vocab_size)
+        write_tensors(writer, tensors)
 
 
-def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> None:
+def copy_tokenizer(vocabulary: Path, writer: GGUFWriter, vocab_size: int) -> None:
     """Put the tokenizer of another GGUF file into one that is being written, filled up with unused tokens.
 
     Raises:
@@ -171,100 +127,45 @@ def copy_tokenizer(writer: GGUFWriter, vocab_size: int, vocabulary: Path) -> Non
     }
     for name, field in fields.items():
         if name.startswith("tokenizer."):
-            value, element = field.contents(), None
-            if field.types[0] is GGUFValueType.ARRAY:
-                value, element = value + padding.get(name, []), field.types[-1]
-            writer.add_key_value(name, value, field.types[0], sub_type=element)
+            copy_field(writer, field, padding.get(name, []))
 
 
-def synthetic_vocabulary(vocab_size: int) -> tuple[list[str], list[str]]:
-    """Tokens and merges of a made-up byte-level GPT-2 vocabulary: bytes, merged tokens, end of text.
-
-    A smaller vocabulary's merges are the first ones of a larger one's.
-    """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and {END_OF_TEXT} need at least 257")
-    tokens, merges = byte_alphabet(), list[str]()
-    known, stems = set(tokens), [SPACE, *LETTERS]
-    choose = random.Random(0).choice
-    while len(tokens) < vocab_size - 1:
-        left, right = choose(stems), choose(LETTERS)
-        if left + right not in known:
-            known.add(left + right)
-            tokens.append(left + right)
-            stems.append(left + right)
-            merges.append(f"{left} {right}")
-    return [*tokens, END_OF_TEXT], merges
-
-
-def byte_alphabet() -> list[str]:
-    """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
-
-
-def _file_type(quantization: str) -> int:
-    """llama.cpp has no name for files of K-quants but those of its mixtures."""
-    return FILE_TYPES[quantization.lower() + "_s" * (quantization in ("Q4_K", "Q5_K"))]
-
-
-def _make_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
-    tokens, merges = synthetic_vocabulary(vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(TokenType.NORMAL)] * (vocab_size - 1) + [int(TokenType.CONTROL)])
-    # llama.cpp wants the key, but the writer leaves an empty array out: put in a merge that never applies.
-    writer.add_token_merges(merges or [f"{SPACE} {END_OF_TEXT}"])
-    writer.add_bos_token_id(vocab_size - 1)
-    writer.add_eos_token_id(vocab_size - 1)
-
-
-def _gpt2_tensors(
-    width: int, layers: int, vocab_size: int, context: int, tie: bool, kind: GGMLQuantizationType
-) -> Iterator[Tensor]:
-    """Names, sizes (outputs before inputs) and types, in the order of the file."""
-    plain = GGMLQuantizationType.F32
-    yield "token_embd.weight", (vocab_size, width), kind
-    yield "position_embd.weight", (context, width), plain
-    yield "output_norm.weight", (width,), plain
-    yield "output_norm.bias", (width,), plain
-    if not tie:
-        yield "output.weight", (vocab_size, width), kind
-    linears = {
-        "attn_qkv": (3 * width, width),
-        "attn_output": (width, width),
-        "ffn_up": (4 * width, width),
-        "ffn_down": (width, 4 * width),
+def _parts(is_gpt2: bool, width: int, q: int, kv: int, ffn_width: int) -> Parts:
+    """Sizes of a layer's tensors, outputs before inputs, in the order of the file."""
+    parts: Parts = {
+        "attn_norm": (width,),
+        "attn_q": (q, width),
+        "attn_k": (kv, width),
+        "attn_v": (kv, width),
+        "attn_output": (width, q),
+        "ffn_norm": (width,),
+        "ffn_gate": (ffn_width, width),
+        "ffn_up": (ffn_width, width),
+        "ffn_down": (width, ffn_width),
     }
-    for layer in range(layers):
-        for norm in ("attn_norm", "ffn_norm"):
-            yield f"blk.{layer}.{norm}.weight", (width,), plain
-            yield f"blk.{layer}.{norm}.bias", (width,), plain
-        for linear, shape in linears.items():
-            yield f"blk.{layer}.{linear}.weight", shape, kind
-            yield f"blk.{layer}.{linear}.bias", shape[:1], plain
+    of_gpt2 = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return {name: parts.get(name, (3 * width, width)) for name in of_gpt2} if is_gpt2 else parts
 
 
-def _llama_tensors(
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn_width: int,
-    vocab_size: int,
-    tie: bool,
-    quantization: str,
+def _plan(
+    is_gpt2: bool, parts: Parts, layers: int, vocab_size: int, context: int, tie: bool, quantization: str
 ) -> Iterator[Tensor]:
-    """As _gpt2_tensors; types as llama.cpp's quantizer chooses them."""
-    plain = GGMLQuantizationType.F32
-    kind = GGMLQuantizationType["Q4_K" if quantization == MIXTURE else quantization]
-    fine = GGMLQuantizationType.Q6_K if width % 256 == 0 else GGMLQuantizationType.Q8_0
-    head = fine if kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K") else kind
+    """Names, sizes and types in the order of the file; of Llama's architecture the types that llama.cpp's quantizer
+    chooses."""
+    (width,), plain = parts["attn_norm"], GGMLQuantizationType.F32
+    kind = head = GGMLQuantizationType["Q4_K" if quantization == MIXTURE else quantization]
+    if not is_gpt2 and kind.name[:2] in ("Q4", "Q5"):
+        head = GGMLQuantizationType.Q6_K if width % 256 == 0 else GGMLQuantizationType.Q8_0
+
+    def both(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType = plain) -> Iterator[Tensor]:
+        yield f"{name}.weight", shape, kind if len(shape) > 1 else plain
+        if is_gpt2:
+            yield f"{name}.bias", shape[:1], plain
+
     yield "token_embd.weight", (vocab_size, width), head if tie else kind
-    yield "output_norm.weight", (width,), plain
+    if is_gpt2:
+        yield "position_embd.weight", (context, width), plain
+    yield from both("output_norm", (width,))
     if not tie:
         yield "output.weight", (vocab_size, width), head
     for layer in range(layers):
@@ -272,47 +173,30 @@ def _llama_tensors(
         eighth = layers // 8
         more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
         other = GGMLQuantizationType.Q6_K if quantization == MIXTURE and more else kind
-        yield f"blk.{layer}.attn_norm.weight", (width,), plain
-        yield f"blk.{layer}.attn_q.weight", (heads * head_dim, width), kind
-        yield f"blk.{layer}.attn_k.weight", (kv_heads * head_dim, width), kind
-        yield f"blk.{layer}.attn_v.weight", (kv_heads * head_dim, width), other
-        yield f"blk.{layer}.attn_output.weight", (width, heads * head_dim), kind
-        yield f"blk.{layer}.ffn_norm.weight", (width,), plain
-        yield f"blk.{layer}.ffn_gate.weight", (ffn_width, width), kind
-        yield f"blk.{layer}.ffn_up.weight", (ffn_width, width), kind
-        yield f"blk.{layer}.ffn_down.weight", (width, ffn_width), other
+        for name, shape in parts.items():
+            yield from both(f"blk.{layer}.{name}", shape, other if name in ("attn_v", "ffn_down") else kind)
 
 
-def _write_tensors(writer: GGUFWriter, tensors: Iterable[Tensor], seed: int) -> None:
-    tensors = list(tensors)
-    for name, shape, kind in tensors:
-        block, size = GGML_QUANT_SIZES[kind]
-        nbytes = int(np.prod(shape, dtype=np.int64)) // block * size
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    generator = np.random.default_rng(seed)
-    for name, shape, kind in tensors:
-        writer.write_tensor_data(_draw(generator, name, shape, kind))
-
-
-def _draw(generator: np.random.Generator, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
+def _drawn(
+    generator: np.random.Generator, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType
+) -> Iterator[Packed]:
     if kind.name in BLOCKS:
-        return _draw_blocks(generator, shape, kind)
+        yield _blocks(generator, shape, kind)
+        return
     values = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight"):
         values *= np.float32(NORM_DEVIATION)
         values += 1
-        return values
-    values *= np.float32(DEVIATION)
+    else:
+        values *= np.float32(DEVIATION)
     if kind is GGMLQuantizationType.BF16:
         # Cutting the low half off is as random as rounding it.
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(np.float16) if kind is GGMLQuantizationType.F16 else values
+        yield (values.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        yield values.astype(np.float16) if kind is GGMLQuantizationType.F16 else values
 
 
-def _draw_blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
+def _blocks(generator: np.random.Generator, shape: tuple[int, ...], kind: GGMLQuantizationType) -> Packed:
     """Blocks of random bytes, but for the F16 numbers: they give the weights their mean and deviation."""
     block, size = GGML_QUANT_SIZES[kind]
     bits, at, minimum = BLOCKS[kind.name]

@@ -5,28 +5,33 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, Tokenizer
+from pystaged._core import ContextFullError, Model, Tokenizer
 from pystaged.chat.messages import Message
+from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import TreePolicy
 from pystaged.decoding.readers import Stream, results
+from pystaged.decoding.scheduler import Scheduler
+from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
-from pystaged.options.config import GenerationConfig, TextOptions, check_options, convert
+from pystaged.loading.factory import ContextFactory
+from pystaged.options.config import GenerationConfig, Grammar, TextOptions, check_options, convert
 from pystaged.options.recommended import ANSWER_TOKENS, SamplingFields, recommended_sampling
 from pystaged.options.table import LOADING, LoadFields, described
 from pystaged.platform.seen import SeenModel
+from pystaged.pool import context_pool
 from pystaged.result import GenerationResult, Results, Score
-from pystaged.runtime import Runtime
-from pystaged.sampling.text import Prompt
+from pystaged.sampling.text import Prompt, encode_continuation
 from pystaged.stats import PassStats
 
 if TYPE_CHECKING:
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
     from pystaged.decoding.async_stream import AsyncStream
     from pystaged.decoding.embedding import Pooling
+    from pystaged.sampling.grammars import GrammarConstraint, Grammars
 
 # Not Sequence[str], because a string is one.
 Prompts = list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]]
@@ -89,46 +95,50 @@ class Engine:
         self._warn = options.get("report") or _warn
         if model is None:
             model = names.default_model(self._warn)
-        bundle = Bundle(convert("model", Path, model), **options)
+        self._bundle = bundle = Bundle(convert("model", Path, model), **options)
         if bundle.inexact and not options.get("report"):  # which was told
             _warn(f"{bundle.inexact}: its texts are not exact")
-        self.runtime = Runtime(bundle, policy, self._warn)
+        self._factory = ContextFactory(bundle)
+        self._contexts = context_pool(self._factory, bundle, policy, self._warn)
+        self._stepper = Stepper(None if policy else self._factory.target_cost(), bundle.options["prefill_budget"])
+        self._scheduler = Scheduler(self._stepper, self._contexts, bundle.text_over)
         self._chat_format: ChatFormat | None = None
-        self._lock = threading.Lock()
+        self._grammars: Grammars | None = None
+        self._format_lock, self._grammar_lock = threading.Lock(), threading.Lock()
 
     @property
     def n_ctx(self) -> int:
         """Context length in tokens."""
-        return self.runtime.n_ctx
+        return self._contexts.n_ctx
 
     @property
     def model(self) -> Model:
         """The target."""
-        return self.runtime.bundle.target
+        return self._bundle.target
 
     @property
     def file(self) -> SeenModel:
         """The model's files, as they were when it was loaded."""
-        return self.runtime.bundle.file
+        return self._bundle.file
 
     def check_exact(self) -> None:
         """Raise ValueError if texts are not exact, because pystaged's kernels do not compute the model."""
-        self.runtime.bundle.check_exact()
+        self._bundle.check_exact()
 
     @property
     def vocabulary(self) -> str:
         """A hash of the vocabulary and the chat template."""
-        return self.runtime.bundle.vocabulary
+        return self._bundle.vocabulary
 
     @property
     def draft(self) -> Model | None:
         """The draft model; None with n-grams alone or a draft that reads the target's hidden states."""
-        return self.runtime.bundle.draft
+        return self._bundle.draft
 
     @property
     def draft_name(self) -> str | None:
         """Name of the draft, of whichever kind; None with n-grams alone."""
-        bundle = self.runtime.bundle
+        bundle = self._bundle
         if bundle.features and bundle.draft_path == bundle.path:
             return "its own MTP layer"
         drafting = bundle.draft or bundle.features
@@ -143,23 +153,23 @@ class Engine:
     @property
     def kv_memory(self) -> int:
         """Most bytes of the KV caches of all texts."""
-        return self.runtime.contexts.memory
+        return self._contexts.memory
 
     @property
     def context_bytes(self) -> int:
         """Bytes of kv_memory for a text of n_ctx tokens, in target and draft."""
-        return self.runtime.contexts.full_bytes
+        return self._contexts.full_bytes
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's vocabulary."""
-        return self.runtime.tokenizer
+        return self._bundle.tokenizer
 
     @property
     def chat_format(self) -> ChatFormat:
         """The model's chat format, from its chat template."""
-        self.runtime.scheduler.check_caller()
-        with self._lock:
+        self._scheduler.check_caller()
+        with self._format_lock:
             if self._chat_format is None:
                 from pystaged.chat.format import ChatFormat  # noqa: PLC0415  imports jinja2
 
@@ -210,7 +220,7 @@ class Engine:
     @property
     def passes(self) -> PassStats:
         """Statistics of the target's passes so far, of all texts."""
-        return self.runtime.stepper.passes
+        return self._stepper.passes
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[TextOptions]) -> GenerationResult: ...
@@ -285,7 +295,40 @@ class Engine:
             ValueError, TypeError, ContextFullError: as in `stream`; ValueError: the engine is closed.
             RuntimeError: the caller cannot wait for a text: a policy of this engine, or a forked process.
         """
-        return self.runtime.start(prompt, config, roles)
+        self._scheduler.check_caller()
+        self._contexts.check_open()
+        tokens = self.encode(prompt)
+        continuation = partial(encode_continuation, self.tokenizer, parse_special=False)
+        return Text(
+            prompt,
+            tokens,
+            config,
+            self.tokenizer,
+            self._constraint(config.grammar),
+            self._tokens(config.prediction, "prediction", continuation)[: self.n_ctx].tolist(),
+            self._origin(tokens, config) if roles == USUAL else None,
+            roles,
+            self._scheduler,
+        )
+
+    def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
+        """The inputs of a text, for its receipt."""
+        bundle, model = self._bundle, self._bundle.target
+        if config.progress:  # a result must not keep the user's function alive
+            config = replace(config, progress=None)
+        device, inexact = bundle.device, bundle.inexact
+        return Origin(bundle.file, model.name, bundle.vocabulary, device, model.kv, self.n_ctx, prompt, config, inexact)
+
+    def _constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
+        """The constraint for a grammar; None for none. Raises as Grammars does."""
+        if grammar is None:
+            return None
+        with self._grammar_lock:
+            if self._grammars is None:
+                from pystaged.sampling.grammars import Grammars  # noqa: PLC0415  imports llguidance
+
+                self._grammars = Grammars(self.tokenizer)
+        return self._grammars.constraint(grammar)
 
     def repeated(self, texts: Iterable[Text], n: int) -> Iterator[Text]:
         """Yield each text n times, with the seeds seed, seed + 1, ... modulo 2**64; copies are made lazily.
@@ -293,11 +336,21 @@ class Engine:
         Raises:
             ValueError, TypeError: at once: n is no integer above 0.
         """
-        return self.runtime.repeated(texts, n)
+        if convert("n", int, n) < 1:
+            raise ValueError(f"n must be at least 1, not {n}")
+
+        def all_of(text: Text) -> Iterator[Text]:
+            yield text
+            config, seed = replace(text.config, prediction=tuple(text.prediction)), text.config.sampling.seed
+            for i in range(1, n):
+                sampling = replace(config.sampling, seed=(seed + i) % 2**64)
+                yield self.start(text.prompt, replace(config, sampling=sampling), text.roles)
+
+        return (each for text in texts for each in all_of(text))
 
     def forget(self) -> None:
         """Free the contexts of ended texts, so that later prompts are read anew."""
-        self.runtime.contexts.forget()
+        self._contexts.forget()
 
     def encode(self, prompt: Prompt, *, add_special: bool = True) -> NDArray[np.int32]:
         """The tokens of a prompt, int32[n]; errors as in `stream`.
@@ -305,7 +358,28 @@ class Engine:
         Args:
             add_special: add the vocabulary's initial tokens, such as BOS; False for the continuation of another text.
         """
-        return self.runtime.encode(prompt, add_special=add_special)
+        encode = self.tokenizer.encode if add_special else partial(encode_continuation, self.tokenizer)
+        tokens = self._tokens(prompt, "prompt", encode)
+        if len(tokens) == 0:
+            what = "one character" if isinstance(prompt, str) else "one token, or one prompt of several,"
+            raise ValueError(f"the prompt is empty; give at least {what} to continue from")
+        if len(tokens) > self.n_ctx:
+            more = self.model.max_context
+            raise ContextFullError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}; shorten the prompt"
+                + (f", or ask for a longer context with n_ctx (--n-ctx), up to {more}" if more > self.n_ctx else "")
+            )
+        return tokens
+
+    def _tokens(self, text: Prompt, what: str, encode: Callable[[str], NDArray[np.int32]]) -> NDArray[np.int32]:
+        """The tokens of an option, int32[n]. Raises ValueError for invalid Unicode or tokens, TypeError as
+        _token_ids."""
+        if not isinstance(text, str):
+            return _token_ids(text, self.tokenizer.num_tokens)
+        try:
+            return encode(text)
+        except UnicodeError as error:
+            raise ValueError(f"the {what} is not valid Unicode text: it cannot be written as UTF-8") from error
 
     def infill(
         self, prefix: str, suffix: str, *, files: Sequence[tuple[str, str]] = (), **options: Unpack[TextOptions]
@@ -372,15 +446,19 @@ class Engine:
             raise ValueError("there are no texts; give at least one")
         if not _are_several(texts):
             raise TypeError("texts must be a list of texts or of token ids")
-        self.runtime.scheduler.check_caller()
-        self.runtime.contexts.check_open()
+        self._scheduler.check_caller()
+        self._contexts.check_open()
         tokens = [self.encode(text) for text in texts]
         return embed(self.model, tokens, pooling or pooling_of(self.tokenizer.metadata), normalize)
 
     def close(self) -> None:
         """Free all contexts that no text uses; generating again raises ValueError. Texts in progress go on, but on RPC
         servers they end with DeviceLostError."""
-        self.runtime.close()
+        if not self._contexts.closed and not self._scheduler.is_forked:
+            self._contexts.close()
+            self._bundle.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def __repr__(self) -> str:
         return f"Engine(model={self.model.name!r}, draft={self.draft_name!r})"
@@ -467,3 +545,29 @@ def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Sequence[Prompt]]:
     if isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], (str, Sequence, np.ndarray))
+
+
+def _token_ids(prompt: object, num_tokens: int) -> NDArray[np.int32]:
+    """Convert token ids to int32[n].
+
+    Raises:
+        TypeError: not a sequence of integers.
+        ValueError: an id outside of the vocabulary.
+    """
+    # Bytes are sequences of integers, too, but no token ids.
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, (Sequence, np.ndarray)):
+        raise TypeError(f"the prompt must be a string or token ids, not {type(prompt).__name__}")
+    if len(prompt) == 0:
+        return np.empty(0, np.int32)
+    if isinstance(prompt[0], Mapping):
+        raise TypeError("the prompt must be a string or token ids; messages are answered by chat and stream_chat")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError("the prompt must be a string or token ids: integers, one after the other")
+    outside = ids[(ids < 0) | (ids >= num_tokens)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} is outside of the vocabulary of {num_tokens}")
+    return ids.astype(np.int32)

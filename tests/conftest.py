@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from random_weights import write_random_gpt2
+from random_weights import write_random
+from support.random_models import add_english
 
 from pystaged.loading import names
+
+SHAPE = {"width": 64, "layers": 2, "heads": 2, "vocab_size": 300, "context": 96, "seed": 0, "tie": True}
 
 # A shell makes what it starts in the background ignore interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,30 +43,11 @@ def random_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """A function that gives a small random GPT-2 GGUF of a shape, made once: width, layers, heads, quantization, ..."""
     folder = tmp_path_factory.mktemp("models")
 
-    def make(
-        quantization: str = "F32",
-        *,
-        width: int = 64,
-        layers: int = 2,
-        heads: int = 2,
-        vocab_size: int = 300,
-        context: int = 96,
-        seed: int = 0,
-        tie: bool = True,
-    ) -> Path:
-        path = folder / f"{quantization}-{width}-{layers}-{heads}-{vocab_size}-{context}-{seed}-{tie}.gguf"
+    def make(quantization: str = "F32", **changes: Any) -> Path:
+        shape: dict[str, Any] = SHAPE | changes
+        path = folder / f"{'-'.join(map(str, (quantization, *shape.values())))}.gguf"
         if not path.exists():
-            write_random_gpt2(
-                path,
-                width=width,
-                layers=layers,
-                heads=heads,
-                vocab_size=vocab_size,
-                context=context,
-                quantization=quantization,
-                seed=seed,
-                tie=tie,
-            )
+            write_random(path, "gpt2", quantization=quantization, add_vocabulary=add_english, **shape)
         return path
 
     return make

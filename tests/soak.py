@@ -28,7 +28,7 @@ import psutil
 
 TESTS = Path(__file__).parent
 if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS), str(TESTS.parent / "models"), str(TESTS.parent)]
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from support.families import CASES  # noqa: E402
 from support.random_models import write  # noqa: E402

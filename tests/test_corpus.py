@@ -11,7 +11,7 @@ from support import corpus, paths
 import pystaged
 
 KEPT = corpus.read()
-ANEW = "if meant, run PYTHONPATH=tests:models python -m support.corpus --write, and CHANGELOG.md lists the entries"
+ANEW = "if meant, run PYTHONPATH=tests python -m support.corpus --write, and CHANGELOG.md lists the entries"
 
 
 def test_the_entries_are_those_of_the_plan() -> None:

@@ -6,6 +6,7 @@ import builtins
 import codecs
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -18,9 +19,9 @@ import numpy as np
 import pytest
 from support.family_reference import FamilyReference, log_softmax
 from support.paths import table
+from support.plain import plain_tokens
 from support.random_models import RandomModel, add_sentencepiece, write
 from support.scheduling import HeldPolicy, wait_until
-from support.steps import evaluate, prefill
 
 import pystaged
 from pystaged import (
@@ -38,7 +39,6 @@ from pystaged.decoding import requests
 from pystaged.decoding.context import Context
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.text import Text
-from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
 CONTEXT = 96
@@ -69,24 +69,6 @@ def alone(path: Path, prompt: str, **options: Any) -> GenerationResult:
         return engine.generate(prompt, **options)
 
 
-def plain_tokens(path: Path, prompt: str, count: int, **options: Any) -> list[int]:
-    """Token by token on a bare session, to the end of text at most."""
-    tokenizer, sampling = _core.Tokenizer(str(path)), _core.Sampling(**options)
-    session = _core.Session(_core.Model(str(path)))
-    tokens = tokenizer.encode(prompt).tolist()
-    prefill(session, tokens[:-1])
-    found = list[int]()
-    while len(found) < count:
-        evaluate(session, [tokens[-1]], [-1])
-        (token,) = session.follow(sampling)[1].tolist()
-        session.commit([0])
-        if tokenizer.is_end(token):
-            break
-        found.append(token)
-        tokens.append(token)
-    return found
-
-
 def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
     """What tokens say; where the text was cut, without the beginning of a character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -100,7 +82,8 @@ def text_of(engine: Engine, tokens: list[int], finish: str = "length") -> str:
 def test_result(engine: Engine, path: Path, options: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_tokens=60, **options)
     assert isinstance(result, GenerationResult)
-    assert result.tokens == plain_tokens(path, PROMPT, 60, **options)
+    sampling, tokenizer = _core.Sampling(**options), engine.tokenizer
+    assert result.tokens == plain_tokens(_core.Model(path), engine.encode(PROMPT), 60, sampling, tokenizer.is_end)
     assert all(type(token) is int for token in result.tokens)
     assert type(result.text) is str
     assert result.text == str(result) == text_of(engine, result.tokens, result.finish_reason)
@@ -188,17 +171,15 @@ def test_a_cut_inside_a_character_leaves_it_out(engine: Engine) -> None:
         assert stream.result.tokens + rest.tokens == whole.tokens
 
 
-class Ending:
-    """A tokenizer in which one token ends a text."""
+class Changed:
+    """A tokenizer of which some methods are others."""
 
-    def __init__(self, tokenizer: _core.Tokenizer, end: int) -> None:
-        self._tokenizer, self._end = tokenizer, end
+    def __init__(self, tokenizer: _core.Tokenizer, **methods: Callable[..., object]) -> None:
+        self._tokenizer = tokenizer
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
-
-    def is_end(self, token: int) -> bool:
-        return token == self._end
 
 
 def test_a_stop_string_that_only_the_end_completes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +192,7 @@ def test_a_stop_string_that_only_the_end_completes(engine: Engine, monkeypatch: 
     )
     text = text_of(engine, tokens[:at], "stop")
     stop = next(text[-n:] for n in range(1, len(text)) if text.index(text[-n:]) == len(text) - n)
-    monkeypatch.setattr(Runtime, "tokenizer", Ending(engine.tokenizer, tokens[at]))
+    monkeypatch.setattr(Engine, "tokenizer", Changed(engine.tokenizer, is_end=lambda token: token == tokens[at]))
     whole = engine.generate(PROMPT, max_tokens=80, **WARM)
     assert (whole.text, whole.tokens, whole.finish_reason) == (text, tokens[:at], "stop")
     assert text[-1] == "\ufffd"
@@ -239,10 +220,8 @@ def test_full_context(engine: Engine, path: Path, options: dict[str, Any]) -> No
     # The last position's token needs no position of its own.
     assert result.stats.prompt_tokens + len(result.tokens) == CONTEXT + 1
     with pystaged.load(path, n_ctx=20) as short:
-        assert (
-            short.generate(PROMPT, max_tokens=10_000, **options).tokens
-            == result.tokens[: 21 - result.stats.prompt_tokens]
-        )
+        tokens = short.generate(PROMPT, max_tokens=10_000, **options).tokens
+    assert tokens == result.tokens[: 21 - result.stats.prompt_tokens]
 
 
 def test_long_prompts(engine: Engine) -> None:
@@ -340,7 +319,7 @@ def test_a_scored_text_counts_as_memory(path: Path, monkeypatch: pytest.MonkeyPa
     with pystaged.load(path, kv_memory=1) as engine:
 
         def noted(works: Any) -> Any:
-            used.append(engine.runtime.contexts.num_bytes)
+            used.append(engine._contexts.num_bytes)
             return _core.run(works)
 
         monkeypatch.setattr(requests, "run", noted)
@@ -386,11 +365,7 @@ def test_prompts_that_are_none(engine: Engine) -> None:
     ("options", "error", "message"),
     [
         ({"max_tokens": None}, TypeError, "max_tokens must be an integer, not NoneType; engine.n_ctx has no limit but"),
-        (
-            {"max_tokens": -1},
-            ValueError,
-            "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but",
-        ),
+        ({"max_tokens": -1}, ValueError, "max_tokens must be at least 1, not -1; engine.n_ctx has no limit but"),
         ({"seed": -1}, ValueError, r"seed must be .*, not -1; None draws a random seed"),
         ({"json_schema": SimpleNamespace(model_json_schema=dict)}, TypeError, "pydantic's are Model.model_json_schema"),
         ({"stop": ("a", "")}, ValueError, "a stop string must not be empty"),
@@ -456,25 +431,8 @@ def test_a_closed_stream(engine: Engine, path: Path, pieces: int, options: dict[
     with pytest.raises(StopIteration):
         next(stream)
     for prompt in (PROMPT, "her hat ", PROMPT + "the"):
-        assert (
-            engine.generate(prompt, max_tokens=40, **options).text == alone(path, prompt, max_tokens=40, **options).text
-        )
-
-
-class Interrupting:
-    """A tokenizer at whose `when`-th token the user presses Ctrl-C."""
-
-    def __init__(self, tokenizer: _core.Tokenizer, when: int) -> None:
-        self._tokenizer, self._left = tokenizer, when
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def token_bytes(self, token: int, special: bool = False) -> bytes:
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
-        return self._tokenizer.token_bytes(token, special)
+        expected = alone(path, prompt, max_tokens=40, **options).text
+        assert engine.generate(prompt, max_tokens=40, **options).text == expected
 
 
 def interrupt(stream: Stream, when: int) -> None:
@@ -487,9 +445,15 @@ def interrupt(stream: Stream, when: int) -> None:
 
 @pytest.mark.parametrize("when", [1, 2, 9])
 def test_an_interrupted_generation(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
-    tokenizer = Interrupting(engine.tokenizer, when)
+    calls, tokenizer = itertools.count(1), engine.tokenizer
+
+    def token_bytes(token: int, special: bool = False) -> bytes:
+        if next(calls) == when:
+            raise KeyboardInterrupt
+        return tokenizer.token_bytes(token, special)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Runtime, "tokenizer", tokenizer)
+        patch.setattr(Engine, "tokenizer", Changed(tokenizer, token_bytes=token_bytes))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPT, max_tokens=40, **WARM)
     with pytest.raises(KeyboardInterrupt):
@@ -533,20 +497,15 @@ def test_generate_takes_what_load_takes(path: Path) -> None:
 
 def test_results_can_be_pickled_and_copied(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=12, **WARM)
-    pieces, error = list(stream), DeviceLostError("the device is gone", PROMPT, "text", [1, 2])
+    (first, *_), error = stream, DeviceLostError("the device is gone", PROMPT, "text", [1, 2])
     for duplicate in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         result = duplicate(stream.result)
         assert result == stream.result
         assert result.stats.to_dict() == stream.result.stats.to_dict()
-        piece = duplicate(pieces[0])
+        piece = duplicate(first)
         assert isinstance(piece, Piece)
-        assert (piece, piece.tokens, piece.stages, piece.path) == (
-            pieces[0],
-            pieces[0].tokens,
-            pieces[0].stages,
-            pieces[0].path,
-        )
-        assert piece.tree.tokens.tolist() == pieces[0].tree.tokens.tolist()
+        assert (piece, piece.tokens, piece.stages, piece.path) == (first, first.tokens, first.stages, first.path)
+        assert piece.tree.tokens.tolist() == first.tree.tokens.tolist()
         lost = duplicate(error)
         assert (str(lost), lost.prompt, lost.text, lost.tokens) == ("the device is gone", PROMPT, "text", [1, 2])
         assert duplicate(SamplingConfig(0.5, 3, seed=7)) == SamplingConfig(0.5, 3, seed=7)
@@ -562,7 +521,7 @@ def test_what_many_dropped_streams_leave_is_bounded(engine: Engine) -> None:
     del streams, stream
     # Without a stream that is closed, or read to its end.
     next(engine.stream(PROMPT, max_tokens=8))
-    assert len(engine.runtime.contexts._idle) <= 5
+    assert len(engine._contexts._idle) <= 5
 
 
 def test_a_stream_that_outlives_its_engine_leaves_nothing(path: Path) -> None:
@@ -708,7 +667,7 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
     assert (caught.value.prompt, caught.value.text) == (PROMPT, first)
     assert caught.value.tokens == list(first.tokens)
     assert len(lost) == 2
-    assert lost[0] not in engine.runtime.contexts._idle
+    assert lost[0] not in engine._contexts._idle
     assert engine.generate(PROMPT, max_tokens=20).tokens == expected.tokens
 
 

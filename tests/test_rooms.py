@@ -17,20 +17,20 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
-    "platform": 889,
-    "options": 1039,
-    "sampling": 1241,
-    "chat": 2654,
-    "decoding": 3257,
-    "drafting": 2256,
+    "platform": 877,
+    "options": 1031,
+    "sampling": 1237,
+    "chat": 2611,
+    "decoding": 3191,
+    "drafting": 2206,
     "backends": 370,
-    "loading": 4295,
-    "receipts": 657,
-    "server": 4175,
-    "integrations": 840,
-    "bench": 2614,
-    "distill": 1687,
-    "cli": 3897,
+    "loading": 4222,
+    "receipts": 646,
+    "server": 3994,
+    "integrations": 830,
+    "bench": 2569,
+    "distill": 1648,
+    "cli": 3812,
 }
 ROOT = 11  # files in no room
 
@@ -95,18 +95,13 @@ def name_of(file: Path) -> str:
 
 
 def test_nothing_reaches_into_private_parts_of_others() -> None:
-    """Of modules, and of what is called engine, runtime or scheduler."""
+    """Of modules, and of what is called engine or scheduler: so the engine is the one way in."""
     ours = {"_core", "_llama", "_program", "__version__"}
     for file in SOURCE.rglob("*.py"):
         private = {name.split("._")[1] for name in imported(file) if name.startswith("pystaged.") and "._" in name}
         assert {f"_{name.split('.')[0]}" for name in private} <= ours, file
         text = file.read_text("utf-8")
-        assert not re.search(r"\b(engine|runtime|scheduler|bundle|sequence|stream)\._[a-z]", text), file
-
-
-def test_the_engine_is_the_one_way_in() -> None:
-    for file in SOURCE.rglob("*.py"):
-        assert file.name == "engine.py" or not re.search(r"engine\.runtime\b", file.read_text("utf-8")), file
+        assert not re.search(r"\b(engine|scheduler|bundle|sequence|stream)\._[a-z]", text), file
 
 
 def test_every_room_is_named_here() -> None:

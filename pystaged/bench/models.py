@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,8 @@ LLAMA_1B: dict[str, Any] = {  # Llama 3.2's
 # SmolLM2 has more layers and fewer tokens than Llama 3.2 1B; this ffn_width gives it as many weights.
 GROWN_SMOLLM2 = {"width": 2048, "layers": 30, "heads": 32, "kv_heads": 8, "ffn_width": 4352}
 NOISE = 0.08  # of a draft that agrees with its target as often as a 1B model with its 8B one
-MADE = ("grown-smollm2", "pair", "random", "llama1b")
+# What is made, by which script of the models folder.
+_SCRIPTS = {"grown-smollm2": "grow", "pair": "grow", "random": "random_weights", "llama1b": "random_weights"}
 _ABOUT = {  # in reports
     "grown-smollm2": "grown from SmolLM2: the cost of a billion weights, the output of SmolLM2",
     "pair": "the 1B grown from SmolLM2, drafted by SmolLM2 with noise of {noise:g}",
@@ -43,11 +45,10 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
     """The file of a model, made or downloaded if necessary.
 
     Args:
-        model: a name from MADE, else as in names.resolve. "random": a GPT-2 Large of random weights; "llama1b": a Llama
-            of random weights; "grown-smollm2": 1.2 billion weights with SmolLM2's output, the target of "pair" and
-            "pair:NOISE", too.
-        quantization: type of a model to make: F32, F16, Q8_0, Q4_0, Q4_1 (random also BF16, llama1b also Q4_K and
-            Q4_K_M).
+        model: a name of _SCRIPTS, else as in names.resolve. "random": a GPT-2 Large of random weights; "llama1b": a
+            Llama of random weights; "grown-smollm2": 1.2 billion weights with SmolLM2's output, the target of "pair"
+            and "pair:NOISE", too.
+        quantization: type of a model to make: F32, F16, Q8_0, Q4_0, Q4_1 (of random weights also BF16, Q4_K, Q4_K_M).
         report: called with a line before a model is made, which takes minutes, or downloaded.
 
     Raises:
@@ -55,7 +56,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
         ValueError: the model cannot be made in that type, or a pair with that noise.
     """
     model, _ = _parsed(model)
-    if model not in MADE:
+    if model not in _SCRIPTS:
         return names.resolve(model, announced(report))
     made = "grown-smollm2" if model == "pair" else model
     source = names.resolve("bundled" if made == "random" else "smollm2")
@@ -66,11 +67,7 @@ def find(model: str, quantization: str, report: Callable[[str], None] = lambda _
 def check_type(model: str, quantization: str) -> None:
     """Raise ValueError for a type in which a model cannot be made, or a pair's noise that cannot be."""
     model, _ = _parsed(model)
-    if model not in MADE:
-        return
-    recipe = _recipe("random_weights" if model in ("random", "llama1b") else "grow")
-    types: tuple[str, ...] = recipe.LLAMA_TYPES if model == "llama1b" else recipe.TYPES
-    if quantization not in types:
+    if model in _SCRIPTS and quantization not in (types := _script(_SCRIPTS[model]).TYPES):
         raise ValueError(f"{model} cannot be made in the type {quantization!r}: choose from {', '.join(types)}")
 
 
@@ -80,7 +77,7 @@ def find_draft(model: str, draft: str | Path | None, report: Callable[[str], Non
     progress = announced(report)
     model, noise = _parsed(model)
     if model == "pair" and draft == "auto":
-        source, add_noise = names.resolve("smollm2"), _recipe("grow").add_noise
+        source, add_noise = names.resolve("smollm2"), _script("grow").add_noise
         options = {"noise": noise, "quantization": "Q8_0"}
         return _once(
             f"smollm2-noise-{noise:g}", "Q8_0", source, lambda path: add_noise(source, path, **options), report
@@ -127,17 +124,17 @@ def _once(
 
 
 def _make(model: str, source: Path, path: Path, quantization: str) -> None:
-    random = _recipe("random_weights")
+    script = _script(_SCRIPTS[model])
     if model == "grown-smollm2":
-        _recipe("grow").grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
-    elif model == "random":
-        random.write_random_gpt2(path, **GPT2_LARGE, quantization=quantization, vocabulary=source)
+        script.grow_llama(source, path, **GROWN_SMOLLM2, quantization=quantization)
     else:
-        random.write_random_llama(path, **LLAMA_1B, quantization=quantization, vocabulary=source)
+        architecture, shape = ("gpt2", GPT2_LARGE) if model == "random" else ("llama", LLAMA_1B)
+        shape = shape | {"quantization": quantization, "add_vocabulary": partial(script.copy_tokenizer, source)}
+        script.write_random(path, architecture, **shape)
 
 
-def _recipe(name: str) -> ModuleType:
-    """Import a recipe from the models folder, which is not on Python's path."""
+def _script(name: str) -> ModuleType:
+    """Import a script from the models folder, which is not on Python's path."""
     full_name = f"pystaged.models.{name}"
     if full_name in sys.modules:
         return sys.modules[full_name]

@@ -1,4 +1,4 @@
-"""T(n): time of a pass over n rows, by past length, with the machine's lower bound and llama.cpp's time."""
+"""T(n): time of a pass over n rows, by past length, and of a prompt, with the machine's lower bound and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _SECONDS = 7200.0  # after which llama.cpp counts as hung
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Medians for n rows after `context` past tokens; floor_ms: max(bytes / bandwidth, n * work / rate); cost_ms: the
-    processor time with which decoding reckons, None if not asked.
+    """Medians for n rows after `context` past tokens; after none, one run of a prompt of n tokens.
+
+    floor_ms: max(bytes / bandwidth, n * work / rate). cost_ms: the processor time with which decoding reckons, None if
+    not asked.
 
     Bytes are those of the weights and of the keys and values that a layer without a window reads. Work is that of the
     weights only.
@@ -76,22 +78,24 @@ class PassTimes:
         table = Table(title=f"{self.model}: kernel {self.kernel}, {self.threads} threads")
         for heading in ("context", "n", "ms", "T(n)/T(1)", "of floor", "cost ms", "llama.cpp ms", "llama.cpp / ours"):
             table.add_column(heading, justify="right")
-        one = {each.context: each.ms for each in reversed(self.passes)}
+        one = {each.context: each.ms for each in self.passes if each.n == 1}
         for each in self.passes:
             if each.n == 1:
                 table.add_section()
             baseline = each.llama_cpp_ms
             theirs = (f"{baseline:.2f}", f"{baseline / each.ms:.2f}") if baseline else ("-", "-")
-            ours = (f"{each.ms:.2f}", f"{each.ms / one[each.context]:.2f}", f"{each.floor_ms / each.ms:.0%}")
+            relative = f"{each.ms / one[each.context]:.2f}" if each.context in one else "-"
             cost = "-" if each.cost_ms is None else f"{each.cost_ms:.2f}"
-            table.add_row(f"{each.context:,}", str(each.n), *ours, cost, *theirs)
+            ours = (f"{each.ms:.2f}", relative, f"{each.floor_ms / each.ms:.0%}", cost)
+            table.add_row(f"{each.context:,}", f"{each.n:,}", *ours, *theirs)
         baseline_note = "" if self.llama_cpp == "measured" else f"; llama.cpp: {self.llama_cpp}"
         shortest = min(one)
         table.caption = (
             f"floor: {self.read_ms:.2f} ms to read the weights at {self.read_bandwidth / 1e9:.1f} GB/s, "
             f"{self.cells_ms:.2f} ms for the keys and values of 1,000 tokens; or {self.row_ms:.2f} ms for a row's "
             f"products at {self.dot_rate / 1e9:.0f} G/s, attention not counted; at {shortest:,} tokens of context T(1) "
-            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians; cost: processor time with "
+            f"is {one[shortest] / self.read_ms:.2f} times the reading; all logits, medians; the "
+            f"rows after no context are a prompt, read once, with the logits of its last; cost: processor time with "
             f"which drafting reckons, refined while texts are written; --again samples it anew{baseline_note}"
         )
         return table
@@ -136,12 +140,15 @@ def measure(
     rows = {length: [n for n in ROWS if length + n <= session.n_ctx] for length in lengths}
     bandwidths = [read_bandwidth(BANDWIDTH_BYTES, model.num_threads)]
     tokens = _tokens(model.vocab_size, lengths[-1])
+    _time_pass(session, tokens[:1])  # the first pass of a process reads the file
     progress(loading, 1, 1)
 
-    def times(length: int) -> dict[int, float]:
+    def times(length: int) -> tuple[float, dict[int, float]]:
+        start = time.perf_counter()
         if unread := length - len(session.tokens):
             run([Work.read(session, tokens[length - unread : length])])
-        return {n: _time_pass(session, tokens[-n:]) for n in rows[length]}
+        seconds = time.perf_counter() - start
+        return seconds, {n: _time_pass(session, tokens[-n:]) for n in rows[length]}
 
     ours = _medians(lengths, repeats, times, partial(progress, f"passes of {path.name}"))
     bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, model.num_threads))
@@ -178,21 +185,27 @@ def _tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
 def _medians(
     lengths: Collection[int],
     repeats: int,
-    times: Callable[[int], dict[int, float]],
+    times: Callable[[int], tuple[float, dict[int, float]]],
     progress: Callable[[int, int], None],
 ) -> dict[tuple[int, int], float]:
-    """Median milliseconds by past length and rows, without the first round of a length.
+    """Median milliseconds by past length and rows, without the first round of a length; and those of each length as a
+    prompt, after 0 tokens.
 
     Args:
-        times: makes a round behind that many tokens; returns seconds by rows.
+        times: makes a round behind that many tokens; returns the seconds that it read those, and seconds by rows.
     """
     order = [length for length in lengths for _ in range(repeats + 1)]
     rounds: dict[int, list[dict[int, float]]] = {length: [] for length in lengths}
+    reading, prompts = 0.0, dict[tuple[int, int], float]()
     for done, length in enumerate(order):
         progress(done, len(order))
-        rounds[length].append(times(length))
+        seconds, found = times(length)
+        if length and not rounds[length]:
+            reading += seconds
+            prompts[0, length] = 1e3 * reading
+        rounds[length].append(found)
     progress(len(order), len(order))
-    return {
+    return prompts | {
         (length, n): 1e3 * statistics.median(each[n] for each in found[1:])
         for length, found in rounds.items()
         for n in found[0]
@@ -218,8 +231,8 @@ def _measure_llama_cpp(
     for extra_buffers, weights in ((True, "repacked"), (False, "plain")):
         worker = Worker(("", setup | {"runner": __name__, "extra_buffers": extra_buffers}))
 
-        def times(length: int, worker: Worker = worker) -> dict[int, float]:
-            found: dict[int, float] = worker.run({"context": length, "rows": rows[length]}, _SECONDS)
+        def times(length: int, worker: Worker = worker) -> tuple[float, dict[int, float]]:
+            found: tuple[float, dict[int, float]] = worker.run({"context": length, "rows": rows[length]}, _SECONDS)
             return found
 
         try:
@@ -257,19 +270,20 @@ class Runner:
             raise RuntimeError("llama.cpp cannot make a context")
         vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._tokens, self._length = _tokens(vocab_size, setup["longest"]), 0
+        self.run({"context": 0, "rows": [1]})  # the first pass of a process reads the file
 
-    def run(self, job: dict[str, Any]) -> dict[int, float]:
-        """Seconds of one llama_decode with logits for all n rows, by n.
+    def run(self, job: dict[str, Any]) -> tuple[float, dict[int, float]]:
+        """Seconds to read the past tokens, and of one llama_decode with logits for all n rows, by n.
 
         Args:
             job: context: past tokens, at least those of the last job; rows: each n.
         """
         import llama_cpp  # noqa: PLC0415
 
-        memory, length = llama_cpp.llama_get_memory(self._context), job["context"]
+        memory, length, start = llama_cpp.llama_get_memory(self._context), job["context"], time.perf_counter()
         for first in range(self._length, length, _BASELINE_PIECE):
             decode(self._context, self._tokens[first : min(first + _BASELINE_PIECE, length)], first, judged=1)
-        self._length = length
+        self._length, seconds = length, time.perf_counter() - start
         found: dict[int, float] = {}
         for n in job["rows"]:
             # In a copy of the sequence, which shares its past: recurrent states cannot be cut back.
@@ -278,7 +292,7 @@ class Runner:
             decode(self._context, self._tokens[-n:], length, sequence=1)
             found[n] = time.perf_counter() - start
             llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
-        return found
+        return seconds, found
 
     def close(self) -> None:
         pass

@@ -83,17 +83,17 @@ def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Pat
     Raises:
         ValueError: as in load_questions, or the file has no prompts.
     """
-    chat = _chat(model)
-    file = file or (OWN if chat else names.bundled_file(names.BUNDLED_PROMPTS))
+    chats = bool(read_metadata(model).get("tokenizer.chat_template"))
+    file = file or (OWN if chats else names.bundled_file(names.BUNDLED_PROMPTS))
     questions = _in_turn(load_questions(file))[:most]
     if not questions:
         raise ValueError(f"{file} has no prompts")
-    return file, _encoded(questions, model, chat)
+    return file, _encoded(questions, model)
 
 
 def misleading(model: Path) -> list[Prompt]:
     """Prompts for which drafts are mostly wrong."""
-    return _encoded(load_questions(MISLEADING), model, _chat(model))
+    return _encoded(load_questions(MISLEADING), model)
 
 
 def _question(line: Any) -> Question:
@@ -119,15 +119,9 @@ def _in_turn(questions: Iterable[Question]) -> list[Question]:
     return [question for turn in zip_longest(*categories.values()) for question in turn if question]
 
 
-def _chat(model: Path) -> ChatFormat | None:
-    """The model's chat format, None if its file has no template."""
-    metadata = read_metadata(model)
-    tokenizer = Tokenizer(os.fsencode(model))
-    return ChatFormat(metadata, tokenizer, lambda _: None) if metadata.get("tokenizer.chat_template") else None
-
-
-def _encoded(questions: Iterable[Question], model: Path, chat: ChatFormat | None) -> list[Prompt]:
-    tokenizer = Tokenizer(os.fsencode(model))
+def _encoded(questions: Iterable[Question], model: Path) -> list[Prompt]:
+    tokenizer, metadata = Tokenizer(os.fsencode(model)), read_metadata(model)
+    chat = ChatFormat(metadata, tokenizer, lambda _: None) if metadata.get("tokenizer.chat_template") else None
     return [
         Prompt(
             chat.encode([{"role": "user", "content": question.text}])

@@ -19,16 +19,12 @@ from pystaged.platform.files import whole_file
 _STAGED = "staged"
 
 
-def _figure(field: str, form: str) -> Callable[[Row], str]:
+def _figure(field: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         value = getattr(row, field)
-        return "-" if value is None else form.format(*value if isinstance(value, tuple) else [value])
+        return "-" if value is None else form.format(*value if isinstance(value, tuple) else [value / unit])
 
     return cell
-
-
-def _megabytes(row: Row) -> str:
-    return f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes else "-"
 
 
 # Cell and meaning by heading, the most important first: a narrow terminal shows only the first columns.
@@ -44,7 +40,7 @@ _COLUMNS: dict[str, tuple[Callable[[Row], str], str]] = {
     ),
     "its 95 %": (_figure("over_best_baseline_interval", "{:.2f}-{:.2f}"), "95 % confidence interval of that"),
     "first ms": (_figure("first_token_ms", "{:.0f}"), "median time to the first token"),
-    "MB": (_megabytes, "peak memory of a process with this method only"),
+    "MB": (_figure("peak_bytes", "{:.0f}", 1e6), "peak memory of a process with this method only"),
     "prompts": (lambda row: str(row.prompts or "-"), "number of prompts"),
 }
 # Columns whose figures differ between categories.

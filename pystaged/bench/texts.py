@@ -7,13 +7,13 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from rich.table import Table
 from pystaged.bench import conditions
 from pystaged.bench.baseline_llama_cpp import Server, command
 from pystaged.decoding.readers import pieces
-from pystaged.decoding.text import Text, TokenRoles
+from pystaged.decoding.text import TokenRoles
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 from pystaged.stats import PassStats
@@ -33,8 +33,6 @@ _ROOM = 64  # positions for the last draft tree
 _LONGEST = 8  # most tokens of a sequence that waits for the others, in multiples of max_tokens
 
 Tokens = Sequence[int] | NDArray[np.int32]
-_LeaveOut = Callable[[int, str, RuntimeError], None]
-Way: TypeAlias = Union["Ours", "Slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,6 @@ class Written:
 
     tokens: list[int]
     times: list[tuple[float, int]]
-
-    @property
-    def longest_gap(self) -> float:
-        """Longest time, in seconds, between two arrivals of tokens."""
-        times = [at for at, _ in self.times]
-        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +145,36 @@ def measure(
         most = min(_LONGEST * max_tokens, engine.n_ctx - longest + max_tokens)
         config = GenerationConfig(max_tokens=most, reuse=False)
         setup: dict[str, Any] = {"model": str(model), "draft": str(draft) if draft else None, "program": llama_server}
-        setup["ends"] = frozenset(engine.tokenizer.end_tokens.tolist())
         setup |= {"threads": engine.model.num_few_threads, "max_tokens": max_tokens}
         setup["n_ctx"] = min(longest - max_tokens + most + _ROOM, engine.n_ctx)
+        servers = [_BASELINE, "llama-server, draft-simple"][: (1 + bool(draft)) if llama_server else 0]
+        ends = frozenset(engine.tokenizer.end_tokens.tolist())
         found: list[Figures] = []
         left_out: list[LeftOut] = []
-
-        def leave_out(texts: int, way: str, error: RuntimeError) -> None:
-            progress(f"{texts} texts, {way} takes no part: {error}")
-            left_out.append(LeftOut(texts, way, str(error)))
-
         for count in counts:
             batch = [prompts[i % len(prompts)] for i in range(count)]
-            with _ways(engine, config, setup, count, leave_out) as ways:
-                found += _figures(ways, batch, setup["ends"], progress, leave_out)
+            expected: list[list[int]] = []
+            for name in ("plain", "drafted", *servers):
+                try:
+                    with closing(Slots(name, setup, config, count)) if name in servers else nullcontext() as server:
+                        progress(f"{count} texts, {name}")
+                        if server:
+                            written, passes = server.write(batch), None
+                        else:
+                            drafting = replace(config, speculate=name == "drafted")
+                            written, passes = write(engine, drafting, max_tokens, batch)
+                except RuntimeError as error:
+                    if name not in servers:
+                        raise
+                    progress(f"{count} texts, {name} takes no part: {error}")
+                    left_out.append(LeftOut(count, name, str(error)))
+                    continue
+                expected = expected or [[*takewhile(lambda token: token not in ends, each.tokens)] for each in written]
+                different = sum(
+                    any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
+                    for each, tokens in zip(written, expected, strict=True)
+                )
+                found.append(_summary(name, written, different, passes))
         about: dict[str, Any] = {
             "machine": conditions.machine(),
             "versions": conditions.versions(),
@@ -178,54 +186,6 @@ def measure(
             "max_tokens": max_tokens,
         }
     return TextsReport(about, found, left_out)
-
-
-@contextmanager
-def _ways(
-    engine: Engine, config: GenerationConfig, setup: dict[str, Any], count: int, leave_out: _LeaveOut
-) -> Iterator[list[Way]]:
-    """The ways that can decode so many sequences; plain decoding is the first."""
-    with ExitStack() as stack:
-        ways: list[Way] = [
-            Ours(name, engine, replace(config, speculate=name == "drafted"), setup["max_tokens"])
-            for name in ("plain", "drafted")
-        ]
-        names: list[str] = []
-        if setup["program"]:
-            names += [_BASELINE, *(["llama-server, draft-simple"] if setup["draft"] else [])]
-        for name in names:
-            try:
-                ways.append(stack.enter_context(closing(Slots(name, setup, config, count))))
-            except RuntimeError as error:
-                leave_out(count, name, error)
-        yield ways
-
-
-def _figures(
-    ways: list[Way],
-    prompts: Sequence[Tokens],
-    ends: frozenset[int],
-    progress: Callable[[str], None],
-    leave_out: _LeaveOut,
-) -> list[Figures]:
-    found: list[Figures] = []
-    expected: list[list[int]] = []
-    for way in ways:
-        progress(f"{len(prompts)} texts, {way.name}")
-        try:
-            written, passes = way.write(prompts)
-        except RuntimeError as error:
-            if isinstance(way, Ours):
-                raise
-            leave_out(len(prompts), way.name, error)
-            continue
-        expected = expected or [list(takewhile(lambda token: token not in ends, each.tokens)) for each in written]
-        different = sum(
-            any(ours not in (plain, _UNKNOWN) for ours, plain in zip(each.tokens, tokens, strict=False))
-            for each, tokens in zip(written, expected, strict=True)
-        )
-        found.append(_summary(way.name, written, different, passes))
-    return found
 
 
 def _summary(way: str, texts: Sequence[Written], different: int, passes: PassStats | None) -> Figures:
@@ -241,43 +201,37 @@ def _summary(way: str, texts: Sequence[Written], different: int, passes: PassSta
         tokens_per_second=together / (end - begin) if end > begin else num_tokens / last,
         of_each=statistics.fmean(tokens / seconds if seconds else 0.0 for seconds, tokens in spans),
         first_token_seconds=statistics.median(each.times[0][0] for each in texts),
-        longest_gap_seconds=max(each.longest_gap for each in texts),
+        longest_gap_seconds=max(
+            (after - before for each in texts for (before, _), (after, _) in pairwise(each.times)), default=0.0
+        ),
         different=different,
         passes=passes.to_dict() if passes else None,
     )
 
 
-class Ours:
-    """Sequences of an engine.
+def write(
+    engine: Engine, config: GenerationConfig, least: int, prompts: Sequence[Tokens]
+) -> tuple[list[Written], PassStats]:
+    """Continue prompts from the same moment, time 0, until each sequence has `least` tokens; early ones continue
+    meanwhile.
 
     Args:
         config: of all sequences, which continue past the end of text; its max_tokens is the most a sequence may have.
-        least: tokens that each sequence must reach.
     """
-
-    def __init__(self, name: str, engine: Engine, config: GenerationConfig, least: int) -> None:
-        self.name, self._engine, self._config, self._least = name, engine, config, least
-
-    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
-        """Continue prompts from the same moment, time 0, until each sequence has the required tokens; early ones
-        continue meanwhile."""
-        engine = self._engine
-        # No prompt may be reused from an earlier run.
-        engine.forget()
-        before = engine.passes
-        texts = {self._sequence(prompt): Written([], []) for prompt in prompts}
-        begin = time.perf_counter()
-        with closing(pieces(texts, len(texts))) as batch:
-            for sequence, piece in batch:
-                if piece is not None and piece.tokens:
-                    texts[sequence].tokens.extend(piece.tokens)
-                    texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
-                if all(len(text.tokens) >= self._least for text in texts.values()):
-                    break
-        return list(texts.values()), engine.passes.since(before)
-
-    def _sequence(self, prompt: Tokens) -> Text:
-        return self._engine.start(prompt, self._config, TokenRoles(is_end=lambda _: False))
+    # No prompt may be reused from an earlier run.
+    engine.forget()
+    before = engine.passes
+    roles = TokenRoles(is_end=lambda _: False)
+    texts = {engine.start(prompt, config, roles): Written([], []) for prompt in prompts}
+    begin = time.perf_counter()
+    with closing(pieces(texts, len(texts))) as batch:
+        for sequence, piece in batch:
+            if piece is not None and piece.tokens:
+                texts[sequence].tokens.extend(piece.tokens)
+                texts[sequence].times.append((time.perf_counter() - begin, len(piece.tokens)))
+            if all(len(text.tokens) >= least for text in texts.values()):
+                break
+    return list(texts.values()), engine.passes.since(before)
 
 
 class Slots:
@@ -301,8 +255,8 @@ class Slots:
         told = [*command(mine), "-np", str(slots), *speculation]
         self._server = Server(told, subprocess.DEVNULL)
 
-    def write(self, prompts: Sequence[Tokens]) -> tuple[list[Written], PassStats | None]:
-        """As Ours.write."""
+    def write(self, prompts: Sequence[Tokens]) -> list[Written]:
+        """As the function of that name."""
         texts = [Written([], []) for _ in prompts]
         is_done = threading.Event()
         begin = time.perf_counter()
@@ -320,7 +274,7 @@ class Slots:
                 each.result()
         if silent := sum(not text.tokens for text in texts):
             raise RuntimeError(f"{self.name} answered {silent} of {len(texts)} requests without a token")
-        return texts, None
+        return texts
 
     def _ask(self, prompt: Tokens, text: Written, begin: float, is_done: threading.Event) -> None:
         request = {

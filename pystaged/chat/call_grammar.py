@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pystaged.chat.calls import BARE_KEY, KEYWORD, Schemas
@@ -16,6 +16,7 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _LONGEST = 8_000_000  # characters of all rules; a request has fewer, but each member repeats the definitions it needs
 _FREE, _EMPTY = "/(?s:.*)/", '""'
+_Named = list[tuple[str, Any, bool]]  # members by name: their schemas, and whether they are required
 # Values in Gemma's form for which there is no schema of a simple type.
 _GEMMA = """value: object | array | text | NUMBER | "true" | "false" | "null"
 object: "{{" (KEY ":" value ("," KEY ":" value)*)? "}}"
@@ -182,12 +183,7 @@ def _python(grammar: _Grammar, name: str, schema: Schema, members: Members) -> s
 
 
 def _separated(
-    grammar: _Grammar,
-    name: str,
-    members: Sequence[tuple[str, Any, bool]],
-    equals: str,
-    between: str,
-    value: Callable[[str, Any], str],
+    grammar: _Grammar, name: str, members: _Named, equals: str, between: str, value: Callable[[str, Any], str]
 ) -> str:
     """Members in order, each a key, `equals` and a value; two of them are separated by `between`."""
     # tail_i writes the members from i on after another one, head_i as the first ones.
@@ -206,7 +202,7 @@ def _is_open(members: Members) -> bool:
     return not members.named and members.others is not None
 
 
-def _named(schema: Schema, members: Members, readable: str) -> list[tuple[str, Any, bool]]:
+def _named(schema: Schema, members: Members, readable: str) -> _Named:
     """Name, schema and necessity of an object's members. Those whose names do not match a pattern could not be read
     back, and are left out.
 

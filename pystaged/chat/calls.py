@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from pystaged.chat.source import Parser, Source
 from pystaged.sampling.schema import Schema, UndecidedError
@@ -87,7 +87,7 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
             elif not (yield from _json_value(source)):
                 return True
             yield "end", ""
-            if not head["no_arguments"] and (yield from _skip(source, form, "}")) != "}":
+            if not head["no_arguments"] and (yield from _skip(source, form, "}"))[1] != "}":
                 return True
         is_call = True
         if not (yield from _another(source)):
@@ -99,9 +99,7 @@ def _json_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]
 
 def _ended(source: Source, form: CallForm) -> Parser[None]:
     """Read the mark that ends calls, and what is before it."""
-    words, mark = yield from source.collected((form.end, *form.begins))
-    if mark in form.begins:
-        source.text = mark + source.text
+    words, mark = yield from _skip(source, form)
     if mark != form.end and (words := words.strip(" \n}]")):  # the end was forgotten
         yield "text", words
 
@@ -193,12 +191,12 @@ def _json_value(source: Source) -> Parser[bool]:
             return False
 
 
-def _skip(source: Source, form: CallForm, *marks: str) -> Parser[str]:
-    """Read up to a mark or the end of a call, or up to the next call, and return the mark."""
-    _, mark = yield from source.collected((*marks, form.end, *form.begins) if form.end else marks)
+def _skip(source: Source, form: CallForm, *marks: str) -> Parser[tuple[str, str]]:
+    """Read up to a mark or the end of a call, or up to the next call; returns what was before it, and the mark."""
+    words, mark = yield from source.collected((*marks, form.end, *form.begins) if form.end else marks)
     if mark in form.begins:
         source.text = mark + source.text
-    return mark
+    return words, mark
 
 
 _MISTRAL_HEAD = _pattern(r" ([^\[{\s]{1,128}) (?:\[CALL_ID\][^\[]*)?\[ARGS\] (?=\{)")
@@ -258,9 +256,9 @@ def _xml_call(source: Source, form: CallForm, schemas: Schemas) -> Parser[bool]:
     goes_on = (begins, closes, form.end, *form.begins)  # follow the end of a value, or that is text of the value
     schema = Schema(schemas.get(head[1]) or {})
     separator = "{"
-    while (mark := (yield from _skip(source, form, begins, closes))) == begins:
+    while (mark := (yield from _skip(source, form, begins, closes))[1]) == begins:
         key, mark = yield from source.collected((key_end,))
-        if not mark or (value_begins and (yield from _skip(source, form, value_begins)) != value_begins):
+        if not mark or (value_begins and (yield from _skip(source, form, value_begins))[1] != value_begins):
             return True
         while not source.text and (yield from source.more()):
             pass
@@ -303,7 +301,7 @@ def _value(words: str, schema: Schema | None = None, key: str = "") -> str:
     """JSON of an argument that was written as text; True, False and None are Python's, which templates write."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(words.strip(), words)
     with suppress(ValueError, RecursionError):
-        value = json.loads(literal, parse_constant=_no_json)
+        value = json.loads(literal, parse_constant=no_json)
         if schema is None or not _is_text(schema, key, words, value):
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _dumped(words)
@@ -312,13 +310,14 @@ def _value(words: str, schema: Schema | None = None, key: str = "") -> str:
 def is_json(words: str) -> bool:
     """Whether a text is valid JSON that can be written as UTF-8."""
     try:
-        json.dumps(json.loads(words, parse_constant=_no_json), ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(json.loads(words, parse_constant=no_json), ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _no_json(name: str) -> Any:
+def no_json(name: str) -> NoReturn:
+    """Refuse what Python reads as a number, and JSON has not. Raises ValueError."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -329,8 +328,6 @@ def _dumped(words: str) -> str:
 _GEMMA_HEAD = _pattern(r" call: ([\w.-]{1,128}) (?=\{)")
 BARE_KEY = r'[^\s{}\[\],:"<]+'
 _GEMMA_TOKEN = re.compile(rf'\s+|[{{}}\[\],:]|(?P<word>{BARE_KEY})(?=(?P<is_key>:)|[\s{{}}\[\],"<])')
-
-
 _GEMMA_ENDS = re.compile(r'[\s{}\[\],:"<]')
 
 

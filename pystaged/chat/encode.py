@@ -66,7 +66,7 @@ class Encoder:
             for where, written in self._answers(text, marks, at, begin, answers):
                 tokens.add(text[at:where], plain=spells_one(at, where))
                 tokens.take(written)
-                at = where + len(self._text(written))
+                at = where + len(self._tokenizer.decode(written))
             tokens.add(text[at:begin], plain=spells_one(at, begin))
             tokens.add(text[begin:end], plain=False)
             at = end
@@ -82,15 +82,12 @@ class Encoder:
             mark = run.group()[-1]
             if mark not in answers or mark == MESSAGE:
                 continue
-            words = self._text(answers[mark])
+            words = self._tokenizer.decode(answers[mark])
             where = run.end() - len(words)  # a template may write the space that an answer begins with
             if where >= at and text.startswith(words, where):
                 found.append((where, answers[mark]))
                 at = run.end()
         return found
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens)
 
     def _begun(self, tokens: list[int]) -> list[int]:
         """The tokens with one bos token in front, however many a template wrote."""

@@ -15,15 +15,7 @@ from pystaged.chat import ENDLESS, ChatTemplateError, history
 from pystaged.chat.calls import form_of
 from pystaged.chat.encode import Encoder
 from pystaged.chat.marked import ANSWERS, join, mark, marks_of
-from pystaged.chat.messages import (
-    Message,
-    completed,
-    in_parts,
-    is_answer,
-    marked,
-    marked_messages,
-    with_joined_parts,
-)
+from pystaged.chat.messages import Message, completed, in_parts, is_answer, marked, marked_messages, with_joined_parts
 from pystaged.chat.turn import CHANNELS, Dialect, TurnReader, prefill_of
 from pystaged.platform.process import ChildKilledError, ChildSilentError, Workers
 
@@ -42,8 +34,6 @@ _CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
-
-
 _workers = Workers("pystaged.chat.sandbox", _AT_ONCE)
 
 
@@ -83,8 +73,8 @@ class ChatFormat:
             "documents": None,
             "tools": None,
             "add_generation_prompt": True,
-            "bos_token": self._spelled(tokenizer.bos),
-            "eos_token": self._spelled(tokenizer.eos),
+            "bos_token": spelled(tokenizer, tokenizer.bos),
+            "eos_token": spelled(tokenizer, tokenizer.eos),
         }
         self._telling = threading.Lock()
 
@@ -95,17 +85,18 @@ class ChatFormat:
 
     def source(self, tools: bool = False) -> str:
         """The template that is used with or without tools; raises ChatTemplateError if there is none."""
-        return self._source("tool_use" if tools and "tool_use" in self._sources else "default")
+        return self._source(self._usual(tools))
 
     @property
     def knows_tools(self) -> bool:
         """Whether the templates support tools. If not, a system message describes them, and calls are text."""
         return "tool_use" in self._sources or "tools" in self.variables()
 
-    def variables(self, template: str = "default") -> set[str]:
-        """Names of the variables that a template uses; empty if it cannot be parsed, which rendering reports."""
+    def variables(self, tools: bool = False) -> set[str]:
+        """Names of the variables that the template for conversations with or without tools uses; empty if it cannot be
+        parsed, which rendering reports."""
         try:
-            return self._variables_of(template)
+            return self._variables_of(self._usual(tools))
         except Exception:
             return set()
 
@@ -171,36 +162,29 @@ class ChatFormat:
         return spelled
 
     def _write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-        template_options: Mapping[str, Any] | None,
-        add_generation_prompt: bool,
-        continues: bool = False,
+        self, messages: Sequence[Message], tools: Any, template: str | None, options: Any, adds: bool, continues: bool
     ) -> str:
-        if template_options is not None and not isinstance(template_options, Mapping):
-            raise TypeError(f"template_options must be a dictionary, not {type(template_options).__name__}")
+        """The marked text of a prompt. options: of the template; adds: the header of an answer."""
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"template_options must be a dictionary, not {type(options).__name__}")
         if continues and is_answer(messages):
 
             def write(told: Sequence[Message], adds: bool, **switches: bool) -> str:
-                return self._write(told, tools, template, {**(template_options or {}), **switches}, adds)
+                return self._write(told, tools, template, {**(options or {}), **switches}, adds, False)
 
             *before, last = marked_messages(messages)
             if before and self._is_answer(messages[-1], len(before), True):  # the model wrote it behind just the header
                 return join("", [write(before, True), last["content"]])
             return self._continued([*before, last], write)
-        for name in set(template_options or {}) & set(_RESERVED):
+        for name in set(options or {}) & set(_RESERVED):
             raise ValueError(f"template_options cannot set {name!r}")
         if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
             raise TypeError(f"tools must be a list of dictionaries, not {type(tools).__name__}")
         if str in map(type, tools or ()):
             raise TypeError("tools must be dictionaries, not strings")
-        options = {
-            str(name): marked(value, f"template_options[{name!r}]") for name, value in (template_options or {}).items()
-        }
+        options = {str(key): marked(each, f"template_options[{key!r}]") for key, each in (options or {}).items()}
         given, described = marked_messages(messages), None if tools is None else marked(tools, "tools")
-        name = template or ("tool_use" if tools and "tool_use" in self._sources else "default")
+        name = template or self._usual(tools)
 
         def can(what: str) -> bool:
             return self._probed(name, what)
@@ -216,7 +200,7 @@ class ChatFormat:
             for message in given
         ]
         variables = self._of_model | options
-        variables |= {"messages": given, "tools": described, "add_generation_prompt": add_generation_prompt}
+        variables |= {"messages": given, "tools": described, "add_generation_prompt": adds}
         try:
             text = self._guarded(name, variables)
         except ChatTemplateError:
@@ -226,7 +210,7 @@ class ChatFormat:
             if full == variables:
                 raise
             text = self._guarded(name, full)
-        ignored = {*options, *(["tools"] if described else [])} - self._variables[name]
+        ignored = {*options, *(["tools"] if described else [])} - self._variables_of(name)
         with self._telling:
             unsaid = {variable[:_LONGEST_NAME] for variable in ignored} - self._reported
             new = sorted(unsaid)[: _MOST_REPORTED - len(self._reported)]
@@ -303,6 +287,9 @@ class ChatFormat:
             self._variables[name] = self._ask("variables", self._source(name))
         return self._variables[name]
 
+    def _usual(self, tools: object) -> str:
+        return "tool_use" if tools and "tool_use" in self._sources else "default"
+
     def _source(self, name: str) -> str:
         if name not in self._sources:
             raise ChatTemplateError(f"there is no chat template {name!r}; the model has {', '.join(self._sources)}")
@@ -316,7 +303,6 @@ class ChatFormat:
         except ChatTemplateError as error:
             whose = "the model's chat template" + ("" if name == "default" else f" {name!r}")
             raise ChatTemplateError(f"{whose} {error}") from None
-        self._variables_of(name)
         return text
 
     def _ask(self, what: str, source: str, *given: Any) -> Any:
@@ -329,8 +315,10 @@ class ChatFormat:
             except (ChildKilledError, ChildSilentError):
                 raise ChatTemplateError(ENDLESS) from None
 
-    def _spelled(self, token: int) -> str:
-        return self._tokenizer.token_text(token) if token >= 0 else ""
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """How the vocabulary spells a token, "" for -1."""
+    return tokenizer.token_text(token) if token >= 0 else ""
 
 
 def _characters(value: Any) -> int:

@@ -114,9 +114,7 @@ def filled(tools: list[Any]) -> list[Any]:
             function = empty | {name: each for name, each in function.items() if each}
             properties = function["parameters"].get("properties")
             if isinstance(properties, dict):
-                named = {
-                    name: {"description": ""} | each for name, each in properties.items() if isinstance(each, dict)
-                }
+                named = {key: {"description": ""} | each for key, each in properties.items() if isinstance(each, dict)}
                 function["parameters"] = function["parameters"] | {"properties": properties | named}
             found.append(tool | {"function": function} if "function" in tool else function)
         else:

@@ -6,25 +6,19 @@ from collections.abc import Sequence
 
 from pystaged._core import Tokenizer
 
+Files = Sequence[tuple[str, str]]
+"""Names and texts of related files, the most important one last."""
 _WINDOW = 2048  # most tokens around the gap, a quarter of them after it, as in llama-server
 
 
 def infill_prompt(
-    tokenizer: Tokenizer,
-    prefix: str,
-    suffix: str,
-    *,
-    begun: str,
-    files: Sequence[tuple[str, str]],
-    n_ctx: int,
-    max_tokens: int,
+    tokenizer: Tokenizer, prefix: str, suffix: str, *, begun: str, files: Files, n_ctx: int, max_tokens: int
 ) -> list[int]:
     """The tokens of a prompt for the text between prefix and suffix, as llama-server makes them: what is furthest from
     the gap is left out if it does not fit. Control tokens spelled in the texts are text.
 
     Args:
         begun: beginning of the new text.
-        files: names and texts of related files, the most important one last.
         max_tokens: most tokens of the new text.
 
     Raises:

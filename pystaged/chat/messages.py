@@ -67,9 +67,9 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
         rest["tool_calls"] = calls
     found: dict[str, Any] = {"role": str(role)} | marked(rest, where)
     if content is not None:
-        own = chr(ANSWERS + number) if isinstance(content, str) and message.get("tokens") else None
-        found["content"] = mark(content, own) if own else marked(content, where)
-    _check_text(content, where)
+        found["content"] = marked(content, where)
+        if isinstance(content, str) and message.get("tokens"):
+            found["content"] = mark(content, chr(ANSWERS + number))
     return found
 
 
@@ -133,24 +133,11 @@ def marked(value: Any, where: str) -> Any:
     """Mark the strings of plain data. Raises ValueError and TypeError that name `where`."""
     try:
         made = mark(value)
+        json.dumps(made, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} has text that is not valid Unicode: it cannot be written as UTF-8") from None
     except TypeError as error:
         raise TypeError(f"{where}: {error}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
-    _check_text(made, where)
     return made
-
-
-def _check_text(value: Any, where: str) -> None:
-    try:
-        if isinstance(value, str):
-            value.encode()
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                _check_text(each, where)
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                _check_text(key, where)
-                _check_text(each, where)
-    except UnicodeEncodeError:
-        raise ValueError(f"{where} has text that is not valid Unicode: it cannot be written as UTF-8") from None

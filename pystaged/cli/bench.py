@@ -123,7 +123,7 @@ def passes(
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows after a context of 256 tokens (--context sets others): what verifying n - 1
-    guesses costs.
+    guesses costs; and a prompt as long as the context.
 
     Example: pystaged bench passes --model random --type Q4_0
 
@@ -255,11 +255,9 @@ def parts(
             stats = pairs.run_texts(context, texts, *options)
             judged = stats.drafters.get("draft", DrafterStats())
             spent = target.of(stats.steps, stats.rows) + cheap.of(judged.passes, judged.nodes)
-            figures = judged.passes / stats.new_tokens, stats.new_tokens / spent
+            figures = stats.tokens_per_step, judged.passes / stats.new_tokens, stats.new_tokens / spent
             depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
-            table.add_row(
-                f"{mode}: {way}", f"{stats.tokens_per_step:.3f}", *(f"{each:.3f}" for each in figures), depths
-            )
+            table.add_row(f"{mode}: {way}", *(f"{each:.3f}" for each in figures), depths)
     _console().print(table)
 
 

@@ -10,12 +10,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pystaged.cli import help
-from pystaged.options.aliases import COMMANDS, NEEDLESS, OPTIONS, PROMPT, PROMPT_FILE, WITH_VALUE, meant
-from pystaged.options.validation import plainly
+from pystaged.options.aliases import COMMANDS, NEEDLESS, OPTIONS, PROMPT, PROMPT_FILE, WITH_VALUE, meant, plainly
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or Typer's copy of it
-
-
 # For who gives a command more arguments than it takes.
 _ARGUMENTS = {
     "generate": 'more than a prompt is given; write: pystaged generate "SEVERAL WORDS" --model MODEL',

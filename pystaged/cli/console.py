@@ -76,13 +76,7 @@ def progress_bars() -> Iterator[Progress]:
     """Progress bars on standard error, one for each task."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.TaskProgressColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    bars = rich_progress.Progress(*columns, console=errors)
+    bars = rich_progress.Progress(console=errors)
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -99,7 +93,7 @@ def progress_bars() -> Iterator[Progress]:
 
 
 @contextmanager
-def _late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
+def late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
     """A bar that is shown after a second, if standard error is a terminal.
 
     Args:
@@ -136,7 +130,7 @@ def _late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[.
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar for a prefill; call it with the tokens evaluated and the tokens to evaluate."""
     more = "{task.completed} of {task.total} tokens, {task.fields[speed]:.0f} per second"
-    with _late_bar("reading the prompt", more, speed=0.0) as (show, hide):
+    with late_bar("reading the prompt", more, speed=0.0) as (show, hide):
         begin = time.monotonic()
 
         def progress(done: int, total: int) -> None:
@@ -149,15 +143,6 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
                 show(done, total, speed=done / max(1e-9, time.monotonic() - begin))
 
         yield progress
-
-
-@contextmanager
-def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
-    """A bar for several sequences. Call the first function with finished ones, all, and tokens; the second
-    hides the bar until the next call."""
-    with _late_bar("{task.completed} of {task.total} texts are done", "{task.fields[tokens]} tokens", tokens=0) as bar:
-        show, hide = bar
-        yield lambda done, total, tokens: show(done, total, tokens=tokens), hide
 
 
 def model_name(name: str | None) -> str | Path:

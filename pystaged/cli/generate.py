@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pystaged.cli.options import (
-    LIMIT_HELP,
-    OF_LOADING,
-    OF_TEXTS,
-    SHOWN,
-    Given,
-    Json,
-    ModelName,
-    at_least,
-    takes,
-)
+from pystaged.cli.options import LIMIT_HELP, OF_LOADING, OF_TEXTS, SHOWN, Given, Json, ModelName, at_least, takes
 from pystaged.options.table import SAMPLING, TEXT
 
 
@@ -83,23 +73,19 @@ def generate(
 
     Example: pystaged generate - --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt > text.txt
     """
-    if (prompt is None) == (prompts is None):
-        raise typer.BadParameter("give a prompt, - for standard input, or --prompts with a file of them")
-    several = prompts is not None or n is not None
-    if several and (given.paints or given["show_tree"]):
-        raise typer.BadParameter("--color and --show-tree show one text, not several")
-    if several and receipt:
-        raise typer.BadParameter(
-            "--receipt saves one text, not several; in Python each result has a receipt: result.receipt"
-        )
-    if not chat and (given["system"] or "think" in given):
-        raise typer.BadParameter("--system and --think are for --chat")
-    if chat and suffix:
-        raise typer.BadParameter("--suffix is for prompts that are continued, not for --chat")
-    if "logprobs" in given and not as_json:
-        raise typer.BadParameter("--logprobs needs --json")
-    if receipt == Path("-"):
-        raise typer.BadParameter("--receipt names a file; standard output has the text")
+    many = prompts is not None or n is not None
+    refused: dict[str, object] = {
+        "give a prompt, - for standard input, or --prompts with a file of them": (prompt is None) == (prompts is None),
+        "--color and --show-tree show one text, not several": many and (given.paints or given["show_tree"]),
+        "--receipt saves one text, not several; in Python each result has a receipt: result.receipt": many and receipt,
+        "--system and --think are for --chat": not chat and (given["system"] or "think" in given),
+        "--suffix is for prompts that are continued, not for --chat": chat and suffix,
+        "--logprobs needs --json": "logprobs" in given and not as_json,
+        "--receipt names a file; standard output has the text": receipt == Path("-"),
+    }
+    for words, is_so in refused.items():
+        if is_so:
+            raise typer.BadParameter(words)
     from pystaged.cli.texts import write  # noqa: PLC0415  help must not wait for what a run imports
 
     write(given, model, prompt, prompts, n, suffix, receipt, verbose, as_json, chat)

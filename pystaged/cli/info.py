@@ -16,7 +16,7 @@ from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.distilled import find_distilled
-from pystaged.loading.drafts import KnownDraft, find_draft, known_drafts, own_layer
+from pystaged.loading.drafts import find_draft, known_drafts, own_layer
 from pystaged.loading.features import describe, known_form
 from pystaged.loading.metadata import reads_target
 
@@ -65,9 +65,8 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
-    typer.echo(
-        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
-    )
+    exact = "byte for byte exact" if is_ours else "not for this model"
+    typer.echo(f"{'device':<18}cpu: this package's kernels, {exact}")
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         typer.echo(
@@ -112,11 +111,11 @@ def _memory(draft: Path, target: Model, tokenizer: Tokenizer) -> str:
     )
 
 
-def _no_draft(known: list[KnownDraft]) -> str:
+def _no_draft(known: list[str]) -> str:
     """Says that a model has no draft here, and how to get one that is known for it."""
     if not known:
         return "none of its own: n-grams draft, until one is named with --draft"
-    first, *others = [draft.name for draft in known]
+    first, *others = known
     more = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
     return f"none here, so n-grams draft; {first} is made for it: pystaged pull {first} --type q8_0{more}"
 

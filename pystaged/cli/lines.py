@@ -99,13 +99,13 @@ class Lines:
     def _marked_lines(self, prompt: str) -> str:
         """A line; or those of a paste, around which libedit was told to type marks, as one."""
         history, begun = self._marked, self._marked.get_current_history_length()
-        _write("\x1b[?2004h")  # the terminal tells where a paste begins and ends
+        typer.echo("\x1b[?2004h", nl=False)  # the terminal tells where a paste begins and ends
         try:
             found = input(prompt)
             while found.count("\x01") > found.count("\x02"):
                 found += "\n" + input()
         finally:
-            _write("\x1b[?2004l")
+            typer.echo("\x1b[?2004l", nl=False)
         plain = found.replace("\x01", "").replace("\x02", "")
         if plain != found:
             while (length := history.get_current_history_length()) > begun:
@@ -115,13 +115,8 @@ class Lines:
 
     def _show_line(self, typed: str) -> None:
         if self._prompt:
-            _write(self._prompt + typed)
+            typer.echo(self._prompt + typed, nl=False)
 
 
 def _history_file() -> Path:
     return cache_folder() / "history"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -315,23 +315,15 @@ def _biases(words: list[str]) -> dict[int | str, float]:
     return biases
 
 
-def _schema(words: str) -> str:
-    return words if words.lstrip()[:1] == "{" else _read_grammar(words)
-
-
-def _grammar(words: str) -> str:
-    return words if re.search(r"::=|\bstart\s*(\[[^\]]*\]\s*)?:", words) else _read_grammar(words)
-
-
-def _read_grammar(path: str) -> str:
-    """Read a schema or grammar from a file or pipe."""
-    if not path:
+def _grammar(words: str, mark: str = r"::=|\bstart\s*(\[[^\]]*\]\s*)?:") -> str:
+    """A schema or grammar that is given itself, as a mark in it shows, or read from a file or pipe."""
+    if not words:
         raise typer.BadParameter("a schema or grammar is empty")
-    return read_text(path)
+    return words if re.search(mark, words) else read_text(words)
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "json_schema": _schema,
+    "json_schema": lambda words: _grammar(words, r"^\s*\{"),
     "grammar": _grammar,
     "logit_bias": _biases,
     "dry_sequence_breakers": lambda texts: [text for text in texts if text != "none"],

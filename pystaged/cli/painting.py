@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from pystaged._core import Tokenizer
 from pystaged.cli.console import errors
 from pystaged.cli.options import Given
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
-from pystaged.decoding.tree import Stage, TokenTree
+from pystaged.decoding.text import Text as Written
+from pystaged.decoding.tree import Stage
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
@@ -34,26 +34,20 @@ _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether th
 
 
 def show(
-    stream: Stream,
-    tokenizer: Tokenizer,
-    given: Given,
-    *,
-    keep: Callable[[Piece], object] = lambda _: None,
-    wrap: bool = False,
+    stream: Stream, given: Given, *, keep: Callable[[Piece], object] = lambda _: None, wrap: bool = False
 ) -> GenerationResult:
     """Write a text while it is generated, and a newline after it, also when interrupted.
 
     Args:
-        tokenizer: of the target.
         given: whether tokens are coloured, and whether each step's tree is drawn.
         keep: called with each piece that was written.
         wrap: break lines between words, in a terminal.
     """
     console, paint = Console(highlight=False), given.paints
     if given.get("show_tree"):
-        view = _with_trees(console, tokenizer, paint=paint)
+        view = _with_trees(console, stream.text, paint=paint)
     else:
-        view = _flowing(console, tokenizer, paint=paint, wrap=wrap and _is_screen(console))
+        view = _flowing(console, stream.text, paint=paint, wrap=wrap and _is_screen(console))
     try:
         with stream, view as write:
             for piece in stream:
@@ -111,12 +105,11 @@ def _is_screen(console: Console) -> bool:
 
 
 @contextmanager
-def _flowing(console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool) -> Iterator[Callable[[Piece], None]]:
-    """A function that writes pieces as they come.
+def _flowing(console: Console, written: Written, *, paint: bool, wrap: bool) -> Iterator[Callable[[Piece], None]]:
+    """A function that writes pieces of a text as they come.
 
     Args:
         console: of standard output.
-        tokenizer: of the target.
         paint: whether to colour each token by the stage that proposed it.
         wrap: whether to break lines between words; the last word is then held until it ends.
     """
@@ -133,7 +126,7 @@ def _flowing(console: Console, tokenizer: Tokenizer, *, paint: bool, wrap: bool)
     def show(piece: Piece) -> None:
         found: Iterable[tuple[str, Style | None]] = [(piece.text, None)]
         if paint:
-            found = ((text, STAGE_STYLES[stage]) for text, stage in _spans(spans, piece, tokenizer))
+            found = ((text, STAGE_STYLES[stage]) for text, stage in _spans(spans, piece, written))
         for text, style in found:
             write(lines.feed(text, style) if wrap else [(text, style)])
 
@@ -185,19 +178,14 @@ class Wrap:
             yield "\n", None
             self._column = 0
         self._column += cells
-        yield from _joined(self._word)
+        for style, found in groupby(self._word, key=lambda each: each[1]):
+            yield "".join(character for character, _ in found), style
         self._word = []
 
 
-def _joined(characters: list[tuple[str, Style | None]]) -> Iterator[tuple[str, Style | None]]:
-    """Join neighbouring characters of one style."""
-    for style, found in groupby(characters, key=lambda each: each[1]):
-        yield "".join(character for character, _ in found), style
-
-
 @contextmanager
-def _with_trees(console: Console, tokenizer: Tokenizer, *, paint: bool) -> Iterator[Callable[[Piece], None]]:
-    """A function that writes pieces, and each verified tree with its accepted path bright.
+def _with_trees(console: Console, written: Written, *, paint: bool) -> Iterator[Callable[[Piece], None]]:
+    """A function that writes pieces of a text, and each verified tree with its accepted path bright.
 
     In a terminal the end of the text stays below the trees, and the whole text follows the last one. Elsewhere trees go
     to standard error, so that standard output has only the text. Arguments as in _flowing.
@@ -207,14 +195,14 @@ def _with_trees(console: Console, tokenizer: Tokenizer, *, paint: bool) -> Itera
     def write(piece: Piece) -> None:
         sys.stdout.write(piece.text)
         sys.stdout.flush()
-        errors.print(draw_tree(piece.tree, piece.path, tokenizer))
+        errors.print(draw_tree(piece, written))
 
     def show(piece: Piece) -> None:
-        for text, stage in _spans(spans, piece, tokenizer):
+        for text, stage in _spans(spans, piece, written):
             whole.append(text, STAGE_STYLES[stage] if paint else None)
         lines = whole.split("\n", allow_blank=True)[-_TEXT_LINES:]
         live.update(Text("\n").join(lines)[-_TEXT_LINES * console.width :])
-        console.print(draw_tree(piece.tree, piece.path, tokenizer))
+        console.print(draw_tree(piece, written))
 
     if not _is_screen(console):
         yield write
@@ -227,20 +215,20 @@ def _with_trees(console: Console, tokenizer: Tokenizer, *, paint: bool) -> Itera
         console.file.flush()
 
 
-def _spans(spans: StageSpans, piece: Piece, tokenizer: Tokenizer) -> Iterator[tuple[str, Stage]]:
+def _spans(spans: StageSpans, piece: Piece, written: Written) -> Iterator[tuple[str, Stage]]:
     """The text of each token of a piece, and the stage that proposed it."""
-    return spans.split(piece.text, map(tokenizer.token_bytes, piece.tokens), piece.stages)
+    return spans.split(piece.text, map(written.token_bytes, piece.tokens), piece.stages)
 
 
-def draw_tree(tree: TokenTree, path: tuple[int, ...], tokenizer: Tokenizer) -> Tree:
-    """Draw a verified tree, with accepted nodes bright. path: these, root first."""
-    accepted = set(path)
+def draw_tree(piece: Piece, written: Written) -> Tree:
+    """Draw the tree that was verified for a piece of a text, with accepted nodes bright."""
+    tree, path, accepted = piece.tree, piece.path, set(piece.path)
     drawn: dict[int, Tree] = {}
     # A tree's likeliest nodes come first, but all accepted ones must be shown.
     shown = [*path, *(node for node in range(len(tree)) if node not in accepted)][:_MOST_NODES]
     for node in sorted(shown):
         parent = int(tree.parents[node])
-        text = tokenizer.token_bytes(int(tree.tokens[node])).decode("utf-8", "replace")
+        text = written.token_bytes(int(tree.tokens[node])).decode("utf-8", "replace")
         label = Text(repr(text), no_wrap=True, overflow="ellipsis")
         label.stylize(STAGE_STYLES[Stage(tree.stages[node])] + _NODE_STYLES[node in accepted])
         if node == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ _MOST_BYTES = 1 << 26  # of a file of prompts
 _SHOWN = 40  # characters of a prompt that messages show
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_FIELDS = {"prompt", "messages"}  # of a line of JSON, one of them
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def read_prompts(path: Path) -> list[Asked]:
     """
     name = "standard input" if str(path) == "-" else str(path)
     data = _read(path).removeprefix(_BYTE_ORDER_MARK)
-    in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and _begins_with_object(data))
+    first = _object(data.lstrip().split(b"\n", 1)[0])
+    in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and not first.keys().isdisjoint(_FIELDS))
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
     found: list[Asked] = []
@@ -70,15 +73,6 @@ def read_prompts(path: Path) -> list[Asked]:
     return found
 
 
-def _begins_with_object(data: bytes) -> bool:
-    """Whether data from a source without a telling name holds JSON objects, one per line."""
-    try:
-        first = json.loads(data.lstrip().split(b"\n", 1)[0])
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and bool(first.keys() & {"prompt", "messages"})
-
-
 def _read(path: Path) -> bytes:
     if str(path) == "-":
         return read_prompt("-").encode()
@@ -86,15 +80,20 @@ def _read(path: Path) -> bytes:
         return file.read(_MOST_BYTES + 1)
 
 
+def _object(line: bytes | str) -> dict[str, Any]:
+    """The object that a line of JSON is; an empty one for another line."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def _parsed(where: str, line: str, unused: set[str]) -> Asked:
     """Parse a line of JSON; names of unused fields are added to `unused`."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+    fields = _object(line)
+    if ("prompt" in fields) == ("messages" in fields):
         raise ValueError(f"{where}: not a JSON object with a 'prompt' or 'messages'")
-    unused |= fields.keys() - {"prompt", "messages"}
+    unused |= fields.keys() - _FIELDS
     if "prompt" in fields:
         if not isinstance(fields["prompt"], str):
             raise ValueError(f"{where}: the prompt is not a string")

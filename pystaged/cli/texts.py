@@ -13,14 +13,14 @@ from typing import Any
 
 import typer
 
-import pystaged
 from pystaged.chat.format import begin
-from pystaged.cli.console import counter, errors, open_engine, read_prompt, read_question, reading_bar, report
+from pystaged.cli.console import errors, late_bar, open_engine, read_prompt, read_question, reading_bar, report
 from pystaged.cli.options import Given, usage
 from pystaged.cli.painting import show, stats_table, summary
 from pystaged.cli.prompts import Asked, read_prompts
 from pystaged.decoding.readers import Stream, pieces
 from pystaged.decoding.text import Text
+from pystaged.engine import Engine
 from pystaged.loading.names import default_model
 from pystaged.options.config import GenerationConfig
 from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
@@ -85,7 +85,7 @@ def write(
             if as_json:
                 _write_json(stream, asked[0], chat=chat)
             else:
-                show(stream, engine.tokenizer, given, wrap=chat)
+                show(stream, given, wrap=chat)
         result = stream.result
         if receipt:
             result.receipt.save(receipt)
@@ -101,10 +101,9 @@ def write(
         report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
     if verbose:
         errors.print(stats_table(result.stats))
-        num_read = result.stats.prompt_tokens - result.stats.reused_tokens
-        report(
-            f"read {num_read} tokens of the prompt in {result.stats.prefill_seconds:.2f} seconds; seed {result.seed}"
-        )
+        stats = result.stats
+        num_read = stats.prompt_tokens - stats.reused_tokens
+        report(f"read {num_read} tokens of the prompt in {stats.prefill_seconds:.2f} seconds; seed {result.seed}")
     _check_json(given, [result])
 
 
@@ -114,7 +113,7 @@ def _check_json(given: Given, results: list[GenerationResult]) -> None:
         result.json()
 
 
-def _question(engine: pystaged.Engine, asked: Asked, given: Given) -> Prompt:
+def _question(engine: Engine, asked: Asked, given: Given) -> Prompt:
     """A question as a prompt, by the model's chat template."""
     messages = asked.messages or [{"role": "user", "content": asked.prompt}]
     if system := given["system"]:
@@ -125,7 +124,7 @@ def _question(engine: pystaged.Engine, asked: Asked, given: Given) -> Prompt:
 
 
 def _sequences(
-    engine: pystaged.Engine, asked: Sequence[Asked], text_of: Callable[[Asked], Prompt], config: GenerationConfig
+    engine: Engine, asked: Sequence[Asked], text_of: Callable[[Asked], Prompt], config: GenerationConfig
 ) -> list[Text]:
     """Prepare a sequence for each prompt. Raises ValueError that names an invalid prompt."""
     found: list[Text] = []
@@ -151,14 +150,7 @@ def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
 
 
 def _write_several(
-    engine: pystaged.Engine,
-    asked: Sequence[Asked],
-    sequences: Sequence[Text],
-    n: int,
-    *,
-    chat: bool,
-    as_json: bool,
-    verbose: bool,
+    engine: Engine, asked: list[Asked], sequences: list[Text], n: int, *, chat: bool, as_json: bool, verbose: bool
 ) -> list[GenerationResult]:
     """Write n texts for each prompt in order, each as soon as it is done."""
 
@@ -193,11 +185,11 @@ def _write_several(
     return done
 
 
-def _fills_context(engine: pystaged.Engine, result: GenerationResult) -> bool:
+def _fills_context(engine: Engine, result: GenerationResult) -> bool:
     return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
 
 
-def _tell_full(engine: pystaged.Engine, where: str = "") -> None:
+def _tell_full(engine: Engine, where: str = "") -> None:
     """Report that the context is full, and how to get more."""
     most = engine.model.max_context
     more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
@@ -254,7 +246,8 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
             sys.stdout.flush()
             num_written += 1
 
-    with counter() as (count, hide):
+    done_of, and_tokens = "{task.completed} of {task.total} texts are done", "{task.fields[tokens]} tokens"
+    with late_bar(done_of, and_tokens, tokens=0) as (count, hide):
         try:
             with closing(pieces(begun())) as said:
                 for sequence, piece in said:
@@ -264,7 +257,7 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
                         tokens += len(piece.tokens)
                     while num_written in done:
                         write(num_written)
-                    count(num_written + len(done), total, tokens)
+                    count(num_written + len(done), total, tokens=tokens)
         except BaseException:
             for number in sorted(done):
                 write(number)

@@ -210,8 +210,8 @@ class Chat:
     def answer_once(self, said: str) -> None:
         """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
         with reading_bar() as progress:
-            stream = self._stream([*self._so_far, _asks(said)], progress)
-            result = show(stream, self.engine.tokenizer, self.given, wrap=True)
+            stream = self._stream([*self._so_far, {"role": "user", "content": said}], progress)
+            result = show(stream, self.given, wrap=True)
         self._tell(result, "--max-tokens", "--no-stop-loops")
         if self.given.get("json_schema") is not None:
             result.json()
@@ -220,7 +220,7 @@ class Chat:
         """Run a turn: the user's text, then the model's."""
         before = self._states[-1]
         self._states[-1] = before._replace(turn=(before, said))  # for /retry, if nothing is written
-        begun, made_with = [*before.messages, _asks(said)], self._fixed_by()
+        begun, made_with = [*before.messages, {"role": "user", "content": said}], self._fixed_by()
         pieces: list[Piece] = []
         try:
             result, about = self._write(begun, pieces)
@@ -258,7 +258,7 @@ class Chat:
         try:
             with self.interrupts.allowed(), reading_bar() as progress:
                 stream = self._stream(begun, progress)
-                show(stream, self.engine.tokenizer, self.given, keep=take, wrap=True)
+                show(stream, self.given, keep=take, wrap=True)
         except KeyboardInterrupt:
             pass
         except OSError as error:
@@ -400,20 +400,14 @@ class Chat:
         except (KeyError, ValueError):
             wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
             raise ValueError(f"{name} must be {wanted}, not {value}") from None
-        if name == "stop_loops":
-            self.given[name] = number
-        elif name == "max_tokens":
+        if name == "max_tokens":
             if not -1 <= number < 2**31:
                 raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
-            self.given[name] = max(int(number), 0)
-        else:
-            given = Given(self.given | {name: None if name == "seed" and number == -1 else number})
-            sampling = given.sampling(self.engine)
-            self.given = given
-            if name != "seed":
-                report(described(sampling))
-                return
-        report(f"{name} {value}")
+            number = max(number, 0)
+        given = Given(self.given | {name: None if (name, number) == ("seed", -1) else number})
+        sampling = given.sampling(self.engine)
+        self.given = given
+        report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {value}")
 
 
 def _switched(name: str, words: str) -> bool:
@@ -422,10 +416,6 @@ def _switched(name: str, words: str) -> bool:
         raise ValueError(f"write /{name} on or /{name} off")
     report(f"{name} {words}")
     return _SWITCH[words]
-
-
-def _asks(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _answer(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -461,14 +451,7 @@ def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
     return line
 
 
-def converse(
-    model: str | None,
-    question: str | None,
-    given: Given,
-    resume: Path | None,
-    *,
-    stats: bool,
-) -> None:
+def converse(model: str | None, question: str | None, given: Given, resume: Path | None, *, stats: bool) -> None:
     """Answer one question, or run what is typed in a terminal; see `chat`."""
     model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
     given["max_tokens"] = max(given.get("max_tokens", ANSWER_TOKENS), 0)

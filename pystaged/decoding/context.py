@@ -1,22 +1,35 @@
-"""A context: where texts are decoded, one at a time, and what is learnt from them."""
+"""A context: where texts are decoded, one at a time, and what is learnt from them; and the pool of contexts, which
+keeps the KV caches of ended texts for prompts with the same prefix."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
 from heapq import nlargest
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Session
+from pystaged._core import DeviceError, Session
 from pystaged.decoding.account import Account, Meter
-from pystaged.decoding.cost import PassCost
-from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost, PassCost
+from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
 
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
+_MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
+_WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another text's and copy it
+_SHARE = 16  # a text on disk is read if it saves the prefill of at least its tokens divided by this
+_LEAST_KEPT = 32  # tokens; prefill of fewer is quick
+FREE_SHARE = 4  # contexts get the free memory divided by this
+_KEPT_SHARE, _MOST_KEPT = 16, 8  # states kept of a text: in the memory of contexts divided by this, and no more
+_OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
 class Context:
@@ -100,3 +113,267 @@ class Context:
         """Close the sessions of target and drafter."""
         for session in self.sessions:
             session.close()
+
+
+class Wait(Enum):
+    """Reason why a text must wait for a context."""
+
+    MEMORY = "memory that other texts hold"
+    PROMPT = "another text's prefill of the same tokens"
+
+
+class Prompts(Protocol):
+    """Ended texts that are kept on disk; see KeptPrompts."""
+
+    def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
+    def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
+    def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None: ...
+    def close(self) -> None: ...
+
+
+class ContextPool:
+    """Lends each context to one text at a time and keeps its KV cache for prompts with the same prefix.
+
+    The KV caches of all contexts take at most `memory` bytes. A text counts with its prompt and max_tokens, an idle
+    context with its contents. A text may exceed the bound if no other can step. Idle contexts make room, the least
+    recently used first, each from its end.
+
+    A recurrent layer can only go back to states that it has kept: shortly before the end of each prompt, where a prompt
+    turned out to differ from another one, and where the last user turn began; as many as a share of `memory` holds.
+
+    Thread-safe: calls are serialized.
+
+    Args:
+        make: copies the first tokens and the learnt state of a context, or makes an empty one for None; the constructor
+            calls it once. Raises DeviceError or MemoryError if there is no room.
+        memory: bytes; None for a quarter of `free`, but enough for one full context.
+        free: free bytes of this machine's memory.
+
+    Attributes:
+        prompts: keeps ended texts on disk; None for none.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Context | None, int], Context],
+        memory: int | None = None,
+        *,
+        free: int = 0,
+    ) -> None:
+        self._make = make
+        self.prompts: Prompts | None = None
+        self._lock = threading.RLock()  # the garbage collector may close an engine during a call
+        first = make(None, 0)
+        self._sessions = first.sessions  # like those of all contexts; they may be closed
+        kept_bytes = sum(session.kept_state_bytes for session in self._sessions)
+        kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
+        self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
+        self.n_ctx = first.target.n_ctx  # positions of each context
+        self.full_bytes = self._needed(self.n_ctx)
+        self.memory = memory or max(free // FREE_SHARE, self.full_bytes)
+        self._lent, self._idle = list[Context](), [first]  # the least recently used first
+        first.rest()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise ValueError if the pool is closed."""
+        if self.closed:
+            raise ValueError("the engine is closed")
+
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes that the running texts can fill, plus the bytes of idle contexts."""
+        return sum(context.num_bytes for context in (*self._lent, *self._idle))
+
+    def take(
+        self, prompt: NDArray[np.int32], max_tokens: int, *, most_reused: int, must: bool = False
+    ) -> Context | Wait:
+        """Lend a context for a prompt, int32[n], and max_tokens more; or return a reason to wait and ask again later.
+
+        The context holds the longest prefix of the prompt that any context holds, lent ones included, whose texts must
+        be between steps. An idle one is lent itself if nearly all of it matches, or if there is no room for a copy.
+
+        Args:
+            most_reused: most tokens of the prompt that the context may hold.
+            must: do not wait, and exceed the bound if needed.
+
+        Raises:
+            ValueError: the pool is closed.
+            DeviceError: a device failed, or has no room.
+        """
+        with self._lock:
+            self.check_open()
+            need, wanted = self._needed(len(prompt) + max_tokens), prompt[:most_reused]
+            if self._lent and not must and sum(context.num_bytes for context in self._lent) + need > self.memory:
+                return Wait.MEMORY
+            source, length, common = self._most_like(wanted)
+            if not must and self._is_being_read(wanted, length):
+                return Wait.PROMPT
+            if self._restore(wanted, length):
+                source, length, common = self._most_like(wanted)
+            dropped = len(source.tokens) - length if source in self._idle else -1
+            survives = _survives(dropped, length)
+            if not survives:
+                self._make_room(need, source if length else None)
+            if source in self._idle and (survives or self.num_bytes + need > self.memory):
+                self._idle.remove(source)
+                source.cut(length)
+                self._make_room(need)
+            else:
+                try:
+                    source = self._begin(source, length)
+                except DeviceError:
+                    if not self._lent or must:
+                        raise
+                    return Wait.MEMORY
+            # While prompts extend the whole text, as after tool calls, the user's turn is the same.
+            if source.anchor < 0 or not 0 <= dropped <= BEFORE_END[0]:
+                source.anchor = len(prompt) - 1 - BEFORE_END[0]
+            source.tokens, source.num_bytes, source.partings = prompt, need, {common}
+            self._lent.append(source)
+            source.keep_states(self._num_kept)
+            return source
+
+    def give_back(self, context: Context) -> None:
+        """Let a context be idle, unless another one can rewind to its tokens; if the pool is closed, free it."""
+        with self._lock:
+            if context in self._lent:
+                self._lent.remove(context)
+            try:
+                self.check_open()
+                self._keep(context)
+                context.rest()
+            except (DeviceError, ValueError):  # the pool is closed, or the context, or its device is lost
+                context.close()
+                return
+            for other in self._idle.copy():
+                if context.reaches(other.tokens):
+                    self._free(other)
+                elif other.reaches(context.tokens):
+                    context.close()
+                    self._idle.remove(other)
+                    context = other
+            self._idle.append(context)
+            for oldest in self._idle[:-_MOST_IDLE]:
+                self._free(oldest)
+            self._make_room(0)
+
+    def forget(self) -> None:
+        """Free all idle contexts."""
+        with self._lock:
+            for context in self._idle.copy():
+                self._free(context)
+
+    def close(self) -> None:
+        """Free the idle contexts, and each lent one when it is given back; lend no more."""
+        self.closed = True
+        try:
+            with self._lock:
+                for context in self._idle.copy():
+                    self._keep(context, last=True)
+        finally:  # Ctrl-C ends the writing
+            self.forget()
+        if self.prompts:
+            self.prompts.close()
+
+    def _keep(self, context: Context, *, last: bool = False) -> None:
+        """Keep a context's text on disk."""
+        if self.prompts:
+            with suppress(*_OUT_OF_REACH, MemoryError):
+                self.prompts.keep(context.sessions, last=last)
+
+    def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
+        """Read a text from disk into an idle context, if that saves enough prefill; returns whether it did.
+        length: tokens of the prompt that a context here can supply."""
+        if self.prompts is None or (found := self.prompts.find(prompt, self.n_ctx)) is None:
+            return False
+        path, tokens = found
+        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _SHARE)  # the whole file is read
+        is_here = any(np.array_equal(context.tokens[: len(tokens)], tokens) for context in self._idle)
+        if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
+            return False
+        self._make_room(need)
+        if self._lent and self.num_bytes + need > self.memory:
+            return False
+        context = self._begin(None, 0)
+        if is_read := self.prompts.load(path, context.sessions):
+            context.rest()
+            self._idle.append(context)
+        else:
+            context.close()
+        return is_read
+
+    def _make_room(self, need: int, spared: Context | None = None) -> None:
+        """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
+        for context in self._idle.copy():
+            # The bytes that a cut frees in layers with a sliding window are known only afterwards.
+            while context is not spared and context in self._idle:
+                excess, target = self.num_bytes + need - self.memory, context.target
+                if excess <= 0:
+                    return
+                length = target.reachable(max(0, len(context.tokens) - -(-excess // max(1, target.cell_bytes))))
+                if length < _LEAST_KEPT:
+                    self._free(context)
+                    continue
+                context.tokens = context.tokens[:length]  # first, because a cut may fail
+                context.cut(length)
+                context.rest()
+
+    def _begin(self, source: Context | None, length: int) -> Context:
+        """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
+        try:
+            return self._make(source, length)
+        except (DeviceError, MemoryError):
+            if not self._idle:
+                raise
+        self.forget()  # a device may have less memory than the bound
+        return self._make(source, 0)
+
+    def _free(self, context: Context) -> None:
+        self._idle.remove(context)
+        context.close()
+
+    def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Context | None, int, int]:
+        """The context that can rewind to the longest prefix of the prompt, that prefix's length, and the length of the
+        longest prefix that any context holds. Among equal contexts: an idle one, then one that the prefix nearly fills,
+        then the one used last."""
+        best: Context | None = None
+        most, longest = (0, False, False), 0
+        for i, context in enumerate((*self._lent, *self._idle)):
+            with suppress(*_OUT_OF_REACH):
+                is_idle = i >= len(self._lent)
+                tokens = context.tokens if is_idle else context.target.tokens
+                common = common_prefix(tokens, prompt)
+                length, longest = context.target.reachable(common), max(longest, common)
+                if (rank := (length, is_idle, _survives(len(tokens) - length, length))) >= most:
+                    best, most = context, rank
+        return best, most[0], longest
+
+    def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
+        """Whether another text is prefilling so much more of a prompt that waiting for a copy is faster."""
+        for context in self._lent:
+            common = common_prefix(context.tokens[:-1], prompt)
+            if common >= length + _WORTH_WAITING:
+                with suppress(*_OUT_OF_REACH):
+                    # It has read them already; if `length` is less, it cannot rewind to them.
+                    if common_prefix(context.target.tokens, prompt) >= common:
+                        continue
+                    context.partings.add(common)
+                    context.keep_states(self._num_kept)
+                return True
+        return False
+
+    def _needed(self, tokens: int) -> int:
+        """Bytes of a context with this many tokens."""
+        needed = 0
+        for session in self._sessions:
+            held = min(tokens, session.n_ctx)
+            needed += session.state_bytes + self._num_kept * session.kept_state_bytes
+            needed += session.cell_bytes * (SPARE_CELLS + held)
+            needed -= session.windowed_cell_bytes * max(0, held - session.most_windowed)
+        return needed
+
+
+def _survives(dropped: int, length: int) -> bool:
+    """Whether the first `length` tokens are nearly all that a context holds."""
+    return 0 <= dropped <= max(16, (length + dropped) // 16)

@@ -26,13 +26,12 @@ class Drafter(Protocol):
     Attributes:
         estimate: seconds that the last draft should have taken; 0 without costs.
         tree: the last draft: the root alone if nothing is worth verifying.
+        recycled: learns from every row of the verified trees; None for a drafter that does not.
     """
 
     estimate: float
     tree: TokenTree
-
     recycled: RecycledCandidates | None
-    """Learns from every row of the verified trees; None for a drafter that does not."""
 
     def work(self) -> dict[str, DrafterStats]:
         """Statistics of its work so far, by stage name."""
@@ -96,7 +95,7 @@ class Drafter(Protocol):
 def fulfil_all(drafter: Drafter, clocks: Clocks | None = None) -> None:
     """Make the passes that a drafter asks for, each of them alone."""
     while request := drafter.request():
-        fulfil(request, clocks or Clocks())
+        fulfil([request], clocks or Clocks())
         drafter.take(request)
 
 

@@ -133,8 +133,7 @@ class GainPolicy:
         return self._best_size(growth)[0]
 
     def expand(self, growth: Growth) -> int:
-        size, rate = self._best_size(growth)
-        row, texts = self._row(size, rate, growth.cells), self._batch.sequences
+        (row, rate), texts = self._margin(growth), self._batch.sequences
         best_width, best_gain, gain = 0, 0.0, 0.0
         for width, more in enumerate(growth.gains, 1):
             gain += max(0.0, more - row)
@@ -145,13 +144,13 @@ class GainPolicy:
 
     def least(self, growth: Growth) -> float:
         """The score from which a guess is worth a row of the target's pass."""
-        size, rate = self._best_size(growth)
-        return self._row(size, rate, growth.cells)
+        return self._margin(growth)[0]
 
-    def _row(self, size: int, rate: float, cells: int) -> float:
-        """What another row after `size` nodes costs, in tokens."""
-        costs = self._costs(size + 2, cells)
-        return rate * (costs[size + 1] - costs[size])
+    def _margin(self, growth: Growth) -> tuple[float, float]:
+        """What another row after the best number of nodes costs, in tokens; and the tokens per second with that."""
+        size, rate = self._best_size(growth)
+        costs = self._costs(size + 2, growth.cells)
+        return rate * (costs[size + 1] - costs[size]), rate
 
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
@@ -160,13 +159,7 @@ class GainPolicy:
         if growth.experts and not self._batch.rows:
             experts = growth.experts[1 : 1 + len(scores)]
             costs = [costs[0], *(self._target_cost(n, growth.cells, each) for n, each in enumerate(experts, 2))]
-        best_size, best_rate = 0, tokens / (costs[0] + drafting)
-        for size, score in enumerate(scores, 1):
-            tokens += score
-            rate = tokens / (costs[size] + drafting)
-            if rate > best_rate:
-                best_size, best_rate = size, rate
-        return best_size, best_rate
+        return best_size(tokens, scores, costs, drafting)
 
     def _costs(self, rows: int, cells: int) -> list[float]:
         """Seconds of the passes that verify 1, 2, ... rows of this text, of `rows` or more."""
@@ -177,3 +170,21 @@ class GainPolicy:
             known = [*known, *(self._target_cost(others + n, cells) for n in range(len(known) + 1, rows + 1))]
             self._known = (others, cells), known
         return known
+
+
+def best_size(tokens: float, scores: Sequence[float], costs: Sequence[float], drafting: float) -> tuple[int, float]:
+    """How many guesses to verify for the most tokens per second, and that rate.
+
+    Args:
+        tokens: expected without guesses.
+        scores: of the guesses, best first.
+        costs: seconds of the pass by number of guesses, from 0 on.
+        drafting: seconds of drafting.
+    """
+    best, best_rate = 0, tokens / (costs[0] + drafting)
+    for size, score in enumerate(scores, 1):
+        tokens += score
+        rate = tokens / (costs[size] + drafting)
+        if rate > best_rate:
+            best, best_rate = size, rate
+    return best, best_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,45 +17,25 @@ from pystaged.decoding.tree import TokenTree
 MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1.
-
-    of_token: that of the token itself.
-    top: the likeliest tokens and their log-probabilities, best first.
-    """
-
-    of_token: float
-    top: list[tuple[int, float]]
-
-    @staticmethod
-    def of(of_tokens: NDArray[np.float32], best: NDArray[np.int32], of_best: NDArray[np.float32]) -> list[Logprobs]:
-        """Convert the arrays that Work.verify brings."""
-        tops = zip(best.tolist(), of_best.tolist(), strict=True)
-        return [Logprobs(own, list(zip(*top, strict=True))) for own, top in zip(of_tokens.tolist(), tops, strict=True)]
-
-
-def work_of(session: Session, kind: str, *arguments: Any) -> Work:
-    """The Work of a session that Work's static method of this name makes."""
-    make: Callable[..., Work] = getattr(Work, kind)
-    return make(session, *arguments)
+Logprobs = tuple[float, list[int], list[float]]
+"""Natural log-probabilities at the position of a token, from the model's unmodified logits at temperature 1: that of
+the token itself; the likeliest tokens, best first; and theirs."""
 
 
 def perform(session: Any, kind: str, *arguments: Any) -> Any:
-    """The result of a pass for one Work, as work_of; where the session is on another machine, it is made there."""
-    if isinstance(session, Session):
-        return run([work_of(session, kind, *arguments)])[0]
-    return session.run(kind, *arguments)
+    """The result of a pass for the Work that its static method of this name makes of these arguments; where the session
+    is on another machine, the pass is made there."""
+    if hasattr(session, "run"):
+        return session.run(kind, *arguments)
+    return run([getattr(Work, kind)(session, *arguments)])[0]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Rows of one session for a pass, and what came of them.
-
-    `work` describes the rows for a shared pass, `perform` makes a pass for them alone; `take` stores what either found.
+    """Rows of one session for a pass, and what came of them, which `take` stores.
 
     Attributes:
-        kind, arguments: the static method of Work that makes it, and what follows the session there.
+        kind, arguments: the static method of Work that describes them, and what follows the session there.
         past: tokens that the session holds before the rows.
         result: see the subclass. error: why there is none, or None.
         share: share of the pass's rows, above 0 and at most 1.
@@ -77,22 +58,11 @@ class Request:
     @property
     def can_share(self) -> bool:
         """Whether its pass can be shared; a session on another machine cannot."""
-        return isinstance(self.session, Session)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its pass runs outside this process's threads."""
-        return getattr(self.session, "on_device", True)
+        return not hasattr(self.session, "run")
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         raise NotImplementedError
-
-    def work(self) -> Work:
-        return work_of(self.session, self.kind, *self.arguments)
-
-    def perform(self) -> Any:
-        return perform(self.session, self.kind, *self.arguments)
 
     def check(self) -> None:
         """Raise the error of the pass."""
@@ -145,7 +115,7 @@ class Score(Read):
         return self.tokens[: self.num_rows], parents, self.sampling, 0, only(self.following[: self.num_rows])
 
     def take(self, found: Any) -> None:
-        self.result, self.logprobs = self.num_rows, Logprobs.of(*found[2])
+        self.result, self.logprobs = self.num_rows, _logprobs(*found[2])
 
 
 def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
@@ -208,11 +178,17 @@ class Verify(Request):
 
     def take(self, found: Any) -> None:
         path, tokens, *more = found
-        logprobs = Logprobs.of(*more.pop(0)) if more and isinstance(more[0], tuple) else None
+        logprobs = _logprobs(*more.pop(0)) if more and isinstance(more[0], tuple) else None
         self.result = path.tolist(), tokens.tolist(), logprobs, tuple(more)
 
 
+def _logprobs(*arrays: NDArray[Any]) -> list[Logprobs]:
+    """Convert the arrays that Work.verify brings."""
+    return list(zip(*(each.tolist() for each in arrays), strict=True))
+
+
 AnyRequest = Read | Propose | Verify
+Make = Callable[[Sequence[AnyRequest]], list[Any]]  # makes one pass for requests, and returns what it found for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,34 +198,45 @@ class Clocks:
     wall: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.thread_time
 
-    def of(self, request: AnyRequest) -> Callable[[], float]:
-        """The clock for a request's pass: wall time on devices. On the CPU, processor time of the calling thread, which
-        takes part in all of the work: interruptions do not count, and its part is the same on a busy machine."""
-        return self.wall if request.on_device else self.processor
-
 
 _CLOCKS = Clocks()
 
 
-def fulfil(request: AnyRequest, clocks: Clocks = _CLOCKS) -> None:
-    """Make a pass for one request and store its result or error."""
-    try:
-        share([request], clocks)
-    except BaseException as error:
-        request.error = error
+def make_pass(requests: Sequence[AnyRequest]) -> list[Any]:
+    """A Make for requests that can share a pass, or for a single one."""
+    if len(requests) > 1:
+        return run([getattr(Work, each.kind)(each.session, *each.arguments) for each in requests])
+    return [perform(each.session, each.kind, *each.arguments) for each in requests]
 
 
-def share(
-    requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Callable[[list[Work]], list[Any]] | None = None
-) -> None:
-    """Make one pass for requests and store their results. Raises the pass's error.
+def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make = make_pass) -> None:
+    """Make one pass for requests, and store what came of it; if it fails, one for each, so that only the request at
+    fault fails."""
+    if len(requests) > 1 and all(request.can_share for request in requests):
+        before = [_extent(request) if isinstance(request, Propose) else request.past for request in requests]
+        try:
+            _share(requests, clocks, make)
+        except Exception as error:
+            for request, extent in zip(requests, before, strict=True):
+                if _extent(request) in (extent, -1):
+                    fulfil([request], clocks, make)
+                else:  # memory for the result was short: a pass that has changed its session cannot be repeated
+                    request.error = own_copy(error)
+        return
+    for request in requests:
+        try:
+            _share([request], clocks, make)
+        except BaseException as error:
+            request.error = error
 
-    Args:
-        make: makes a pass of several works, as _core.run. None for a pass of the only request.
-    """
-    processor = clocks.of(requests[0])
+
+def _share(requests: Sequence[AnyRequest], clocks: Clocks, make: Make) -> None:
+    """Make one pass for requests and store their results. Raises the pass's error."""
+    # On the CPU, processor time of the calling thread, which takes part in all of the work: interruptions do not count,
+    # and its part is the same on a busy machine. A device computes outside this process's threads.
+    processor = clocks.wall if getattr(requests[0].session, "on_device", True) else clocks.processor
     begin, processor_begin = clocks.wall(), processor()
-    found = [requests[0].perform()] if make is None else make([request.work() for request in requests])
+    found = make(requests)
     seconds, cost = clocks.wall() - begin, processor() - processor_begin
     rows, past = mean_past(requests)
     for request, each in zip(requests, found, strict=True):
@@ -265,3 +252,27 @@ def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:
         rows += request.num_rows
         past += request.num_rows * request.past
     return rows, past / rows
+
+
+def _extent(request: AnyRequest) -> int:
+    """What a pass changes: the pending rows of a draft's session, or the tokens of the target's. -1 if it is closed, in
+    a call, or its device lost, which its own pass raises; -2 if memory is too short even for the tokens."""
+    try:
+        return request.session.num_pending if isinstance(request, Propose) else len(request.session.tokens)
+    except MemoryError:
+        return -2
+    except (ValueError, RuntimeError, OSError):
+        return -1
+
+
+def own_copy(error: BaseException) -> BaseException:
+    """A copy of an error that ends several sequences, for one of them; each reader that raises an exception adds to its
+    traceback. Errors that cannot be copied are returned themselves."""
+    if isinstance(error, MemoryError):  # there may be no memory for it
+        return error
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its constructor takes other arguments
+        return error
+    copied.__cause__ = error.__cause__
+    return copied.with_traceback(error.__traceback__)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from pystaged._core import DeviceError
-from pystaged.decoding.contexts import ContextPool, Wait
-from pystaged.decoding.stepper import Stepper, own_copy
+from pystaged.decoding.context import ContextPool, Wait
+from pystaged.decoding.requests import own_copy
+from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Queue, Text
 from pystaged.result import Piece
 
@@ -47,7 +48,7 @@ class Scheduler:
         self._texts: list[Text] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None  # an error that must end all texts
+        self._fault: BaseException | None = None  # an error with which the next call of `work` must end all texts
         self._is_waiting, self._is_stopping = True, False
 
     def open(self, text: Text, queue: Queue, most_unread: float | None = None) -> None:
@@ -123,9 +124,7 @@ class Scheduler:
 
     def work(self) -> bool:
         """Step until no text can go on. Called by the thread, which ends if this returns False."""
-        if (
-            self._thread is not threading.current_thread()
-        ):  # Ctrl-C interrupted the start of this thread, and another one replaces it
+        if self._thread is not threading.current_thread():  # another one replaces it, as Ctrl-C interrupted its start
             return False
         self._is_waiting = False
         self._settle()
@@ -139,10 +138,6 @@ class Scheduler:
                 self._is_waiting = False
             self._settle()
         return False
-
-    def note_fault(self, error: BaseException) -> None:
-        """Let the next call of `work` end all texts with an exception that this one raised."""
-        self._fault = error
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
@@ -251,7 +246,7 @@ def _step(scheduler: weakref.ref[Scheduler], bell: SimpleQueue[None]) -> None:
             is_idle = True
         except BaseException as error:
             if here:
-                here.note_fault(error)
+                here._fault = error
 
 
 # A thread that runs a pass during the interpreter's shutdown would crash the process.

@@ -1,7 +1,7 @@
 """Speculative decoding of one sequence in its simplest form.
 
 The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `text` that of one,
-`account` decides whether a step drafts, `contexts` reuses KV caches, and grammars cut trees. Only grammars change
+`account` decides whether a step drafts, `context` reuses KV caches, and grammars cut trees. Only grammars change
 tokens, so `speculate` emits the tokens that the engine emits, which tests check. Both begin a tree, grow it, verify it,
 and accept its path.
 """

@@ -10,15 +10,14 @@ token.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from pystaged._core import run
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Propose, Read, Verify, fulfil, mean_past, share
+from pystaged.decoding.policy import best_size
+from pystaged.decoding.requests import MOST_ROWS, AnyRequest, Clocks, Make, Read, Verify, fulfil, make_pass, mean_past
 from pystaged.decoding.text import Text
 from pystaged.options.table import PREFILL_BUDGET
 from pystaged.result import Piece
@@ -35,7 +34,7 @@ class Stepper:
     Args:
         cost: seconds of a target pass; None verifies all drafted nodes.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds.
-        make: does all works in one pass or none of them, as _core.run.
+        make: makes a pass, or nothing of it.
         clocks: wall time and processor time.
     """
 
@@ -44,7 +43,7 @@ class Stepper:
         cost: PassCost | None,
         prefill_budget: float = PREFILL_BUDGET,
         *,
-        make: Callable[[list[Any]], list[Any]] = run,
+        make: Make = make_pass,
         clocks: Clocks | None = None,
     ) -> None:
         self.passes = PassStats()  # the target's
@@ -61,7 +60,7 @@ class Stepper:
             text.ask()
         have_read = set[Text]()  # texts whose drafts have read a piece in this step
         while asked := self._drafts(texts, have_read):
-            self._pass(asked)
+            fulfil([text.request for text in asked if text.request], self._clocks, self._make)
             for text in asked:
                 text.take()
                 text.ask()
@@ -74,7 +73,8 @@ class Stepper:
         asked = [text for text in asked if text.request and text.request.num_rows]
 
         # Verify: one pass of the target over all rows.
-        requests = self._pass(asked)
+        requests = [text.request for text in asked if text.request]
+        fulfil(requests, self._clocks, self._make)
         self._last = self._clocks.processor()
         self._count(requests)
         note_batch(asked, trees)
@@ -85,16 +85,11 @@ class Stepper:
 
     def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        passes = seconds = 0.0
-        rows = nodes = steps = 0
-        for request in requests:
-            if request.error is None:
-                passes += request.share  # of one pass, or each request's own
-                seconds += request.share * request.seconds
-                rows += request.num_rows
-                if isinstance(request, Verify):
-                    nodes, steps = nodes + request.num_rows, steps + 1
-        more = PassStats(round(passes), seconds, rows, rows - nodes, nodes - steps, steps)
+        made = [request for request in requests if request.error is None]
+        steps = [request.num_rows for request in made if isinstance(request, Verify)]
+        passes = round(sum(request.share for request in made))  # of one pass, or each request's own
+        seconds, rows = sum(each.share * each.seconds for each in made), sum(each.num_rows for each in made)
+        more = PassStats(passes, seconds, rows, rows - sum(steps), sum(steps) - len(steps), len(steps))
         self.passes = self.passes.plus(more)
 
     def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> list[Text]:
@@ -143,25 +138,6 @@ class Stepper:
             request.num_rows += more
             room -= more
 
-    def _pass(self, texts: Sequence[Text]) -> list[AnyRequest]:
-        """Make one pass for the requests of texts; if it fails, one for each, so that only the request at fault
-        fails."""
-        requests = [text.request for text in texts if text.request]
-        if len(requests) < 2 or not all(request.can_share for request in requests):
-            for request in requests:
-                fulfil(request, self._clocks)
-            return requests
-        before = [_extent(request) if isinstance(request, Propose) else request.past for request in requests]
-        try:
-            share(requests, self._clocks, self._make)
-        except Exception as error:
-            for request, extent in zip(requests, before, strict=True):
-                if _extent(request) in (extent, -1):
-                    fulfil(request, self._clocks)
-                else:  # memory for the result was short: a pass that has changed its session cannot be repeated
-                    request.error = own_copy(error)
-        return requests
-
 
 def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
     """Decode a text alone, step by step. Raises the error that ends it, and as Text.begin."""
@@ -181,30 +157,14 @@ def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
 
 def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    rows = tokens = 0.0
-    loads = {}
-    for text, request in steps.items():
-        loads[text] = request.num_rows, float(request.tree.scores.sum())
-        rows, tokens = rows + loads[text][0], tokens + loads[text][1]
+    tokens = {text: float(request.tree.scores.sum()) for text, request in steps.items()}
+    all_rows, all_tokens = sum(request.num_rows for request in steps.values()), sum(tokens.values())
     for text in texts:
-        own_rows, own_tokens = loads.get(text, (0, 0.0))
         assert text.context
         batch = text.context.batch
-        batch.sequences = 1 + len(loads) - (text in loads)
-        batch.rows, batch.tokens = int(rows) - own_rows, tokens - own_tokens
-
-
-def own_copy(error: BaseException) -> BaseException:
-    """A copy of an error that ends several sequences, for one of them; each reader that raises an exception adds to its
-    traceback. Errors that cannot be copied are returned themselves."""
-    if isinstance(error, MemoryError):  # there may be no memory for it
-        return error
-    try:
-        copied = copy.copy(error)
-    except Exception:  # its constructor takes other arguments
-        return error
-    copied.__cause__ = error.__cause__
-    return copied.with_traceback(error.__traceback__)
+        batch.sequences = 1 + len(steps) - (text in steps)
+        batch.rows = all_rows - (steps[text].num_rows if text in steps else 0)
+        batch.tokens = all_tokens - tokens.get(text, 0.0)
 
 
 def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], spent: float) -> list[int]:
@@ -219,24 +179,9 @@ def best_rows(trees: Sequence[Sequence[float]], cost: Callable[[int], float], sp
         Rows of each tree, the root included.
     """
     rows = [1] * len(trees)
-    tokens = float(len(trees))
-    best, best_rate = 0, tokens / (spent + cost(len(trees)))
     guesses = sorted((-score, i, tree) for tree, scores in enumerate(trees) for i, score in enumerate(scores) if i)
-    for n, (score, _, _) in enumerate(guesses, 1):
-        tokens -= score
-        if (rate := tokens / (spent + cost(len(trees) + n))) > best_rate:
-            best, best_rate = n, rate
+    costs = [cost(len(trees) + n) for n in range(len(guesses) + 1)]
+    best, _ = best_size(len(trees), [-score for score, _, _ in guesses], costs, spent)
     for _, _, tree in guesses[:best]:
         rows[tree] += 1
     return rows
-
-
-def _extent(request: AnyRequest) -> int:
-    """What a pass changes: the pending rows of a draft's session, or the tokens of the target's. -1 if it is closed, in
-    a call, or its device lost, which its own pass raises; -2 if memory is too short even for the tokens."""
-    try:
-        return request.session.num_pending if isinstance(request, Propose) else len(request.session.tokens)
-    except MemoryError:
-        return -2
-    except (ValueError, RuntimeError, OSError):
-        return -1

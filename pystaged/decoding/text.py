@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, DeviceError, Tokenizer
+from pystaged._core import DeviceError, Tokenizer
 from pystaged.chat.turn import TurnReader
 from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import Drafter, common_prefix
@@ -211,19 +211,11 @@ class Text:
         )
 
     def begin(self, context: Context) -> Self:
-        """Begin in a context, and keep what that holds of the prompt.
-
-        Raises:
-            ContextFullError: the prompt is longer than the context.
-        """
+        """Begin in a context, and keep what that holds of the prompt."""
         prompt, target = self.prompt_tokens, context.target
         self.context, self._phase = context, Phase.PREFILL
         # Wall time, because users wait for the batch's other work, too.
         self._began, self._worked = context.clocks.wall(), self._work()
-        if len(prompt) > target.n_ctx:
-            raise ContextFullError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {target.n_ctx}; shorten the prompt"
-            )
         self._drafter = context.drafter if self.config.speculate else None
         self.stats.prompt_tokens += len(prompt)
         reused = min(common_prefix(target.tokens, prompt), self.most_reused)
@@ -466,5 +458,6 @@ class Text:
         def spelled(token: int) -> str:
             return self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace") if self.tokenizer else ""
 
-        top = [TokenLogprob(other, spelled(other), logprob) for other, logprob in logprobs.top]
-        return TokenLogprob(token, spelled(token), logprobs.of_token, top)
+        own, best, of_best = logprobs
+        top = [TokenLogprob(other, spelled(other), each) for other, each in zip(best, of_best, strict=True)]
+        return TokenLogprob(token, spelled(token), own, top)

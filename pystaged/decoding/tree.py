@@ -57,8 +57,6 @@ class TokenTree:
 
     def head(self, length: int) -> TokenTree:
         """The tree of the first `length` nodes."""
-        if length == len(self):
-            return self
         return TokenTree(self.tokens[:length], self.parents[:length], self.scores[:length], self.stages[:length])
 
 

@@ -176,7 +176,7 @@ class Asker:
         given: Sequence[Messages] = (),
         report: Callable[[str], None] = print,
     ) -> None:
-        self._writer, self._tokenizer, self._given, self._report = writer, tokenizer, given, report
+        self._writer, self.tokenizer, self._given, self._report = writer, tokenizer, given, report
         self._questions = Questions()
         chats = bool(tokenizer.metadata.get("tokenizer.chat_template"))
         self._chat = ChatFormat(tokenizer.metadata, tokenizer, report) if chats else None
@@ -199,7 +199,7 @@ class Asker:
             samplings = [Sampling(1.0, seed=seed) for seed in seeds]
             opening = np.array(user_opening(self._chat), np.int32)
             written = self._writer.write([opening] * len(samplings), samplings, _MOST_QUESTION)
-            asked = [self._tokenizer.decode(text.answer).strip() for text in written]
+            asked = [self.tokenizer.decode(text.answer).strip() for text in written]
             asked = [text for text in dict.fromkeys(asked) if text]
             asked += self._questions.draw(TEXTS - len(asked), number, earlier())
             found = [self._encoded([{"role": "user", "content": text}]) for text in asked]
@@ -207,10 +207,6 @@ class Asker:
             found = [np.array([self._start], np.int32)] * TEXTS
         most = self._writer.n_ctx - min(MOST_ANSWER, self._writer.n_ctx // 2)
         return [prompt for prompt in found if 0 < len(prompt) <= most]
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        return self._tokenizer.decode(tokens)
 
     def _own(self, number: int) -> list[Messages]:
         """The user's prompts of a file; those of the first file, which is held out, are asked again in no other."""
@@ -233,7 +229,7 @@ class Asker:
     def _encoded(self, messages: Messages) -> Tokens:
         if self._chat:
             return self._chat.encode(messages)
-        return self._tokenizer.encode(messages[-1]["content"], parse_special=False)
+        return self.tokenizer.encode(messages[-1]["content"], parse_special=False)
 
 
 @dataclass(frozen=True)
@@ -347,7 +343,7 @@ class Answers:
         if number < 1:
             return []
         texts = (self.text(which) for which in self.texts([number]))
-        lines = (" ".join(asker.decoded(text.tokens[text.prompt :].tolist()).split()) for text in texts)
+        lines = (" ".join(asker.tokenizer.decode(text.tokens[text.prompt :].tolist()).split()) for text in texts)
         return [line for line in lines if 80 < len(line) < 900]
 
     def _read(self, number: int, name: str) -> Any:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from pystaged._core import Model, Tokenizer
 from pystaged.distill.draft import EPSILON, BlockDraft
-from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, draft_name, identity
+from pystaged.loading.distilled import DEPTH, TARGET, VOCABULARY, identity
 from pystaged.loading.families import DFLASH
+from pystaged.loading.writing import copy_field
 from pystaged.platform.files import whole_file
 
 TYPES = ("Q4_0", "Q8_0", "F16", "F32")
@@ -33,7 +34,7 @@ def export(draft: BlockDraft, scale: Any, path: Path, target: Path, model: Model
     tensors = {name: value.detach().float().cpu() for name, value in draft.named_parameters()}
     tensors["fc"] = tensors["fc"] / scale
     with whole_file(path) as part, closing(GGUFWriter(part, family)) as writer:
-        writer.add_name(draft_name(model.name or target.stem))
+        writer.add_name(f"draft of {model.name or target.stem}")
         writer.add_context_length(model.max_context)
         writer.add_embedding_length(shape.width)
         writer.add_block_count(shape.layers)
@@ -80,5 +81,4 @@ def _copy_vocabulary(writer: GGUFWriter, target: Path) -> None:
     """The target's vocabulary, which llama.cpp wants in each file; ours needs none."""
     for name, field in GGUFReader(target).fields.items():
         if name.startswith("tokenizer.ggml.") and name != "tokenizer.ggml.mask_token_id":
-            element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+            copy_field(writer, field)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+import pystaged
 from pystaged import _core
 from pystaged.distill import plan as plans
 from pystaged.distill.answers import Answers, Asker, Writer
 from pystaged.distill.draft import TAPS, BlockDraft, Target, commonest, layers_of, shape_for
-from pystaged.distill.evaluate import gains
 from pystaged.distill.export import export
 from pystaged.distill.plan import Plan
 from pystaged.distill.prompts import read_prompts
@@ -27,7 +27,8 @@ from pystaged.loading.distilled import identity
 from pystaged.loading.progress import Progress
 from pystaged.platform.files import check_room
 
-_EVALUATED = 12  # prompts
+_EVALUATED, _TOKENS = 12, 128  # prompts, and tokens of a text
+_SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "at temperature 1": {"temperature": 1.0, "top_k": 50}}
 _EVERY = 300.0  # seconds between two lines, and two checkpoints
 
 
@@ -172,11 +173,22 @@ class Job:
         self._report(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         held_out = [self._answers.text(which) for which in texts[:_EVALUATED]]
         prompts = [text.tokens[: text.prompt].tolist() for text in held_out]
-        for sampling, gain in gains(self._path, path, prompts, self._threads, self._report).items():
-            self._report(
-                f"{len(prompts)} answers to held-out prompts, {sampling}: {gain.tokens_per_step:.2f} tokens per step, "
-                f"{gain.staged:.1f} seconds instead of {gain.plain:.1f}"
-            )
+        loading: dict[str, Any] = {"recycle": False, "num_threads": self._threads, "report": self._report}
+        with pystaged.load(self._path, draft=path, **loading) as engine:
+            for sampling, options in _SAMPLINGS.items():
+                stats = [
+                    engine.generate(prompt, max_tokens=_TOKENS, speculate=speculate, **options).stats
+                    for prompt in prompts
+                    for speculate in (False, True)
+                ]
+                plain, staged = stats[::2], stats[1::2]
+                steps = sum(each.steps for each in staged)
+                self._report(
+                    f"{len(prompts)} answers to held-out prompts, {sampling}: "
+                    f"{sum(each.new_tokens for each in staged) / max(1, steps):.2f} tokens per step, "
+                    f"{sum(each.decode_seconds for each in staged):.1f} seconds instead of "
+                    f"{sum(each.decode_seconds for each in plain):.1f}"
+                )
 
 
 def _figures(figures: Report) -> str:

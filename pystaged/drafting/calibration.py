@@ -74,6 +74,11 @@ _ABSENT = _RANKS  # rank of a lookup's token that the proposer above it does not
 _SUPPORT = (0.1, 0.3, 0.6, 0.85)  # edges of the rates by which lookups support a candidate
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
+_COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
+_HELD = 0.4  # the same of the children that lookups give the root
+_BLEND = 0.02  # weight of a new observation of these
+_ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
+_FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 
@@ -90,25 +95,47 @@ class _Rates(dict[Cell, float]):
 
 
 class Calibration:
-    """Estimates the probability that a candidate is the target's token, given that its parent is.
+    """What a drafter learns from greedy sequences, or from sampled ones: the probability that a candidate is the
+    target's token, given that its parent is; and what judging a node adds.
 
     A candidate of one source has a cell for the source, its rank and a bin of its share: the softmax over the scores of
     a node's candidates. With shared noise the share predicts a hit far better than the rank alone: where the draft's
     perturbed scores are far apart, the target would have to differ much from the draft to choose another token. A
     candidate of a node that lookups and another proposer judged has a cell of both: the proposer's, and a bin of the
     rate that the lookups give it.
+
+    rates: the estimated rate of each cell of one source.
+    held: chance that the children which lookups give the root hold the target's token.
     """
 
     def __init__(self) -> None:
-        self.rates = _Rates()  # the estimated rate of each cell of one source
+        self.rates, self.held = _Rates(), _HELD
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
+        self._covered: dict[Cell, float] = {}
 
     def copy(self) -> Calibration:
         """A copy of the learnt state."""
         other = Calibration()
         other.rates.update(self.rates)
-        other._counts = self._counts.copy()
+        other.held, other._counts, other._covered = self.held, self._counts.copy(), self._covered.copy()
         return other
+
+    def forget(self) -> None:
+        """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
+        self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
+
+    def hold(self, chance: float) -> None:
+        """Learn what the root's children of lookups hold."""
+        self.held += _BLEND * (chance - self.held)
+
+    def covered(self, cells: tuple[Cell, ...]) -> float:
+        """The chance that the children of a judged node hold the target's token, by its own cells."""
+        return self._covered.get(cells[0] if cells else _ROOT, _COVERED)
+
+    def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
+        """Learn whether a judged node's children held the target's token."""
+        before = self.covered(cells)
+        self._covered[cells[0] if cells else _ROOT] = before + _BLEND * (hit - before)
 
     def cells(self, source: int, scores: Sequence[float]) -> list[Cell]:
         """The cell of each of a node's candidates, given the scores of all of them, best first."""

@@ -39,10 +39,31 @@ def sample_documents(
         int32[n], one sequence each.
 
     Raises:
-        ValueError: at once: temperature or seed out of range.
+        ValueError: as check_sampling, which is to be called first.
     """
-    check_sampling(temperature, seed)
-    return _sampled(model, start, num_tokens, temperature, seed)
+    sessions = [Session(model)]
+    length = max(2, sessions[0].n_ctx // _SHARE)
+    number = _SHARE * -(-num_tokens // (_SHARE * length))
+    sessions += [Session(model) for _ in range(1, min(_SIDE_BY_SIDE, number))]
+    try:
+        for first in range(0, number, len(sessions)):
+            samplings = [
+                Sampling(temperature, seed=(seed << 32) + length * document)
+                for document in range(first, min(first + len(sessions), number))
+            ]
+            texts = np.full((len(samplings), length + 1), start, np.int32)
+            for session in sessions:
+                session.rewind(0)
+            for depth in range(length):
+                works = [
+                    Work.verify(session, [token], [-1], sampling)
+                    for session, token, sampling in zip(sessions, texts[:, depth].tolist(), samplings, strict=False)
+                ]
+                texts[:, depth + 1] = [found[1][0] for found in run(works) if found]
+            yield from texts[:, 1:]
+    finally:
+        for session in sessions:
+            session.close()
 
 
 def sample_answers(
@@ -61,12 +82,11 @@ def sample_answers(
         int32[n], one answer each.
 
     Raises:
-        ValueError: at once: temperature or seed out of range, or the model's template writes nothing before a message.
+        ValueError: as check_sampling, which is to be called first; at once as user_opening; or the model repeats its
+            questions, or its answers are empty.
         ChatTemplateError: at once: the template cannot be used.
         ContextFullError: the model's context is too short for a question.
-        ValueError: the model repeats its questions, or its answers are empty.
     """
-    check_sampling(temperature, seed)
     return _answered(engine, user_opening(engine.chat_format), num_tokens, temperature, seed << 32)
 
 
@@ -129,29 +149,3 @@ def check_sampling(temperature: float, seed: int) -> None:
         raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")
-
-
-def _sampled(model: Model, start: int, num_tokens: int, temperature: float, seed: int) -> Iterator[NDArray[np.int32]]:
-    sessions = [Session(model)]
-    length = max(2, sessions[0].n_ctx // _SHARE)
-    number = _SHARE * -(-num_tokens // (_SHARE * length))
-    sessions += [Session(model) for _ in range(1, min(_SIDE_BY_SIDE, number))]
-    try:
-        for first in range(0, number, len(sessions)):
-            samplings = [
-                Sampling(temperature, seed=(seed << 32) + length * document)
-                for document in range(first, min(first + len(sessions), number))
-            ]
-            texts = np.full((len(samplings), length + 1), start, np.int32)
-            for session in sessions:
-                session.rewind(0)
-            for depth in range(length):
-                works = [
-                    Work.verify(session, [token], [-1], sampling)
-                    for session, token, sampling in zip(sessions, texts[:, depth].tolist(), samplings, strict=False)
-                ]
-                texts[:, depth + 1] = [found[1][0] for found in run(works) if found]
-            yield from texts[:, 1:]
-    finally:
-        for session in sessions:
-            session.close()

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.decoding.account import Meter
-from pystaged.decoding.cost import PassCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.drafter import Drafter
-from pystaged.decoding.experts import ExpertCost
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
@@ -34,11 +33,6 @@ from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
-_COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
-_HELD = 0.4  # the same of the children that lookups give the root
-_BLEND = 0.02  # weight of a new observation of these
-_ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
-_FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
 
 
 class TreeDrafter:
@@ -82,7 +76,7 @@ class TreeDrafter:
         self._vocab_size = vocab_size
         self._cost = cost
         self._experts = experts
-        self._learnt = {True: _Learnt(), False: _Learnt()}  # by whether decoding is greedy
+        self._learnt = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
         self._tail: list[int] = []  # last tokens of the prediction and the sequence
@@ -98,7 +92,7 @@ class TreeDrafter:
         return found | {"draft": replace(self._passes)} if self._costly else found
 
     def sessions(self) -> list[Session]:
-        return [session for proposer in self._proposers for session in proposer.sessions()]
+        return [proposer.session for proposer in self._proposers if proposer.session is not None]
 
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
@@ -312,7 +306,7 @@ class TreeDrafter:
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
         scores = [-tree.nodes[node].score for node in grown]
-        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.calibration.rates
+        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.rates
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
@@ -327,10 +321,7 @@ class TreeDrafter:
             if spent > tree.seconds_left - tree.reading:
                 break
             tree.seconds = spent
-            tail, found = tree.tail(node), []
-            for lookup in self._lookups:
-                found.append(lookup.after(tail))
-            for token, cell in islice(self._guess(tree, node, found).items(), tree.most_children):
+            for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
                 child = here.score * rates[cell]
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
@@ -339,11 +330,12 @@ class TreeDrafter:
         if not tree.passes and tree.first == 0:
             self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
-    def _guess(self, tree: GrowingTree, node: int, found: Sequence[Proposal]) -> dict[int, Cell]:
-        """The cells of the best tokens after a node that lookups found."""
-        mixed = mix(found)
+    def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
+        """The cells of the best tokens after a node that lookups find."""
+        tail = tree.tail(node)
+        mixed = mix([lookup.after(tail) for lookup in self._lookups])
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
-        cells = self._known.calibration.cells(mixed.source, list(scores.values())) if scores else []
+        cells = self._known.cells(mixed.source, list(scores.values())) if scores else []
         guesses = tree.guessed[node] = dict(zip(scores, cells, strict=True))
         tree.looked_up += 1
         return guesses
@@ -363,19 +355,19 @@ class TreeDrafter:
             self._passes.passes += 1
             self._passes.nodes += len(asked)
             for node, said in zip(asked, self._costly.propose(tree, asked), strict=True):
-                named = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
-                found[node] = Candidates(named, said.source)
+                scores = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
+                found[node] = Candidates(scores, said.source)
             tree.passing += self._meter() - tree.pass_began
         nobody = Candidates({}, NOBODY)
         for node in rows:
             guesses = tree.guessed.get(node)
             if guesses is None:
-                tail = tree.tail(node)
-                guesses = self._guess(tree, node, [each.after(tail) for each in self._lookups]) if self._lookups else {}
-            scores = found.get(node, nobody).scores
-            for i, (rate, token, cells) in enumerate(self._known.calibration.judged(found.get(node, nobody), guesses)):
+                guesses = self._guess(tree, node) if self._lookups else {}
+            named = found.get(node, nobody)
+            for i, (rate, token, cells) in enumerate(self._known.judged(named, guesses)):
                 if i < tree.most_children or token in tree.children[node]:
-                    stage = Stage.NGRAM if token not in scores else Stage.CONFIRMED if token in guesses else Stage.DRAFT
+                    is_named = token in named.scores
+                    stage = Stage.NGRAM if not is_named else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
         tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
@@ -402,44 +394,9 @@ class TreeDrafter:
             children = tree.children[node]
             for token, child in children.items():
                 for cell in tree.nodes[child].cells:
-                    self._known.calibration.update(cell, token == chosen)
+                    self._known.update(cell, token == chosen)
             if node in tree.judged:
                 self._known.cover(tree.nodes[node].cells, chosen in children)
             if chosen not in children:
                 return
             node = children[chosen]
-
-
-class _Learnt:
-    """What a drafter learns from greedy sequences, or from sampled ones.
-
-    held: chance that the children which lookups give the root hold the target's token.
-    """
-
-    def __init__(self) -> None:
-        self.calibration = Calibration()
-        self.held = _HELD
-        self._covered: dict[Cell, float] = {}
-
-    def copy(self) -> _Learnt:
-        """A copy of the learnt state."""
-        other = _Learnt()
-        other.calibration, other.held, other._covered = self.calibration.copy(), self.held, self._covered.copy()
-        return other
-
-    def forget(self) -> None:
-        """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
-        self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
-
-    def hold(self, chance: float) -> None:
-        """Learn what the root's children of lookups hold."""
-        self.held += _BLEND * (chance - self.held)
-
-    def covered(self, cells: tuple[Cell, ...]) -> float:
-        """The chance that the children of a judged node hold the target's token, by its own cells."""
-        return self._covered.get(cells[0] if cells else _ROOT, _COVERED)
-
-    def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
-        """Learn whether a judged node's children held the target's token."""
-        before = self.covered(cells)
-        self._covered[cells[0] if cells else _ROOT] = before + _BLEND * (hit - before)

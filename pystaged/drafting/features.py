@@ -70,9 +70,7 @@ class FeatureProposer(PassProposer):
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         del prediction
         self._root = int(context[-1])
-        self._is_lost = False
         self._go_to(len(context) - 1)
-        self._forget()
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._forget()

@@ -158,12 +158,12 @@ def _shares(counts: _Ints) -> _Floats:
 def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: int) -> _Level:
     """Discount the counts of one order, and give the freed probability to the words that were not kept."""
     grams, counts = np.unique(text_grams, return_counts=True)
-    every_context, every_row = _group(grams // vocab_size)
+    every_context, every_row = np.unique(grams // vocab_size, return_inverse=True)
     every_total = np.bincount(every_row, counts)
     kept = counts >= min_count
     remaining = (counts * _shares(counts)[np.minimum(counts, _RELIABLE_COUNT + 1)])[kept]
     grams = grams[kept]
-    contexts, rows = _group(grams // vocab_size)
+    contexts, rows = np.unique(grams // vocab_size, return_inverse=True)
     above = np.searchsorted(shorter.contexts, contexts % vocab_size ** max(shorter.order - 1, 0))
     below, _ = shorter.find(grams % vocab_size ** max(shorter.order, 1))
 
@@ -175,12 +175,6 @@ def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: in
     unseen = np.where(complete, 1, 1 - np.bincount(rows, shorter.probabilities[below], len(contexts)))
     backoffs = np.where(complete, 0, (1 - retained / totals) / unseen)
     return _Level(shorter.order + 1, grams, remaining / totals[rows], rows, contexts, above, backoffs)
-
-
-def _group(ascending: _Ints) -> tuple[_Ints, _Ints]:
-    """The distinct values of a sorted array, and the index of each element's value."""
-    is_new = np.diff(ascending, prepend=-1) > 0
-    return ascending[is_new], np.cumsum(is_new) - 1
 
 
 def _widths(levels: list[_Level], vocab_size: int, max_successors: int) -> tuple[_Ints, _Ints, _Ints]:

@@ -20,8 +20,6 @@ _LONGEST_PREFIX_ROWS = 16  # most missing tokens that are read in the root's pas
 _PIECE = 32  # tokens of the pieces whose time estimates the rest of prefill
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
-Path = tuple[int, ...]  # tokens below the root
-
 
 class ModelProposer(PassProposer):
     """Evaluates the requested nodes in one pass and ranks the draft's candidates under the sequence's sampling.
@@ -41,10 +39,10 @@ class ModelProposer(PassProposer):
         self._substitutes = substitutes or {}
         self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
         self._missing: list[int] = []  # tokens of the sequence before the root that the session has not read
-        self._rows: dict[Path, int] = {}  # pending rows of the current tree
+        self._tree: GrowingTree
+        self._rows: dict[int, int] = {}  # pending rows of its nodes
         self._num_rows = 0
-        self._after: dict[int, Candidates] = {}  # by node of the current tree
-        self._vocab_size = 0  # the target's
+        self._after: dict[int, Candidates] = {}  # by node
 
     def inherit(self, other: Proposer) -> None:
         if isinstance(other, ModelProposer):
@@ -116,27 +114,22 @@ class ModelProposer(PassProposer):
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
         """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""
-        self._asked, self._vocab_size = nodes, tree.vocab_size
-        paths = [tuple(tree.path(node)) for node in nodes]
+        self._asked, self._tree = nodes, tree
         tokens: list[int] = []
         parents: list[int] = []
-
-        def add(path: Path) -> None:
-            parents.append(self._rows[path[:-1]] if path else len(tokens) - 1)
-            self._rows[path] = self._num_rows + len(tokens)
-            tokens.extend(self._spelled([path[-1] if path else self._root]))
-
+        before: Sequence[int] = ()
         if not self._rows:  # the first pass also has the missing tokens, the root, and forced tokens after it
             tokens += self._missing
             parents += range(-1, len(tokens) - 1)
-            for depth in range(len(paths[0])):
-                add(paths[0][:depth])
-        for path in paths:
-            add(path)
+            before = range(nodes[0])
+        for node in (*before, *nodes):
+            parents.append(self._rows[tree.nodes[node].parent] if node else len(tokens) - 1)
+            self._rows[node] = self._num_rows + len(tokens)
+            tokens += self._spelled([tree.nodes[node].token])
         parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
         tokens += more
-        judged = len(paths) + len(more)
-        masks = self._masks(tree.constraint, paths, judged) if tree.constraint else None
+        judged = len(nodes) + len(more)
+        masks = self._masks(tree.constraint, tree, judged) if tree.constraint else None
         k, sampling = tree.num_candidates, tree.sampling.native
         return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
 
@@ -149,12 +142,12 @@ class ModelProposer(PassProposer):
         if not self._rows:
             self._missing += emitted[:-1]
         else:
-            rows, path = list(range(len(self._missing))), Path()
+            rows, node = list(range(len(self._missing))), 0
             for token in tokens:  # the last one is the next root, which is not committed yet
-                if path not in self._rows:
+                if node not in self._rows:
                     break
-                rows.append(self._rows[path])
-                path = (*path, token)
+                rows.append(self._rows[node])
+                node = self._tree.children[node].get(token, -1)
             self.session.commit(rows)
             self._length += len(rows)
             self._missing = emitted[len(rows) - len(self._missing) : -1]
@@ -166,19 +159,19 @@ class ModelProposer(PassProposer):
         good = {
             token: score
             for token, score in zip(tokens, scores, strict=True)
-            if 0 <= token < self._vocab_size and token not in self._substitutes
+            if 0 <= token < self._tree.vocab_size and token not in self._substitutes
         }
         return Candidates(good, DRAFT)
 
-    def _masks(self, constraint: Constraint, paths: Sequence[Path], num_rows: int) -> NDArray[np.uint32]:
-        """Allowed tokens after each path, uint32[num_rows, words]. All are allowed in further rows, after a forbidden
-        path, and if the draft has none of the allowed tokens: its proposals do not matter there."""
+    def _masks(self, constraint: Constraint, tree: GrowingTree, num_rows: int) -> NDArray[np.uint32]:
+        """Allowed tokens after each node, uint32[num_rows, words]. All are allowed in further rows, after a forbidden
+        node, and if the draft has none of the allowed tokens: its proposals do not matter there."""
         words, rest = divmod(self.session.vocab_size, 32)
         known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
         known[words] = (1 << rest) - 1
         masks = np.zeros((num_rows, words + 1), np.uint32)
-        for i, path in enumerate(paths):
-            found = constraint.mask(list(path))
+        for i, node in enumerate(self._asked):
+            found = constraint.mask(tree.path(node))
             if found is not None:
                 masks[i, : len(found)] = found[: words + 1]
         masks &= known

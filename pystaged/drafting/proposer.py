@@ -58,15 +58,11 @@ class GrowingTree(TreeBuilder):
         self.price = 0.0  # estimated seconds of that pass
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
-        self._tails = {0: list(tail)}
+        self._tail = tail
 
     def tail(self, node: int) -> list[int]:
         """The last TAIL tokens of the sequence up to a node."""
-        found = self._tails.get(node)
-        if found is None:
-            guess = self.nodes[node]
-            found = self._tails[node] = [*self.tail(guess.parent)[1 - TAIL :], guess.token]
-        return found
+        return [*self._tail, *self.path(node)][-TAIL:]
 
 
 @dataclass(slots=True)
@@ -95,17 +91,19 @@ class Proposer:
     """Proposes tokens after the nodes of a tree. All methods but `propose` have defaults for a lookup without state.
 
     Before `propose` it is asked for the passes that it needs: each `request` is made and given to `take`, until there
-    is none. Their session is its own.
+    is none.
 
     Attributes:
         by_levels: whether a node's parent must have been in an earlier pass.
         recycled: the candidates that it looks up and that learn from the target's rows, or None.
         cost: processor seconds of its passes, which its drafter refines, or None.
+        session: its own, which holds the sequence, or None.
     """
 
     by_levels = False
     recycled: RecycledCandidates | None = None
     cost: PassCost | None = None
+    session: Session | None = None
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
         """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
@@ -167,10 +165,6 @@ class Proposer:
         """Levels of a tree that its context has room for."""
         return math.inf
 
-    def sessions(self) -> list[Session]:
-        """Its own sessions, which hold the sequence."""
-        return []
-
     def inherit(self, other: Proposer) -> None:
         """Copy the learnt state of a proposer of the same kind."""
 
@@ -183,15 +177,14 @@ class PassProposer(Proposer):
         cost: processor seconds of a pass, refined by the drafter; None counts 0.
     """
 
+    session: Session
+
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
         self._length = 0  # tokens of the sequence that the session holds
         self._root = 0
         self._is_lost = False  # whether it cannot draft in this sequence
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
-
-    def sessions(self) -> list[Session]:
-        return [self.session]
 
     def price(self, num_nodes: int) -> float:
         return self.cost(num_nodes, self._length) if self.cost else 0.0

@@ -111,29 +111,23 @@ class NgramTable:
 
         Returns:
             tokens: int32[k], ordered by their exact probabilities, ties to the lowest id; logprobs: float32[k], natural
-            log, rounded, never rising. Read-only views where possible.
+            log, rounded, never rising.
 
         Raises:
             ValueError: k is not in 1..max_successors, or the context holds an id outside the vocabulary.
         """
         if not 1 <= k <= self.max_successors:
             raise ValueError(f"k must be in 1..{self.max_successors} for this table, not {k}")
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        shift = 0.0
+        found: dict[int, float] = {}
+        shift = least = 0.0
         for row in self._backoff_rows(context):
-            begin, end = self.offsets[row], self.offsets[row + 1]
-            if end - begin >= k and not tokens:
-                return self.tokens[begin : begin + k], self.logprobs[begin : begin + k]
-            for token, logprob in zip(self.tokens[begin:end].tolist(), self.logprobs[begin:end].tolist(), strict=True):
-                if token not in tokens:
+            head = slice(self.offsets[row], self.offsets[row + 1])
+            for token, logprob in zip(self.tokens[head].tolist(), self.logprobs[head].tolist(), strict=True):
+                if token not in found and len(found) < k:
                     # Rounding may lift a backed-off token above the seen ones; its exact probability never is.
-                    logprobs.append(min(logprob + shift, logprobs[-1] if logprobs else 0.0))
-                    tokens.append(token)
-                    if len(tokens) == k:
-                        return np.array(tokens, np.int32), np.array(logprobs, np.float32)
+                    found[token] = least = min(logprob + shift, least)
             shift += float(self.log_backoffs[row])
-        return np.array(tokens, np.int32), np.array(logprobs, np.float32)
+        return np.array([*found], np.int32), np.array([*found.values()], np.float32)
 
     def _backoff_rows(self, context: Sequence[int]) -> Iterator[int]:
         """Those of the rows of the last two tokens, the last one and none that the table has."""

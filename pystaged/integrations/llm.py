@@ -18,9 +18,8 @@ import llm
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pystaged.options.aliases import KEYWORDS, meant
+from pystaged.options.aliases import KEYWORDS, meant, plainly
 from pystaged.options.table import ALL, SAMPLING
-from pystaged.options.validation import plainly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,13 +42,7 @@ def register_models(register: Callable[..., None]) -> None:
     """Register the bundled model, SmolLM2 if it is installed, and the models that `pystaged models` lists."""
     from pystaged.loading import cache, names  # noqa: PLC0415
 
-    found = ["bundled", *cache.files()]
-    try:
-        names.resolve("smollm2")
-        found.insert(0, "smollm2")
-    except FileNotFoundError:
-        pass
-    for name in found:
+    for name in [*(each for each in names.packaged() if each != "bundled-draft"), *cache.files()]:
         register(Pystaged(name), AsyncPystaged(name))
 
 
@@ -143,15 +136,14 @@ class _Common:
     """
 
     can_stream = supports_schema = True
+    Options = ModelOptions
 
     def __init__(self, name: str) -> None:
         self.model_id, self._name = f"{_KEY}/{name}", name
 
 
-class Pystaged(_Common, llm.Model):
+class Pystaged(_Common, llm.Model):  # type: ignore[misc]  # Options is a variable, thinks mypy
     """A model of pystaged."""
-
-    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
@@ -166,10 +158,8 @@ class Pystaged(_Common, llm.Model):
             yield _end(engine, pieces.result, response)
 
 
-class AsyncPystaged(_Common, llm.AsyncModel):
+class AsyncPystaged(_Common, llm.AsyncModel):  # type: ignore[misc]  # as above
     """A model of pystaged for event loops."""
-
-    Options = ModelOptions  # type: ignore[assignment]  # a variable, thinks mypy
 
     async def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.AsyncResponse, conversation: llm.AsyncConversation | None

@@ -166,7 +166,7 @@ class _Server:
         with self._starting:
             if not self._found:
                 options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                options |= {"stderr": subprocess.DEVNULL, **system.group_of_its_own()}  # Ctrl-C ends the tests first
+                options |= {"stderr": subprocess.DEVNULL, **system.GROUP_OF_ITS_OWN}  # Ctrl-C ends the tests first
                 self._child = process.start(__name__, json.dumps(_settings(self._config)), **options)
                 said = self._child.stdout.readline() if self._child.stdout else b""
                 self._found = json.loads(said or '"its server ended while it was starting"')

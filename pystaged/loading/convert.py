@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pystaged.loading.metadata import COMMIT, FILE_TYPES, PARD_TOKEN, About
 from pystaged.loading.progress import Progress
 from pystaged.loading.shapes import Floats, Metadata, Shape, Wanted, language_part
 from pystaged.loading.vocabulary import read_json, read_vocabulary
+from pystaged.loading.writing import Planned, add_value, write_tensors
 from pystaged.options.recommended import sampling_keys
 from pystaged.platform.files import check_room
 
@@ -34,14 +36,7 @@ TYPES = ("F32", "F16", "BF16")
 DRAFT_TYPES = (*TYPES, "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # libllama's quantizer refuses many drafts
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _INTEGERS = {"I64": np.int64, "I32": np.int32}
-_OF_TORCH = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-}
+_OF_TORCH = {"bfloat": "BF", "float": "F", "uint": "U", "int": "I"}  # its names of types begin so
 _ROTATED = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
 _PREFIXES = ("", "transformer.", "model.", "language_model.model.", "model.language_model.")
 # Tensors that older versions of transformers saved but never loaded: causal masks and rotary frequencies.
@@ -75,45 +70,6 @@ class Stored:
         return np.fromfile(self.path, dtype, (stop - start) * row, offset=offset).reshape(stop - start, *self.shape[1:])
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of the GGUF file and its source.
-
-    Args:
-        together: number of rows that `change` needs together.
-        change: converts the checkpoint's numbers to the file's.
-    """
-
-    name: str
-    source: str
-    shape: tuple[int, ...]
-    stored: Stored
-    quantization: GGMLQuantizationType
-    together: int
-    change: Callable[[Floats], Floats]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        block, size = GGML_QUANT_SIZES[self.quantization]
-        return int(np.prod(self.shape)) // block * size
-
-    def data(self) -> Iterator[npt.NDArray[Any]]:
-        """The tensor's rows as the file stores them, in chunks.
-
-        Raises:
-            ValueError: a number is not finite, or too large for the type.
-        """
-        stored, rows = self.stored, self.stored.shape[0]
-        step = self.together * max(1, _CHUNK // (self.together * int(np.prod(stored.shape[1:]))))
-        for start in range(0, rows, step):
-            values = stored.read(start, min(rows, start + step))
-            values = np.ascontiguousarray(_finite(stored, self.source, self.change(values)))
-            if self.quantization is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
-                raise ValueError(f"{stored.path}: tensor {self.source!r} is too large for F16; choose BF16 or F32")
-            yield quants.quantize(values, self.quantization)
-
-
 def write_gguf(folder: Path, out: Path, quantization: str, about: About, progress: Progress) -> None:
     """Write a checkpoint as a GGUF file that llama.cpp loads too.
 
@@ -138,6 +94,7 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
     shape, stored = Shape.of(config, config_path), _stored_tensors(folder)
     quantization = quantization or _lossless_type(stored)
     tensors, num_rows = _plan(folder, shape, stored, quantization)
+    tensors = [*_computed(shape.computed), *tensors]
     vocabulary = read_vocabulary(folder, num_rows, config, generation)
     mask = config.get("pard_token")
     if mask is not None and (type(mask) is not int or not 0 <= mask < num_rows):
@@ -153,7 +110,7 @@ def write_gguf(folder: Path, out: Path, quantization: str, about: About, progres
             getattr(writer, method)(value)
         if mask is not None:
             writer.add_uint32(PARD_TOKEN, mask)
-        _write_tensors(writer, shape.computed, tensors, progress)
+        write_tensors(writer, tensors, progress)
 
 
 def _write_draft(
@@ -164,10 +121,7 @@ def _write_draft(
     quantization = quantization or _lossless_type(stored)
     plan = feature_drafts.plan(folder, numbers, {name: each.shape for name, each in stored.items()})
     adjacent = numbers.kind == EAGLE3  # in GGUF files
-    pairs = None if adjacent == numbers.neighbours else _adjacent if adjacent else _apart
-    tensors: list[Tensor] = [
-        _tensor(folder, shape, wanted, wanted.source, stored, quantization, pairs) for wanted in plan.tensors
-    ]
+    parts = 0 if adjacent == numbers.neighbours else 2 if adjacent else shape.head_width // 2
     computed: dict[str, npt.NDArray[Any]] = dict(shape.computed)
     if plan.feature_norms:
         for name in plan.feature_norms:
@@ -176,16 +130,20 @@ def _write_draft(
         computed["fc_norm.weight"] = np.stack(norms)
     if plan.ids:
         computed["d2t"] = _token_ids(folder, plan.ids, stored[plan.ids], numbers.num_tokens)
+    tensors = [
+        *_computed(computed),
+        *(_tensor(folder, shape, wanted, wanted.source, stored, quantization, parts) for wanted in plan.tensors),
+    ]
     with _writer(folder, out, numbers.kind, tensors, about) as writer:
         _write_metadata(writer, shape, numbers.num_tokens, quantization, numbers.kind)
         writer.add_uint32(f"{numbers.kind}.target_hidden_size", plan.target_width)
         if numbers.taps:
             writer.add_array(f"{numbers.kind}.target_layers", numbers.taps)
         for key, value in plan.metadata.items():
-            _add(writer, f"{numbers.kind}.{key}", value)
+            add_value(writer, f"{numbers.kind}.{key}", value)
         if numbers.mask_token is not None:
             writer.add_mask_token_id(numbers.mask_token)
-        _write_tensors(writer, computed, tensors, progress)
+        write_tensors(writer, tensors, progress)
 
 
 def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
@@ -215,44 +173,22 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 @contextmanager
-def _writer(folder: Path, out: Path, architecture: str, tensors: list[Tensor], about: About) -> Iterator[GGUFWriter]:
+def _writer(folder: Path, out: Path, architecture: str, tensors: list[Planned], about: About) -> Iterator[GGUFWriter]:
     """A writer of a file for which there is room, with what is said about it."""
     check_room(out.parent, sum(tensor.nbytes for tensor in tensors))
     with closing(GGUFWriter(out, architecture)) as writer:
         writer.add_name(about.name or folder.resolve().name)
-        if about.license:
-            writer.add_license(about.license)
-        if about.source_url:
-            writer.add_source_url(about.source_url)
-        if about.commit:
-            writer.add_string(COMMIT, about.commit)
+        said = {"general.license": about.license, "general.source.url": about.source_url, COMMIT: about.commit}
+        for key, value in said.items():
+            if value:
+                writer.add_string(key, value)
         yield writer
 
 
-def _write_tensors(
-    writer: GGUFWriter, computed: Mapping[str, npt.NDArray[Any]], tensors: list[Tensor], progress: Progress
-) -> None:
-    for name, values in computed.items():
-        writer.add_tensor(name, values)
-    for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.quantization
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for values in computed.values():
-        writer.write_tensor_data(values)
-    (file,) = writer.fout or []
-    done, total = 0, sum(tensor.nbytes for tensor in tensors)
-    for tensor in tensors:
-        writer.write_padding(file, file.tell())
-        for rows in tensor.data():
-            progress("converting", done, total)
-            rows.tofile(file)
-            done += rows.nbytes
-    writer.write_padding(file, file.tell())
-    progress("converting", done, total)
+def _computed(tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[Planned]:
+    for name, values in tensors.items():
+        kind = GGMLQuantizationType.I64 if values.dtype == np.int64 else GGMLQuantizationType.F32
+        yield Planned(name, values.shape, kind, lambda values=values: [values])  # type: ignore[misc]
 
 
 def shard_names(index: Path) -> list[str]:
@@ -285,18 +221,8 @@ def _write_metadata(writer: GGUFWriter, shape: Shape, num_rows: int, quantizatio
         **shape.metadata,
     }
     for key, value in metadata.items():
-        _add(writer, f"{architecture or shape.family.architecture}.{key}", value)
+        add_value(writer, f"{architecture or shape.family.architecture}.{key}", value)
     writer.add_file_type(FILE_TYPES[quantization.lower()])
-
-
-def _add(writer: GGUFWriter, key: str, value: float | str) -> None:
-    add: dict[type, Callable[[str, Any], None]] = {
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        bool: writer.add_bool,
-    }
-    add[type(value)](key, value)
 
 
 def _lossless_type(stored: dict[str, Stored]) -> str:
@@ -305,21 +231,20 @@ def _lossless_type(stored: dict[str, Stored]) -> str:
     return kinds.pop() if kinds in ({"F16"}, {"BF16"}) else "F32"
 
 
-def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Tensor], int]:
+def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: str) -> tuple[list[Planned], int]:
     """The tensors of the GGUF file in its order, and the number of rows of the embedding."""
     family = shape.family
-    pairs = _adjacent if family.adjacent else None
     embedding = f"{family.others['token_embd']}.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), "")
     found = stored.get(prefix + embedding)
     num_rows = found.shape[0] if found and found.shape else 0
-    tensors: list[Tensor] = []
+    tensors: list[Planned] = []
     used = {"lm_head.weight"}  # a tied head is the embedding; a copy saved under this name is unused
     for wanted in shape.tensors(num_rows):
         source = wanted.source if wanted.source.startswith("lm_head.") else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, pairs))
+        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, 2 * family.adjacent))
         used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
@@ -334,12 +259,12 @@ def _tensor(
     source: str,
     all_stored: Mapping[str, Stored],
     quantization: str,
-    pairs: Callable[[Floats, int], Floats] | None,
-) -> Tensor:
+    parts: int,
+) -> Planned:
     """Plan a tensor of the GGUF file from one of the checkpoint.
 
     Args:
-        pairs: reorders rows of heads by what RoPE rotates together.
+        parts: of heads that RoPE rotates, see _in_turn; 0 to leave their rows as they are.
 
     Raises:
         ValueError: it has another shape, or a type that is not supported.
@@ -354,14 +279,35 @@ def _tensor(
     change: Callable[[Floats], Floats] = lambda values: values  # noqa: E731
     if family.transposed and wanted.layer is not None:
         together, change = sizes[0], lambda values: values.T
-    elif pairs and name in _ROTATED:
-        together, change = shape.head_width, lambda values: pairs(values, shape.head_width)
+    elif parts and name in _ROTATED:
+        together, change = shape.head_width, lambda values: _in_turn(values, shape.head_width, parts)
     elif family.norm_offset and name.endswith("norm"):
         change = lambda values: values + np.float32(family.norm_offset)  # noqa: E731
     kind = GGMLQuantizationType[quantization if is_matrix and name != "position_embd" else "F32"]
     if wanted.shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
-    return Tensor(wanted.name, source, wanted.shape, stored, kind, together, change)
+    return Planned(wanted.name, wanted.shape, kind, partial(_rows, stored, source, kind, together, change))
+
+
+def _rows(
+    stored: Stored, source: str, kind: GGMLQuantizationType, together: int, change: Callable[[Floats], Floats]
+) -> Iterator[npt.NDArray[Any]]:
+    """A tensor's rows as the file stores them, in chunks.
+
+    Args:
+        together: number of rows that `change` needs together.
+        change: converts the checkpoint's numbers to the file's.
+
+    Raises:
+        ValueError: a number is not finite, or too large for the type.
+    """
+    rows = stored.shape[0]
+    step = together * max(1, _CHUNK // (together * int(np.prod(stored.shape[1:]))))
+    for start in range(0, rows, step):
+        values = np.ascontiguousarray(_finite(stored, source, change(stored.read(start, min(rows, start + step)))))
+        if kind is GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
+            raise ValueError(f"{stored.path}: tensor {source!r} is too large for F16; choose BF16 or F32")
+        yield quants.quantize(values, kind)
 
 
 def _check_type(folder: Path, name: str, stored: Stored) -> None:
@@ -380,27 +326,20 @@ def _token_ids(folder: Path, name: str, stored: Stored, num_tokens: int) -> npt.
     if stored.dtype not in _INTEGERS:
         raise ValueError(f"{folder}: tensor {name!r} is of type {stored.dtype}, not of integers")
     count = stored.shape[0]
-    differences = stored.raw(np.dtype(_INTEGERS[stored.dtype]), 0, count)
-    if (np.abs(differences.astype(np.float64)) >= num_tokens).any():
-        raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
-    ids = differences.astype(np.int64) + np.arange(count)
+    # As floats, which do not wrap round; only ids that are too large are rounded.
+    ids = stored.raw(np.dtype(_INTEGERS[stored.dtype]), 0, count).astype(np.float64) + np.arange(count)
     if ids.min() < 0 or ids.max() >= num_tokens:
         raise ValueError(f"{folder}: tensor {name!r} names tokens outside the target's {num_tokens}")
     if len(np.unique(ids)) < count:
         raise ValueError(f"{folder}: tensor {name!r} names a token twice")
-    return ids
+    return ids.astype(np.int64)
 
 
-def _adjacent(values: Floats, head_width: int) -> Floats:
-    """Reorder each head's rows so that pairs rotated together, half a head apart before, are adjacent."""
-    pairs: Floats = values.reshape(-1, 2, head_width // 2, *values.shape[1:]).swapaxes(1, 2)
-    return pairs.reshape(values.shape)
-
-
-def _apart(values: Floats, head_width: int) -> Floats:
-    """The inverse of _adjacent."""
-    pairs: Floats = values.reshape(-1, head_width // 2, 2, *values.shape[1:]).swapaxes(1, 2)
-    return pairs.reshape(values.shape)
+def _in_turn(values: Floats, head_width: int, parts: int) -> Floats:
+    """Reorder each head's rows, taking one of each of so many equal parts in turn: of two halves, so that pairs that
+    RoPE rotates together, half a head apart before, are adjacent; of all such pairs, the other way round."""
+    turns: Floats = values.reshape(-1, parts, head_width // parts, *values.shape[1:]).swapaxes(1, 2)
+    return turns.reshape(values.shape)
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -449,7 +388,9 @@ def _pickled(path: Path) -> dict[str, Stored]:
             kind = str(tensor.dtype).removeprefix("torch.")
             plain = tensor.detach().view(torch.int16) if kind == "bfloat16" else tensor.detach()
             array = plain.numpy().view(np.uint16) if kind == "bfloat16" else plain.numpy()
-            stored[str(name)] = Stored(path, _OF_TORCH.get(kind, kind), array.shape, array=array)
+            for theirs, ours in _OF_TORCH.items():
+                kind = kind.replace(theirs, ours)
+            stored[str(name)] = Stored(path, kind, array.shape, array=array)
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read ({str(error)[:200]}); save its tensors as safetensors") from None
     return stored

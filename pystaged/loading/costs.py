@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
+from pystaged._core import HiddenRows, Model, Session, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, PassCost, measure
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, ExpertCost, PassCost, measure
 from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
@@ -34,34 +34,55 @@ _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
-def measure_passes(model: Model, text: NDArray[np.int32], seconds: float = SAMPLING) -> PassCost:
+def measure_passes(
+    model: Model, text: Sequence[int] | NDArray[np.int32], seconds: float = SAMPLING, target: Model | None = None
+) -> PassCost:
     """Sample a model's passes with an empty and with a long past, including candidate selection.
 
     Args:
-        text: tokens of the rows, int32[n], repeated if there are more rows. Of a mixture of experts, neighbours in a
-            text have some experts in common.
+        text: tokens of the rows, repeated if there are more rows. Of a mixture of experts, neighbours in a text have
+            some experts in common.
         seconds: time of sampling.
+        target: of a draft that reads its hidden states; rows that are no block read the draft's own.
     """
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
-    room = model.max_context - most_rows
+    room = (target or model).max_context - most_rows
     # llama.cpp would really read so many tokens.
     cells = min(_CELLS, room) if room >= _LEAST_CELLS and not model.devices else 0
     most_rows = min(most_rows, model.most_pending)
-    sessions: dict[int, Session] = {}
+    sessions: dict[int, list[Session]] = {}  # with the target's
     tokens = np.resize(text, most_rows)
     clock = time.perf_counter if model.devices else time.thread_time
     unions: dict[int, float] = {}
+    hidden: HiddenRows | None = None
+
+    def begin(length: int) -> list[Session]:
+        source = [open_session(target, max(1, length))] if target else []
+        room = length + most_rows
+        session = Session(model, room, *source) if source else open_session(model, room)
+        sessions[length] = [session, *source]
+        for each in source:
+            perform(each, "read", [0])
+        if length and model.borrows_cells:
+            source[0].stretch(length)
+        elif length:
+            # A real prefill of this many tokens would take longer than all else.
+            perform(session, "read", [0], *(each.hidden for each in source))
+            session.stretch(length)
+        return sessions[length]
 
     def timed(num_rows: int, cells: int) -> float:
-        session = sessions.get(cells) or sessions.setdefault(cells, open_session(model, cells + most_rows))
-        if cells and not len(session.tokens):
-            # A real prefill of this many tokens would take longer than all else.
-            perform(session, "read", [0])
-            session.stretch(cells)
-        parents, begin = np.arange(-1, num_rows - 1, dtype=np.int32), clock()
-        perform(session, "propose", tokens[:num_rows], parents, num_rows, 1, greedy)
-        took = clock() - begin
+        nonlocal hidden
+        session, *source = sessions.get(cells) or begin(cells)
+        read: list[Any] = []
+        if source and not model.block_size:
+            read = [None, sum([hidden] * (num_rows - 1), hidden) if hidden else source[0].hidden]
+        parents, start = np.arange(-1, num_rows - 1, dtype=np.int32), clock()
+        perform(session, "propose", tokens[:num_rows], parents, num_rows, 1, greedy, *read)
+        took = clock() - start
+        if read and not hidden:  # the first pass is over one row
+            hidden = session.hidden_of([0])
         unions[num_rows] = session.experts[1]
         session.discard()
         return took
@@ -70,47 +91,8 @@ def measure_passes(model: Model, text: NDArray[np.int32], seconds: float = SAMPL
         cost = measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
         return ExpertCost(cost.seconds, cost.slopes, unions, samples=cost.samples) if model.experts_per_row else cost
     finally:
-        for session in sessions.values():
-            session.close()
-
-
-def _measure_features(draft: Model, target: Model, seconds: float = SAMPLING) -> PassCost:
-    """As measure_passes, for a draft that reads a target's hidden states: blocks, or rows that read the draft's own."""
-    greedy, chain = SamplingConfig().native, range(-1, MEASURED_ROWS[-1] - 1)
-    cells = min(_CELLS, target.max_context - MEASURED_ROWS[-1])
-    sessions: dict[int, tuple[Session, Session]] = {}  # with the target's
-    hidden: HiddenRows | None = None
-
-    def begin(length: int) -> tuple[Session, Session]:
-        source = open_session(target, max(1, length))
-        session = Session(draft, length + MEASURED_ROWS[-1], source)
-        sessions[length] = session, source
-        run([Work.read(source, [0])])
-        if length and draft.borrows_cells:
-            source.stretch(length)
-        elif length:
-            run([Work.read(session, [0], source.hidden)])
-            session.stretch(length)
-        return session, source
-
-    def timed(num_rows: int, cells: int) -> float:
-        nonlocal hidden
-        session, source = sessions.get(cells) or begin(cells)
-        rows = None if draft.block_size else sum([hidden] * (num_rows - 1), hidden) if hidden else source.hidden
-        tokens, start = np.zeros(num_rows, np.int32), time.thread_time()
-        run([Work.propose(session, tokens, chain[:num_rows], num_rows, 1, greedy, hidden=rows)])
-        took = time.thread_time() - start
-        if rows and not hidden:  # the first pass is over one row
-            hidden = session.hidden_of([0])
-        session.discard()
-        return took
-
-    try:
-        return measure(timed, cells=cells if cells >= _LEAST_CELLS else 0, seconds=seconds)
-    finally:
-        for session, source in sessions.values():
-            session.close()
-            source.close()
+        for each in itertools.chain(*sessions.values()):
+            each.close()
 
 
 class Costs:
@@ -155,10 +137,8 @@ class Costs:
             if compared:
                 self._report(f"measuring once how fast {path.name} is on {device}")
             seconds = COMPARING if compared or again else SAMPLING
-            if target:
-                cost = _measure_features(model, target, seconds)
-            else:
-                cost = measure_passes(model, Tokenizer(os.fsencode(path)).encode(_TEXT), seconds)
+            text = [0] if target else Tokenizer(os.fsencode(path)).encode(_TEXT)  # such a draft may have no vocabulary
+            cost = measure_passes(model, text, seconds, target)
             keep_cost(key, cost)
         self._known[place] = key, cost
         return cost

@@ -21,11 +21,6 @@ _PART = 1 << 20  # bytes
 DISTILLED = KeptFiles("drafts", "gguf")
 
 
-def draft_name(target: str) -> str:
-    """The name of a target's draft."""
-    return f"draft of {target}"
-
-
 def work_folder(model: Path) -> Path:
     """The folder of a model's answers and checkpoint."""
     return cache_folder() / "distill" / DISTILLED.path(model).stem

@@ -17,12 +17,12 @@ from pystaged.loading.metadata import depth_and_width, predicts_ahead, reads_tar
 _LEAST_SHARED = 0.9  # share of the target's token ids that must mean the same in the draft
 
 
-class KnownDraft(NamedTuple):
-    """A draft for the targets of an architecture and a pre-tokenizer (`tokenizer.ggml.pre`): for all that are wider
-    than it, or, if it reads their hidden states, for those of one shape.
+class Targets(NamedTuple):
+    """Targets that a draft is made for: of an architecture and a pre-tokenizer (`tokenizer.ggml.pre`), and all that are
+    wider than the draft, or, if it reads their hidden states, those of one shape.
 
     Args:
-        width: its own; the targets', where `layers` is given.
+        width: the draft's; the targets', where `layers` is given.
         layers: the targets' number of layers, for a draft that reads hidden states.
         called: what a target's name must contain, as lower-case letters and digits only.
     """
@@ -30,23 +30,22 @@ class KnownDraft(NamedTuple):
     architecture: str
     pre_tokenizer: str
     width: int
-    name: str  # on the hub
     layers: int = 0
     called: str = ""
 
 
-# Of those that read hidden states: the targets' architecture, pre-tokenizer, width and layers, and `called`.
-# DSpark, DFlash and EAGLE-3, in this order: more of a block's guesses are right, and it costs one pass.
-_READING: dict[tuple[str, str, int, int, str], tuple[str, ...]] = {
-    ("qwen3", "qwen2", 2048, 28, ""): ("AngelSlim/Qwen3-1.7B_eagle3",),
-    ("qwen3", "qwen2", 2560, 36, ""): (
+# Names on the hub; of drafts that read hidden states DSpark, DFlash and EAGLE-3, in this order: more of a block's
+# guesses are right, and it costs one pass.
+KNOWN: dict[Targets, tuple[str, ...]] = {
+    Targets("qwen3", "qwen2", 2048, 28): ("AngelSlim/Qwen3-1.7B_eagle3",),
+    Targets("qwen3", "qwen2", 2560, 36): (
         "deepseek-ai/dspark_qwen3_4b_block7",
         "z-lab/Qwen3-4B-DFlash-b16",
         "deepseek-ai/dflash_qwen3_4b_block7",
         "AngelSlim/Qwen3-4B_eagle3",
         "deepseek-ai/eagle3_qwen3_4b_ttt7",
     ),
-    ("qwen3", "qwen2", 4096, 36, ""): (
+    Targets("qwen3", "qwen2", 4096, 36): (
         "deepseek-ai/dspark_qwen3_8b_block7",
         "z-lab/Qwen3-8B-DFlash-b16",
         "RedHatAI/Qwen3-8B-speculator.dflash",
@@ -56,65 +55,58 @@ _READING: dict[tuple[str, str, int, int, str], tuple[str, ...]] = {
         "deepseek-ai/eagle3_qwen3_8b_ttt7",
         "Tengyunw/qwen3_8b_eagle3",
     ),
-    ("qwen3", "qwen2", 5120, 40, ""): (
+    Targets("qwen3", "qwen2", 5120, 40): (
         "deepseek-ai/dspark_qwen3_14b_block7",
         "deepseek-ai/dflash_qwen3_14b_block7",
         "RedHatAI/Qwen3-14B-speculator.eagle3",
         "AngelSlim/Qwen3-14B_eagle3",
         "deepseek-ai/eagle3_qwen3_14b_ttt7",
     ),
-    ("qwen3", "qwen2", 5120, 64, ""): ("RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
-    ("llama", "llama-bpe", 4096, 32, "llama318b"): (
+    Targets("qwen3", "qwen2", 5120, 64): ("RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3"),
+    Targets("llama", "llama-bpe", 4096, 32, "llama318b"): (
         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
         "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
-    ("llama", "llama-bpe", 4096, 32, "r1distillllama8b"): ("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",),
-    ("llama", "llama-bpe", 8192, 80, "llama3370b"): (
+    Targets("llama", "llama-bpe", 4096, 32, "r1distillllama8b"): ("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",),
+    Targets("llama", "llama-bpe", 8192, 80, "llama3370b"): (
         "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
         "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-Specforge",
         "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
     ),
-    ("llama", "minicpm5", 2048, 42, ""): ("openbmb/MiniCPM5-2B-DSpark", "openbmb/MiniCPM5-2B-DSpark-GGUF"),
-    ("lfm2", "lfm2", 2048, 16, "lfm2512binstruct"): (
+    Targets("llama", "minicpm5", 2048, 42): ("openbmb/MiniCPM5-2B-DSpark", "openbmb/MiniCPM5-2B-DSpark-GGUF"),
+    Targets("lfm2", "lfm2", 2048, 16, "lfm2512binstruct"): (
         "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
         "LiquidAI/LFM2.5-1.2B-Instruct-DSpark-GGUF",
     ),
-    ("lfm2", "lfm2", 2048, 30, ""): ("LiquidAI/LFM2.5-2.6B-DSpark",),
-    ("lfm2moe", "lfm2", 2048, 24, "lfm258ba1b"): ("LiquidAI/LFM2.5-8B-A1B-DSpark",),
-}
-KNOWN = (
-    *(
-        KnownDraft(architecture, pre_tokenizer, width, name, layers, called)
-        for (architecture, pre_tokenizer, width, layers, called), names in _READING.items()
-        for name in names
-    ),
+    Targets("lfm2", "lfm2", 2048, 30): ("LiquidAI/LFM2.5-2.6B-DSpark",),
+    Targets("lfm2moe", "lfm2", 2048, 24, "lfm258ba1b"): ("LiquidAI/LFM2.5-8B-A1B-DSpark",),
     # Parallel drafts (PARD), each trained for all targets of its family.
-    KnownDraft("llama", "llama-bpe", 2048, "amd/PARD-Llama-3.2-1B"),
-    KnownDraft("qwen2", "qwen2", 896, "amd/PARD-Qwen2.5-0.5B"),
-    KnownDraft("qwen2", "deepseek-r1-qwen", 1536, "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B"),
-    KnownDraft("qwen3", "qwen2", 1024, "amd/PARD-Qwen3-0.6B"),
-)
+    Targets("llama", "llama-bpe", 2048): ("amd/PARD-Llama-3.2-1B",),
+    Targets("qwen2", "qwen2", 896): ("amd/PARD-Qwen2.5-0.5B",),
+    Targets("qwen2", "deepseek-r1-qwen", 1536): ("amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B",),
+    Targets("qwen3", "qwen2", 1024): ("amd/PARD-Qwen3-0.6B",),
+}
 
 
-def known_drafts(metadata: Mapping[str, str]) -> list[KnownDraft]:
-    """The drafts on the hub for a target, given the metadata of its file; the most promising first."""
+def known_drafts(metadata: Mapping[str, str], *, on_cpu: bool = True) -> list[str]:
+    """The names on the hub of the drafts for a target, the most promising first.
+
+    Args:
+        metadata: of the target's file.
+        on_cpu: whether the target runs on the CPU, which drafts that read hidden states need.
+    """
     family = metadata.get("general.architecture", ""), metadata.get("tokenizer.ggml.pre")
     layers, width = depth_and_width(metadata)
     name = re.sub(r"[^a-z0-9]", "", metadata.get("general.name", "").lower())
-    if not (layers and width):
-        return []
-    return [
-        draft
-        for draft in KNOWN
-        if family == (draft.architecture, draft.pre_tokenizer)
-        and (
-            (width, layers) == (draft.width, draft.layers) and draft.called in name
-            if draft.layers
-            else width > draft.width
-        )
-    ]
+
+    def fits(targets: Targets) -> bool:
+        if targets.layers:
+            return on_cpu and (width, layers) == (targets.width, targets.layers) and targets.called in name
+        return layers > 0 and width > targets.width
+
+    return [draft for targets, drafts in KNOWN.items() if family == targets[:2] and fits(targets) for draft in drafts]
 
 
 def own_layer(model: Path, tokenizer: Tokenizer) -> Path | None:
@@ -134,13 +126,13 @@ def cached_drafts(
     Args:
         tokenizer: the target's, with its file's metadata.
         report: called with a line about a draft that cannot be used.
-        on_cpu: whether the target runs on the CPU, which drafts that read hidden states need.
+        on_cpu: as in known_drafts.
     """
-    for draft in known_drafts(tokenizer.metadata):
+    for draft in known_drafts(tokenizer.metadata, on_cpu=on_cpu):
         try:
-            found = cache.find(draft.name) if on_cpu or not draft.layers else None
+            found = cache.find(draft)
         except ValueError as error:  # there are several
-            report(f"passed over: the draft {draft.name}: {error}")
+            report(f"passed over: the draft {draft}: {error}")
             continue
         if found:
             yield found

@@ -6,8 +6,7 @@ from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import PassCost
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer

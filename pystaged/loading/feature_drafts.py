@@ -13,43 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from pystaged.loading.families import DFLASH, EAGLE3, HEAD_NORMS, LLAMA
-from pystaged.loading.shapes import Shape, Wanted
+from pystaged.loading.shapes import Shape, Wanted, whole
 
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the checkpoints of some drafts
 # Names of architectures, and Speculators' of algorithms.
-_KNOWN = {
-    "LlamaForCausalLMEagle3": EAGLE3,
-    "Eagle3LlamaForCausalLM": EAGLE3,
-    "Eagle3DraftModel": EAGLE3,
-    "Eagle3Speculator": EAGLE3,
-    "Qwen3Eagle3Model": EAGLE3,
-    "eagle3": EAGLE3,
-    "DFlashDraftModel": DFLASH,
-    "DFlashSpeculator": DFLASH,
-    "dflash": DFLASH,
-    "DSparkDraftModel": DFLASH,
-    "DSparkSpeculator": DFLASH,
-    "Qwen3DSparkModel": DFLASH,
-    "Lfm2DSparkDraftModel": DFLASH,
-    "dspark": DFLASH,
-}
+_OF_EAGLE3 = "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3DraftModel Eagle3Speculator Qwen3Eagle3Model eagle3"
+_OF_DFLASH = (
+    "DFlashDraftModel DFlashSpeculator dflash "
+    "DSparkDraftModel DSparkSpeculator Qwen3DSparkModel Lfm2DSparkDraftModel dspark"
+)
+_KNOWN = dict.fromkeys(_OF_EAGLE3.split(), EAGLE3) | dict.fromkeys(_OF_DFLASH.split(), DFLASH)
 # Parts of names of drafts; the others of such names are not supported.
 _DRAFTS = re.compile("eagle|medusa|hydra|dflash|dspark|domino", re.IGNORECASE)
 _KINDS = "EAGLE-3, DFlash, and DSpark with a plain Markov head"
 # Values that keys may have; the drafts of targets that are not supported have others.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "use_swa": (False, None),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_sliding_window", "use_swa", "use_mtp_layernorm"), (False, None)
+    ),
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True, None)),
+    **dict.fromkeys(("attention_value_scale", "output_multiplier", "input_embedding_scale"), (None, 1)),
     "rope_is_neox_style": (True, False, None),
-    "attention_value_scale": (None, 1),
-    "output_multiplier": (None, 1),
-    "input_embedding_scale": (None, 1),
     "final_logit_softcapping": (None, 0),
-    "use_aux_hidden_state": (True, None),
-    "use_input_layernorm_in_first_layer": (True, None),
-    "use_mtp_layernorm": (False, None),
     "markov_head_type": ("vanilla", None),
     "parallel_draft_step": (None, 0, 1),
     "conv_kernel_size": (None,),
@@ -143,12 +128,7 @@ class Numbers:
         shape = Shape.of(config | {"model_type": "llama"}, path)
 
         def number(key: str, default: int | None = None, least: int = 1) -> int:
-            value = config.get(key, default)
-            if type(value) is not int or not least <= value <= 1 << 24:
-                raise ValueError(
-                    f"{path}: {key} is {value!r}, but must be a whole number between {least} and {1 << 24}"
-                )
-            return value
+            return whole(path, key, config.get(key, default), least)
 
         def flag(key: str) -> bool:
             value = config.get(key, False)
@@ -269,14 +249,11 @@ def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) 
         wanted.append(each)
     has_norms = numbers.feature_norms or "fc_norm.0.weight" in names
     feature_norms = [f"fc_norm.{i}.weight" for i in range(count)] if has_norms and numbers.kind == EAGLE3 else []
-    for usual in feature_norms:
-        if shape_of(usual) != (target_width,):
-            raise ValueError(
-                f"{folder}: tensor {names[usual]!r} has shape {list(shape_of(usual))}, not {[target_width]}"
-            )
     cut = numbers.num_rows < numbers.num_tokens
-    if cut and shape_of("d2t") != (numbers.num_rows,):
-        raise ValueError(f"{folder}: tensor 'd2t' has shape {list(shape_of('d2t'))}, not {[numbers.num_rows]}")
+    vectors = dict.fromkeys(feature_norms, target_width) | ({"d2t": numbers.num_rows} if cut else {})
+    for usual, size in vectors.items():
+        if shape_of(usual) != (size,):
+            raise ValueError(f"{folder}: tensor {names[usual]!r} has shape {list(shape_of(usual))}, not {[size]}")
     used = {each.source for each in wanted} | {*feature_norms, "d2t", "embed_tokens.weight", "lm_head.weight"}
     for usual in sorted(names.keys() - used):
         if not _UNUSED.fullmatch(usual):
@@ -317,9 +294,7 @@ def _wanted(
     target_width: int,
 ) -> Iterator[Wanted]:
     """The tensors by the usual names, also missing ones."""
-    shape = numbers.shape
-    width, dim, ffn = shape.width, shape.head_width, shape.ffn_width
-    q, kv = shape.heads * dim, shape.kv_heads * dim
+    shape, width = numbers.shape, numbers.shape.width
     tokens, rows = numbers.num_tokens, numbers.num_rows
 
     def one(name: str, usual: str, *size: int, layer: int | None = None) -> Wanted:
@@ -333,37 +308,18 @@ def _wanted(
     yield one("fc", "fc", width, count * target_width)
     if numbers.kind == DFLASH:
         yield one("enc.output_norm", "hidden_norm", width)
-        yield from _markov_head(names, shapes, tokens, rows)
+        if first_matrix := names.get("markov_w1.weight", names.get("markov_w2.weight")):  # DSpark's Markov head
+            rank = max((1, *shapes[first_matrix][1:]))  # one that does not fit is named by its shape
+            yield one("markov_w1", "markov_w1", tokens, rank)
+            yield one("markov_w2", "markov_w2", rows, rank)
     elif numbers.metadata["norm_before_fc"] or "input_norm.weight" in names:
         yield one("enc.output_norm", "input_norm", count * target_width)
     for layer in range(shape.layers):
         first = numbers.kind == EAGLE3 and layer == 0
-        inputs = 2 * width if first else width
-        sizes = {
-            "attn_q": (q, inputs),
-            "attn_k": (kv, inputs),
-            "attn_v": (kv, inputs),
-            "attn_output": (width, q),
-            "attn_q_norm": (dim,),
-            "attn_k_norm": (dim,),
-            "ffn_gate": (ffn, width),
-            "ffn_up": (ffn, width),
-            "ffn_down": (width, ffn),
-        }
+        sizes = shape.sizes(2 * width if first else width)
         if first:
             yield one("blk.0.attn_norm_2", "layers.0.hidden_norm", width, layer=0)
         for name, usual in _LAYER.items():
             source = f"layers.{layer}.{usual}"
             if numbers.kind == DFLASH or not name.endswith(("q_norm", "k_norm")) or f"{source}.weight" in names:
                 yield one(f"blk.{layer}.{name}", source, *sizes.get(name, (width,)), layer=layer)
-
-
-def _markov_head(
-    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], tokens: int, rows: int
-) -> Iterator[Wanted]:
-    """The tensors of DSpark's Markov head, if it has one."""
-    if "markov_w1.weight" in names or "markov_w2.weight" in names:
-        first = names.get("markov_w1.weight", names.get("markov_w2.weight", ""))
-        rank = max((1, *shapes[first][1:]))  # one that does not fit is named by its shape
-        yield Wanted("markov_w1.weight", "markov_w1.weight", (tokens, rank), None)
-        yield Wanted("markov_w2.weight", "markov_w2.weight", (rows, rank), None)

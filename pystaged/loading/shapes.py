@@ -52,12 +52,7 @@ class _Config:
 
     def number(self, name: str, default: int | None = None) -> int:
         value = self.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
-            raise ValueError(
-                f"{self.path}: {self.key(name)} is {value!r}, but must be a whole number between 1 and {_MOST}"
-            )
-        return value
+        return whole(self.path, self.key(name), default if value is None else value)
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self.get(name)
@@ -71,6 +66,13 @@ def language_part(config: dict[str, Any]) -> dict[str, Any]:
         return config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's wins
     return config | text | tied | {"model_type": "gemma3_text"}
+
+
+def whole(path: Path, name: str, value: object, least: int = 1) -> int:
+    """Return a whole number from `least` to 2**24; errors as in _positive."""
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{path}: {name} is {value!r}, but must be a whole number between {least} and {_MOST}")
+    return value
 
 
 def _positive(path: Path, name: str, value: object) -> float:
@@ -172,6 +174,22 @@ class Shape:
         _check_layers(reader, shape)
         return shape
 
+    def sizes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's tensors that are not as wide as the model alone; inputs: of queries, keys and values."""
+        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        return {
+            "attn_q": (q, inputs),
+            "attn_k": (kv, inputs),
+            "attn_v": (kv, inputs),
+            "attn_qkv": (q + 2 * kv, inputs),
+            "attn_output": (self.width, q),
+            "attn_q_norm": (self.head_width,),
+            "attn_k_norm": (self.head_width,),
+            "ffn_gate": (self.ffn_width, self.width),
+            "ffn_up": (self.ffn_width * (2 if self.family.fused else 1), self.width),
+            "ffn_down": (self.width, self.ffn_width),
+        }
+
     def tensors(self, num_rows: int) -> Iterator[Wanted]:
         """The GGUF file's tensors in order, without computed ones.
 
@@ -180,20 +198,10 @@ class Shape:
         Args:
             num_rows: rows of the token embedding.
         """
-        sizes = {
+        sizes = self.sizes(self.width) | {
             "token_embd": (num_rows, self.width),
             "output": (num_rows, self.width),
             "position_embd": (self.context, self.width),
-            "attn_q": (self.heads * self.head_width, self.width),
-            "attn_k": (self.kv_heads * self.head_width, self.width),
-            "attn_v": (self.kv_heads * self.head_width, self.width),
-            "attn_qkv": ((self.heads + 2 * self.kv_heads) * self.head_width, self.width),
-            "attn_output": (self.width, self.heads * self.head_width),
-            "attn_q_norm": (self.head_width,),
-            "attn_k_norm": (self.head_width,),
-            "ffn_gate": (self.ffn_width, self.width),
-            "ffn_up": (self.ffn_width * (2 if self.family.fused else 1), self.width),
-            "ffn_down": (self.width, self.ffn_width),
         }
 
         def both(name: str, source: str, layer: int | None = None) -> Iterator[Wanted]:

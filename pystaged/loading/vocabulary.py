@@ -188,7 +188,8 @@ def _model(path: Path, whole: dict[str, Any]) -> _Model:
     model = whole.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
         raise ValueError(f"{path} holds no BPE vocabulary")
-    merges = [_merge(path, merge) for merge in _list(model, "merges")]
+    # Newer files store the two halves of a merge; what else there is names no tokens.
+    merges = [" ".join(map(str, merge)) if isinstance(merge, list) else str(merge) for merge in _list(model, "merges")]
     odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
     found = None
     if model.get("type", "BPE") == "BPE" and not odd:
@@ -239,15 +240,6 @@ def _list(found: dict[str, Any], key: str) -> list[Any]:
     """A list in a JSON object, empty where there is none."""
     value = found.get(key)
     return value if isinstance(value, list) else []
-
-
-def _merge(path: Path, merge: object) -> str:
-    """A merge as one string; newer files store its two halves."""
-    if isinstance(merge, list) and all(isinstance(half, str) for half in merge):
-        merge = " ".join(merge)
-    if not isinstance(merge, str):
-        raise ValueError(f"{path} is damaged: merges")
-    return merge
 
 
 def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], merges: list[str]) -> _Model | None:

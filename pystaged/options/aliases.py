@@ -1,5 +1,5 @@
 """Names of commands, options and addresses in other programs, and pystaged's equivalents: a tuple or a name, or a
-sentence that says why there is none."""
+sentence that says why there is none. Pydantic's messages in plain words."""
 
 from __future__ import annotations
 
@@ -225,6 +225,24 @@ _HUB_MODEL = re.compile(
     r"(?::(.+)|/tree/main|/(?:tree|blob|resolve|raw)/main/(.+))?"
 )
 
+# Words in pydantic's messages, and plain ones.
+_WORDS = [
+    (r"^Value error, ", ""),
+    (r"^Field required$", "is missing"),
+    (r"^Extra inputs are not permitted$", "is unknown"),
+    (r"^Unable to extract tag using discriminator '(\w+)'.*", r"has no '\1' that says what it is"),
+    (r"^(Input|String|List|Tuple|Set|Dictionary|Value|Number|Data) should ", "must "),
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
+    (r"less than", "below"),
+    (r"\ba valid integer\b", "an integer"),
+    (r"\ba valid (\w)", r"a \1"),
+    (r"\ba dictionary\b.*", "an object"),
+    (r"\ba boolean\b.*", "true or false"),
+    (r", (?:unable to|got) .*", ""),
+    (r" after validation", ""),
+]
+
 
 def hub_id(name: str) -> str:
     """Convert an address on the hub, or a name in MODELS, to a hub id, owner/name or owner/name:FILE; return what is
@@ -258,3 +276,10 @@ def meant(word: str, ours: Iterable[str]) -> str | None:
     word = word.lstrip("-")
     beginning = [each for each in bare if len(word) > 3 and each.startswith(word)]
     return bare.get(next(iter(beginning or get_close_matches(word, bare, 1, _ALIKE)), ""))
+
+
+def plainly(message: str) -> str:
+    """Reword a message so that it can follow the name of the value."""
+    for theirs, ours in _WORDS:
+        message = re.sub(theirs, ours, message)
+    return message

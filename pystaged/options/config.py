@@ -286,16 +286,14 @@ def checked(options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str
     Raises:
         ValueError, TypeError: a value is out of range, or of the wrong type; the message begins with its name.
     """
-    return {name: _value(name, option, given.get(name, option.default)) for name, option in options.items()}
-
-
-def _value(name: str, option: Option, value: Any) -> Any:
-    if value is None and option.allows_none:
-        return None
-    if option.kind:
-        value = convert(name, option.kind, value)
-    option.check_range(name, value)
-    return value
+    values = {}
+    for name, option in options.items():
+        value = given.get(name, option.default)
+        if value is not None or not option.allows_none:
+            value = convert(name, option.kind, value) if option.kind else value
+            option.check_range(name, value)
+        values[name] = value
+    return values
 
 
 def _prediction(given: object) -> str | tuple[int, ...]:

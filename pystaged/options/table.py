@@ -234,9 +234,7 @@ def declared(default: Any, help: str, **more: Any) -> Any:
 def declared_in(kind: type[Any]) -> dict[str, Option]:
     """These options of a dataclass, by name."""
     types = get_type_hints(kind)
-    return {
-        each.name: replace(each.metadata["option"], type=types[each.name]) for each in fields(kind) if each.metadata
-    }
+    return {own.name: replace(own.metadata["option"], type=types[own.name]) for own in fields(kind) if own.metadata}
 
 
 SAMPLING = table(SamplingOptions)

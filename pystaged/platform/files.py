@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -223,10 +223,8 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
         try:
             system.lock(file)
             locked = part.exists()
-        except BlockingIOError:
-            locked = False
-        except OSError:  # a file system without locks, where no file counts as a leftover
-            locked = True
+        except OSError as error:  # or a file system without locks, where no file counts as a leftover
+            locked = not isinstance(error, BlockingIOError)
         if locked:
             return part, file
         # Another process tested whether it is a leftover before it was locked.
@@ -236,18 +234,14 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
 
 def _is_leftover(part: Path, *, remove: bool) -> bool:
     try:
-        if not stat.S_ISREG(part.lstat().st_mode):
+        found = part.lstat()
+        if not stat.S_ISREG(found.st_mode) or (not system.POSIX and time.time() - found.st_mtime < _LONGEST_WRITE):
             return False
-        if not system.POSIX:
-            if time.time() - part.stat().st_mtime < _LONGEST_WRITE:
-                return False
+        with part.open("r+b") if system.POSIX else nullcontext() as file:
+            if file:
+                system.lock(file)
             if remove:
                 part.unlink()
-            return True
-        with part.open("r+b") as file:
-            system.lock(file)
-            if remove:
-                part.unlink()
-            return True
+        return True
     except OSError:  # locked, removed, or another user's
         return False

@@ -117,7 +117,7 @@ class Child:
                 stderr=self._log,
                 env=os.environ | environment,
                 **options,
-                **system.group_of_its_own(),
+                **system.GROUP_OF_ITS_OWN,
             )
         self._numbers = itertools.count()
         self._lock = threading.Lock()

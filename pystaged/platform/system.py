@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -75,16 +76,13 @@ class _MemoryStatus(ctypes.Structure):
     )
 
 
-def group_of_its_own() -> dict[str, Any]:
-    """Options of subprocess.Popen: Ctrl-C does not reach the child."""
-    if hasattr(os, "killpg"):
-        return {"start_new_session": True}
-    return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
+# Options of subprocess.Popen: Ctrl-C does not reach the child. Windows ignores the first one.
+GROUP_OF_ITS_OWN = {"start_new_session": True, "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
 
 
-def inheriting(connection: Connection) -> tuple[str, dict[str, Any]]:
+def inheriting(pipe: Connection) -> tuple[str, dict[str, Any]]:
     """A number by which a child finds a connection, and the options of subprocess.Popen that pass it on."""
-    number = connection.fileno()
+    number = pipe.fileno()
     if hasattr(os, "killpg"):
         return str(number), {"pass_fds": [number]}
     os.set_handle_inheritable(number, True)  # type: ignore[attr-defined]
@@ -94,11 +92,7 @@ def inheriting(connection: Connection) -> tuple[str, dict[str, Any]]:
 
 def inherited(number: str) -> Connection:
     """In a child: the connection that its parent passed on."""
-    if hasattr(os, "killpg"):
-        return Connection(int(number))
-    from multiprocessing.connection import PipeConnection  # type: ignore[attr-defined]  # noqa: PLC0415
-
-    found: Connection = PipeConnection(int(number))
+    found: Connection = getattr(connection, "PipeConnection", Connection)(int(number))
     return found
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ _SCORES = {"logprobs", "prompt_logprobs", "prompt_logprobs_start"}
 _WITHOUT_EFFECT = {"speculate", "progress", "reuse", "prediction"} | _SCORES
 # Options that a receipt omits if they have these values.
 _UNLESS: dict[str, Any] = {"stop_loops": False}
+_AS_THEY_ARE = ("versions", "arithmetic", "model", "vocabulary", "device", "kv", "n_ctx")  # fields in a file
 _LONGEST_WORD = 256  # characters of a name or version
 _HASHED = 4096  # tokens hashed at a time
 
@@ -94,15 +95,9 @@ class Receipt:
 
     def to_json(self) -> str:
         """The content of its file, which is the same for equal receipts."""
-        written = {
-            "format": _FORMAT,
-            "versions": self.versions,
-            "arithmetic": self.arithmetic,
-            "model": {each.name: getattr(self.model, each.name) for each in fields(ModelRecord)},
-            "vocabulary": self.vocabulary,
-            "device": self.device,
-            "kv": self.kv,
-            "n_ctx": self.n_ctx,
+        written = {"format": _FORMAT} | {name: getattr(self, name) for name in _AS_THEY_ARE}
+        written |= {
+            "model": asdict(self.model),
             "prompt": {"tokens": self.prompt, "sha256": token_hash(self.prompt)},
             "options": _options(self.config),
             "text": {"tokens": self.tokens, "sha256": self.text_sha256, "finish_reason": self.finish_reason},
@@ -172,22 +167,16 @@ class Receipt:
         _check(given, _SHAPE, "")
         config = _config(given["options"])
         _check(given["versions"], dict.fromkeys(current_versions(config.grammar), _WORD), "versions")
-        prompt, said = given["prompt"], given["text"]
+        prompt, said, plain = given["prompt"], given["text"], {name: given[name] for name in _AS_THEY_ARE}
         if prompt["sha256"] != token_hash(prompt["tokens"]):
             raise ValueError("prompt.sha256 is not that of prompt.tokens")
         return cls(
-            given["versions"],
-            given["arithmetic"],
-            ModelRecord(**given["model"]),
-            given["vocabulary"],
-            given["device"],
-            given["kv"],
-            given["n_ctx"],
-            tuple(prompt["tokens"]),
-            config,
-            tuple(said["tokens"]),
-            said["sha256"],
-            said["finish_reason"],
+            **plain | {"model": ModelRecord(**given["model"])},
+            prompt=tuple(prompt["tokens"]),
+            config=config,
+            tokens=tuple(said["tokens"]),
+            text_sha256=said["sha256"],
+            finish_reason=said["finish_reason"],
         )
 
 

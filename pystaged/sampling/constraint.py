@@ -25,19 +25,15 @@ class Constraint(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether only the end of the sequence is allowed."""
-        ...
 
     def forced(self) -> list[int]:
         """The next tokens as far as each is the only allowed one; may be incomplete."""
-        ...
 
     def mask(self, path: Sequence[int]) -> Mask | None:
         """The tokens allowed after the sequence and `path`; None if `path` is forbidden or ends the sequence."""
-        ...
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence."""
-        ...
 
 
 def allows(mask: Mask, token: int) -> bool:

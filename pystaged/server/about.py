@@ -1,23 +1,30 @@
-"""What the server tells of itself and its models: /v1/models, /health, /props and /tokenizer_info; and its page."""
+"""What the server tells of itself and its models: /v1/models, /health, /props, /tokenizer_info and /openapi.json; and
+its page."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
+from collections.abc import Callable, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_type_hints
 
+from pydantic import TypeAdapter
 from starlette.responses import HTMLResponse
 
 import pystaged
-from pystaged._core import Tokenizer
+from pystaged.chat.format import spelled
 from pystaged.options.recommended import ANSWER_TOKENS, toy_words
 from pystaged.platform.memory import loadable_memory
-from pystaged.server.errors import ApiError
+from pystaged.server.errors import ApiError, is_ollamas
 from pystaged.server.models import Models, State
 
 _TEMPLATE = "tokenizer.chat_template"
+_Endpoints = Mapping[str, Callable[..., Any]]  # by path
+_REF = "#/components/schemas/{model}"
+_ERRORS = {"400": "Invalid request", "401": "Invalid key", "413": "Too large", "429": "Queue full", "503": "Not now"}
+# An event's data is the JSON of a part, or [DONE].
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
 def models(models: Models) -> dict[str, Any]:
@@ -52,8 +59,8 @@ def tokenizer_info(state: State) -> dict[str, Any]:
     """Properties of the vocabulary, for clients that count tokens."""
     tokenizer = state.engine.tokenizer
     return {
-        "bos_token": _spelled(tokenizer, tokenizer.bos) or None,
-        "eos_token": _spelled(tokenizer, tokenizer.eos) or None,
+        "bos_token": spelled(tokenizer, tokenizer.bos) or None,
+        "eos_token": spelled(tokenizer, tokenizer.eos) or None,
         "pad_token": None,
         "chat_template": tokenizer.metadata.get(_TEMPLATE),
         "vocab_size": tokenizer.num_tokens,
@@ -72,18 +79,13 @@ def properties(state: State) -> dict[str, Any]:
         "total_slots": state.settings.parallel,
         "model_alias": state.name,
         "chat_template": tokenizer.metadata.get(_TEMPLATE, ""),
-        "bos_token": _spelled(tokenizer, tokenizer.bos),
-        "eos_token": _spelled(tokenizer, tokenizer.eos),
+        "bos_token": spelled(tokenizer, tokenizer.bos),
+        "eos_token": spelled(tokenizer, tokenizer.eos),
         "build_info": f"pystaged {pystaged.__version__}",
         "system_fingerprint": state.fingerprint,
         "draft": engine.draft_name or "n-grams",
         "note": toy_words(tokenizer.metadata, loadable_memory()),
     }
-
-
-def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    """How the vocabulary spells a token, "" for -1."""
-    return tokenizer.token_text(token) if token >= 0 else ""
 
 
 def page() -> HTMLResponse:
@@ -104,6 +106,53 @@ def page() -> HTMLResponse:
 
 def _hash_of(text: str, tag: str) -> str:
     """The policy's source expression for the page's only element of this kind."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    content = found[1] if found else ""
+    content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def describe(given: _Endpoints, computed: _Endpoints, written: _Endpoints) -> dict[str, Any]:
+    """Describe the server in OpenAPI 3.1.
+
+    Args:
+        given: GET endpoints by path.
+        computed: POST endpoints by path; the annotation of `request` is the request's type.
+        written: generation endpoints by path, as before.
+    """
+    requests = {path: request_of(answer) for path, answer in [*computed.items(), *written.items()]}
+    schemas, definitions = TypeAdapter.json_schemas(
+        [(path, "validation", TypeAdapter(each)) for path, each in requests.items()], ref_template=_REF
+    )
+    errors = {status: _told(what, {"type": "object"}) for status, what in _ERRORS.items()}
+    paths: dict[str, Any] = {
+        "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": {"description": "The metrics"}}}}
+    }
+    for path, function in given.items():
+        responses = {"200": _told("The answer", {}), "401": errors["401"]}
+        paths[path] = {"get": {"summary": function.__doc__, "responses": responses}}
+    for path, request in requests.items():
+        answer = _told("The answer", {})
+        if path in written:
+            kind, part = ("application/x-ndjson", {}) if is_ollamas(path) else ("text/event-stream", _EVENT)
+            answer["content"][kind] = {"schema": part}
+        body = {"required": True, "content": _json(schemas[path, "validation"])}
+        responses = {"200": answer, **errors}
+        paths[path] = {"post": {"summary": request.__doc__, "requestBody": body, "responses": responses}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pystaged", "version": pystaged.__version__},
+        "paths": paths,
+        "components": {"schemas": definitions.get("$defs", {})},
+    }
+
+
+def request_of(answer: Callable[..., Any]) -> Any:
+    """The request type of a function."""
+    return get_type_hints(answer)["request"]
+
+
+def _told(what: str, schema: Any) -> dict[str, Any]:
+    return {"description": what, "content": _json(schema)}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -131,9 +131,9 @@ class Answer(ABC):
         """An event: a part of a sequence, with usage and timings so far if requested."""
         return self._envelope(self.kinds[1], [part]) | figures if self.kinds[1] else part
 
-    def error_event(self, error: ApiError) -> bytes:
-        """The event for an error in the middle of a stream."""
-        return error.json()
+    def error_event(self, error: ApiError, path: str) -> bytes:
+        """The event for an error in the middle of a stream that answers a request for a path."""
+        return error.json(path)
 
     def stats(self) -> list[GenerationStats]:
         """Statistics of the sequences so far."""
@@ -178,7 +178,7 @@ class Answer(ABC):
                 async with gate.inside(wait), AsyncStream(self.sequences[i]) as pieces:
                     async for piece in pieces:
                         await self._piece(i, piece)
-                await self._ended(i)
+                await self._piece(i, None)
             except Exception as error:
                 failed.append(error)
                 group.cancel_scope.cancel()
@@ -210,26 +210,22 @@ class Answer(ABC):
         }
         await self._send([part], self._nothing_yet() | {"prompt_progress": progress})
 
-    async def _piece(self, i: int, piece: Piece) -> None:
-        if i not in self._first:
+    async def _piece(self, i: int, piece: Piece | None) -> None:
+        """Take a piece of a sequence, or None for its end; in a stream, send it."""
+        is_first = i not in self._first
+        if is_first and piece is not None:
             self._first[i] = time.monotonic() - self.begun
-            await self._begin(i)
-        if self.request.stream:
-            await self._send(self.parts(i, piece))
-
-    async def _ended(self, i: int) -> None:
-        if i not in self._first:
-            await self._begin(i)
         if not self.request.stream:
+            return
+        if is_first:
+            await self._send(self.first_parts(i), self._nothing_yet())
+        if piece is not None:
+            await self._send(self.parts(i, piece))
             return
         *parts, last = self.last_parts(i, self.sequences[i].result())
         await self._send(parts)
-        figures = self._so_far()
-        await self._send([last], figures if self._options.include_usage else {**figures, "timings": self._timings()})
-
-    async def _begin(self, i: int) -> None:
-        if self.request.stream:
-            await self._send(self.first_parts(i), self._nothing_yet())
+        more = {} if self._options.include_usage else {"timings": timings(self.stats())}
+        await self._send([last], self._so_far() | more)
 
     async def _send(self, parts: list[dict[str, Any]], figures: dict[str, Any] | None = None) -> None:
         """Send parts, with the counts so far unless other figures are given."""
@@ -252,6 +248,7 @@ class Answer(ABC):
 
     def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)
+        nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
         return [
             {
                 "text": self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace"),
@@ -259,9 +256,7 @@ class Answer(ABC):
                 "stage": STAGE_NAMES[Stage(stage)],
                 "accepted": node in path,
             }
-            for node, (token, parent, stage) in enumerate(
-                zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
-            )
+            for node, (token, parent, stage) in enumerate(nodes)
         ]
 
     def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -276,21 +271,15 @@ class Answer(ABC):
 
     def _figures(self) -> dict[str, Any]:
         """Members that the end of an answer has."""
-        return {"usage": self.usage(), "timings": self._timings(), "seed": self._seed}
-
-    def _timings(self) -> dict[str, Any]:
-        return timings(self.stats())
+        return {"usage": self.usage(), "timings": timings(self.stats()), "seed": self._seed}
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the sequences so far."""
         found, prediction = usage(self.stats(), len(self.prompts)), self.sequences[0].prediction
-        if prediction:
-            found["completion_tokens_details"] = predicted(prediction, [sequence.tokens for sequence in self.sequences])
+        details = predicted(prediction, [sequence.tokens for sequence in self.sequences]) if prediction else {}
         if tokens := self.reasoning_tokens():
-            found["completion_tokens_details"] = found.get("completion_tokens_details", {}) | {
-                "reasoning_tokens": tokens
-            }
-        return found
+            details["reasoning_tokens"] = tokens
+        return found | {"completion_tokens_details": details} if details else found
 
     def reasoning_tokens(self) -> int:
         """Number of reasoning tokens so far, by encoding the text, but at most those written. While the reasoning
@@ -314,7 +303,7 @@ class Answer(ABC):
         if self._options.continuous_usage_stats:
             found["usage"] = self.usage()
         if self.request.timings_per_token:
-            found["timings"] = self._timings()
+            found["timings"] = timings(self.stats())
         return found
 
     def call_id(self, prefix: str, i: int, block: Block) -> str:

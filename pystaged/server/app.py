@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,20 +21,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-import pystaged
-from pystaged.options.aliases import ADDRESSES
-from pystaged.options.validation import plainly
+from pystaged.chat.calls import no_json
+from pystaged.options.aliases import ADDRESSES, plainly
 from pystaged.server import about, chats, completions, messages, ollama, responses, settings, tokens
 from pystaged.server.answer import Answer
 from pystaged.server.errors import ApiError, ending, explained
 from pystaged.server.models import Models, State
-from pystaged.server.openapi import describe, request_of
 from pystaged.server.options import renamed
 from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import InfillRequest, TextRequest
 from pystaged.server.security import guarded
 
 R = TypeVar("R", bound=BaseModel)
+Work = Callable[[Any, Reply], Awaitable[None]]
 # The function for each path; /openapi.json takes the types of requests and answers from their annotations.
 _LISTED: dict[str, Callable[[Models], Any]] = {
     "/v1/models": about.models,
@@ -72,12 +71,12 @@ _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 def application(models: Models) -> Starlette:
     """Build the ASGI application."""
     server = _Endpoints(models)
-    described = describe(pystaged.__version__, {**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN)
+    described = about.describe({**_LISTED, **_GIVEN}, _COMPUTED, _WRITTEN)
     routes = [
         *(Route(path, partial(server.listed, answer)) for path, answer in _LISTED.items()),
         *(Route(path, partial(server.given, answer)) for path, answer in _GIVEN.items()),
         *(
-            Route(path, partial(endpoint, answer, request_of(answer)), methods=["POST"])
+            Route(path, partial(endpoint, answer, about.request_of(answer)), methods=["POST"])
             for answers, endpoint in ((_COMPUTED, server.computed), (_WRITTEN, server.written))
             for path, answer in answers.items()
         ),
@@ -130,10 +129,9 @@ class _Endpoints:
         async def work(asked: Any, reply: Reply) -> None:
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with _refusing():
-                    if iscoroutinefunction(answer):
-                        body = await run_sync(encoded, await answer(state, asked))
-                    else:
-                        body = await run_sync(lambda: encoded(answer(state, asked)))
+                    is_task = iscoroutinefunction(answer)
+                    found = await (answer(state, asked) if is_task else run_sync(answer, state, asked))
+                    body = await run_sync(encoded, found)
             await reply.whole(as_json(body))
 
         return await self._reply(request, kind, work)
@@ -154,13 +152,7 @@ class _Endpoints:
         return await self._reply(request, kind, work, lambda: answers[0].summary() if answers else "", streams=True)
 
     async def _reply(
-        self,
-        request: Request,
-        kind: type[R],
-        work: Callable[[Any, Reply], Awaitable[None]],
-        summary: Callable[[], str] = str,
-        *,
-        streams: bool = False,
+        self, request: Request, kind: type[R], work: Work, summary: Callable[[], str] = str, *, streams: bool = False
     ) -> Reply:
         """The response of work on a request's body; at its end it is counted and logged. streams: whether it may be a
         stream."""
@@ -189,7 +181,7 @@ class _Endpoints:
         """Read and check a request's body. Raises ApiError."""
         body = await self._body(request)
         try:
-            value = json.loads(body, parse_constant=_no_number)
+            value = json.loads(body, parse_constant=no_json)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
         if not isinstance(value, dict):
@@ -227,10 +219,6 @@ def _refusing() -> Iterator[None]:
         yield
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         raise explained(error, ApiError(400, str(error))) from None
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
-from pystaged.chat.turn import Block, Dialect
+from pystaged.chat.format import SWITCHES
+from pystaged.chat.turn import Begun, Block, Dialect, TurnReader
 from pystaged.decoding.text import TokenRoles
 from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
 from pystaged.sampling.definitions import GrammarError
+from pystaged.sampling.text import encode_continuation
+from pystaged.sampling.thinking import Reasoning
 from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
 from pystaged.server.figures import of_chat
 from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
-from pystaged.server.request_types import ChatRequest, ToolChoice, joined
-from pystaged.server.tools import Manner, offered, reasoning, schemas_of, template_options, thinks_by_template
+from pystaged.server.request_types import ChatRequest, Tool, ToolChoice, joined
 
 T = TypeVar("T")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """How an answer is written and read.
+
+    dialect: the model's. splits: whether reasoning is apart. begun: where the answer begins.
+    schemas: of the arguments of the tools on offer; None for no tools.
+    """
+
+    dialect: Dialect
+    splits: bool
+    begun: Begun
+    schemas: Mapping[str, Mapping[str, Any]] | None
+
+    @property
+    def spelled(self) -> frozenset[int]:
+        """The control tokens that the reader needs."""
+        thinking = self.dialect.thinking if self.splits else None
+        marks = (*(self.dialect.form.marks if self.schemas is not None else ()), *(thinking.marks if thinking else ()))
+        return frozenset(self.dialect.controls[mark] for mark in marks if mark in self.dialect.controls)
+
+    @property
+    def hides(self) -> bool:
+        """Whether an answer may have parts that are not its text."""
+        return self.schemas is not None or (self.splits and self.dialect.thinking is not None)
+
+    def reader(self) -> TurnReader:
+        """Reads one answer."""
+        thinking = self.dialect.thinking if self.splits else None
+        form = self.dialect.form if self.schemas is not None else None
+        return TurnReader(thinking, self.begun, form, self.schemas or {})
 
 
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
@@ -37,7 +71,7 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
     Args:
         param: the member that errors about the messages name.
     """
-    engine, tools, settings = state.engine, offered(request), state.settings
+    engine, tools, settings = state.engine, _offered(request), state.settings
     template = engine.chat_format.source(bool(tools))
     dialect = Dialect.of(template, engine.tokenizer, engine.chat_format.knows_tools)
     prompt = _written(state, request, engine.chat_format.encode, param)
@@ -45,27 +79,18 @@ def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
     splits = request.reasoning_format != "none"
     prefill = request.messages[-1].model_dump() if _continues(request) else None
-    manner = Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas_of(tools))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} or None
+    manner = _Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas)
     config, ends = _config(state, request, manner), engine.chat_format.stop
     reader = manner.reader if manner.hides and config.stop else None
     if reader is None:
         config, ends = replace(config, stop=(*config.stop, *ends)), ()
     limit = settings.reasoning_budget
-    if _thinks(state, request) is False and not thinks_by_template(engine.chat_format, bool(tools)):
+    if _thinks(state, request) is False and engine.chat_format.variables(bool(tools)).isdisjoint(SWITCHES):
         limit = 0
-    sequences = begun(
-        engine,
-        [prompt],
-        config,
-        request.n or 1,
-        _form(request, manner),
-        TokenRoles(
-            spelled=manner.spelled,
-            reasoning=reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None),
-            reader=reader,
-            ends=ends,
-        ),
-    )
+    thoughts = _reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None)
+    roles = TokenRoles(spelled=manner.spelled, reasoning=thoughts, reader=reader, ends=ends)
+    sequences = begun(engine, [prompt], config, request.n or 1, _form(request, manner), roles)
     return Texts(sequences, config.sampling.seed, [manner.reader() for _ in sequences])
 
 
@@ -79,6 +104,19 @@ def template(state: State, request: ChatRequest) -> dict[str, str]:
     return {"prompt": _written(state, request, state.engine.chat_format.render)}
 
 
+def _offered(request: ChatRequest) -> list[Tool]:
+    """The tools that the model may call. Raises ApiError for an invalid tool_choice."""
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    if request.tool_choice not in (None, "none", "auto") and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    if isinstance(request.tool_choice, ToolChoice):
+        name = request.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
+    return tools
+
+
 def _thinks(state: State, request: ChatRequest) -> bool | None:
     """Whether the answer is to be reasoned; None for what the template prefers."""
     effort = request.reasoning_effort or None
@@ -89,11 +127,15 @@ def _thinks(state: State, request: ChatRequest) -> bool | None:
 
 def _written(state: State, request: ChatRequest, write: Callable[..., T], param: str = "messages") -> T:
     """A conversation, written by a method of the chat format."""
-    chat_format, tools = state.engine.chat_format, offered(request)
+    chat_format, tools = state.engine.chat_format, _offered(request)
     # Clients' "tokens" could be forged.
     messages = [message.model_dump(exclude_none=True, exclude={"tokens"}) for message in request.messages]
     given = [tool.model_dump(exclude_none=True) for tool in tools]
-    options = template_options(request, chat_format, _thinks(state, request), bool(tools))
+    think, effort, known = _thinks(state, request), request.reasoning_effort, chat_format.variables(bool(tools))
+    options: dict[str, Any] = {name: think for name in SWITCHES if think is not None and name in known}
+    if effort not in (None, "none") and "reasoning_effort" in known:
+        options["reasoning_effort"] = effort
+    options |= request.chat_template_kwargs or {}
     try:
         return write(messages, tools=given or None, template_options=options or None, continues=_continues(request))
     except ChatTemplateError:
@@ -125,7 +167,7 @@ def _must_call(request: ChatRequest) -> bool:
     return request.tool_choice not in (None, "none", "auto")
 
 
-def _config(state: State, request: ChatRequest, manner: Manner) -> GenerationConfig:
+def _config(state: State, request: ChatRequest, manner: _Manner) -> GenerationConfig:
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
@@ -154,7 +196,24 @@ def _config(state: State, request: ChatRequest, manner: Manner) -> GenerationCon
     return checked(options)
 
 
-def _form(request: ChatRequest, manner: Manner) -> str:
+def _reasoning(
+    request: ChatRequest, manner: _Manner, limit: int | None, tokenizer: Any, has_grammar: bool
+) -> Reasoning | None:
+    """How the answer reasons, if that needs a limit, or a grammar waits for its end.
+
+    Args:
+        limit: most tokens of reasoning if the request does not say, None for no limit.
+    """
+    thinking, asked = manner.dialect.thinking, request.reasoning_budget_tokens
+    budget = limit if asked is None else asked if asked >= 0 else None
+    is_open = manner.begun in ("thinking", "reasoning")
+    if thinking is None or (budget is None and not (has_grammar and is_open)):
+        return None
+    closing = encode_continuation(tokenizer, thinking.closing).tolist()
+    return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), is_open, budget)
+
+
+def _form(request: ChatRequest, manner: _Manner) -> str:
     """The request member that constrains the answer."""
     if manner.schemas and _must_call(request):
         return "tools"

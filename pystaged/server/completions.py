@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pystaged.decoding.tree import Stage
@@ -11,7 +10,7 @@ from pystaged.result import GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.text import Prompt
 from pystaged.server.answer import Answer, Texts, ended
 from pystaged.server.errors import ApiError, too_long, unsupported
-from pystaged.server.figures import CompletionLogprobs, joined, number, timings
+from pystaged.server.figures import CompletionLogprobs, LogprobRow, number, of_completion, timings
 from pystaged.server.models import State
 from pystaged.server.options import begun, checked, text_options
 from pystaged.server.request_types import MOST_TEXTS, CompletionRequest, InfillRequest, NativeRequest
@@ -90,23 +89,23 @@ class CompletionAnswer(Answer):
         return found
 
     def choice(self, i: int, result: GenerationResult) -> dict[str, Any]:
-        text, parts = self._echoed(i, result)
+        text, rows = self._echoed(i, result)
         if not self._is_silent:
-            text, parts = text + result.text, parts + self._more(i, result)
-        return self._choice(i, text, parts) | self._end(result) | self.ours(i, result)
+            text, rows = text + result.text, rows + self._logprobs[i].more(result.logprobs or [])
+        return self._choice(i, text, rows) | self._end(result) | self.ours(i, result)
 
     def empty_part(self, i: int) -> dict[str, Any]:
         return self._choice(i)
 
     def first_parts(self, i: int) -> list[dict[str, Any]]:
-        text, parts = self._echoed(i, self.sequences[i].result())
-        return [self._choice(i, text, parts)] if text or parts else []
+        text, rows = self._echoed(i, self.sequences[i].result())
+        return [self._choice(i, text, rows)] if text or rows else []
 
     def parts(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         ours = self.ours(i, piece)
         if self._is_silent or not (piece or piece.logprobs or ours):
             return []
-        return [self._choice(i, piece.text, self._more(i, piece)) | ours]
+        return [self._choice(i, piece.text, self._logprobs[i].more(piece.logprobs or [])) | ours]
 
     def last_parts(self, i: int, result: GenerationResult) -> list[dict[str, Any]]:
         return [self._choice(i) | self._end(result)]
@@ -114,10 +113,7 @@ class CompletionAnswer(Answer):
     def _end(self, result: GenerationResult) -> dict[str, str]:
         return {"finish_reason": "length"} if self._is_silent else ended(result)
 
-    def _more(self, i: int, found: GenerationResult | Piece) -> list[dict[str, Any]]:
-        return [] if self.request.logprobs is None else [self._logprobs[i].more(found.logprobs or [])]
-
-    def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[dict[str, Any]]]:
+    def _echoed(self, i: int, result: GenerationResult) -> tuple[str, list[LogprobRow]]:
         """The prompt's text and log-probabilities, if the request has echo."""
         if not self.request.echo:
             return "", []
@@ -126,10 +122,11 @@ class CompletionAnswer(Answer):
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
         if self.request.logprobs is None:
             return text, []
-        return text, [self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)]
+        return text, self._logprobs[i].prompt(tokens, text, result.prompt_logprobs)
 
-    def _choice(self, i: int, text: str = "", parts: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        return {"index": i, "text": text, "logprobs": joined(parts) if parts else None, "finish_reason": None}
+    def _choice(self, i: int, text: str = "", rows: list[LogprobRow] | None = None) -> dict[str, Any]:
+        logprobs = None if rows is None or self.request.logprobs is None else of_completion(rows)
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
 def begin_native(state: State, request: NativeRequest) -> NativeAnswer:

@@ -13,6 +13,8 @@ from pystaged.result import TokenLogprob
 from pystaged.stats import GenerationStats
 
 _LEAST = -9999.0  # JSON has no infinity
+LogprobRow = tuple[str, float | None, dict[str, float] | None, int]
+"""A token of /v1/completions, its log-probability, those of the likeliest tokens, and its offset in the text."""
 
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> dict[str, Any]:
@@ -36,10 +38,8 @@ def predicted(prediction: Sequence[int], texts: Sequence[Sequence[int]]) -> dict
     """How many tokens of a prediction the sequences have."""
     counts = Counter(prediction)
     accepted = sum((counts & Counter(text)).total() for text in texts)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": len(prediction) * len(texts) - accepted,
-    }
+    rejected = len(prediction) * len(texts) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def timings(stats: Sequence[GenerationStats]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def prompt(self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None) -> dict[str, Any]:
+    def prompt(self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None) -> list[LogprobRow]:
         """Log-probabilities of the prompt's tokens; the first has none.
 
         Args:
@@ -94,43 +94,30 @@ class CompletionLogprobs:
         decoded = self._tokenizer.decode(tokens)
         # An inserted space is not part of the text.
         self._offset = min(0, len(text) - len(decoded))
-        found = self._empty()
-        for i, token in enumerate(tokens):
-            logprob = known[i - 1] if i and known else None
-            self._add(found, token, logprob)
+        found = [self._row(token, known[i - 1] if i and known else None) for i, token in enumerate(tokens)]
         self._offset, self._decoder = len(text), codecs.getincrementaldecoder("utf-8")(errors="replace")
         return found
 
-    def more(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def more(self, logprobs: Sequence[TokenLogprob]) -> list[LogprobRow]:
         """Log-probabilities of the next tokens."""
-        found = self._empty()
-        for each in logprobs:
-            self._add(found, each.token, each)
-        return found
+        return [self._row(each.token, each) for each in logprobs]
 
-    @staticmethod
-    def _empty() -> dict[str, Any]:
-        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-    def _add(self, found: dict[str, Any], token: int, known: TokenLogprob | None) -> None:
-        name = spelled(self._tokenizer, token)
-        found["tokens"].append(name)
-        found["token_logprobs"].append(number(known.logprob) if known else None)
-        found["text_offset"].append(max(0, self._offset))
+    def _row(self, token: int, known: TokenLogprob | None) -> LogprobRow:
+        name, offset = spelled(self._tokenizer, token), max(0, self._offset)
         self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
         if known is None:
-            found["top_logprobs"].append(None)
-            return
+            return name, None, None, offset
         top: dict[str, float] = {}
         for each in [*known.top, known]:
             # Two tokens may be spelled alike; the likelier one comes first and is kept.
             top.setdefault(spelled(self._tokenizer, each.token), number(each.logprob))
-        found["top_logprobs"].append(top)
+        return name, number(known.logprob), top, offset
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Concatenate parts of one sequence's log-probabilities."""
-    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
+def of_completion(rows: Sequence[LogprobRow]) -> dict[str, Any]:
+    """Log-probabilities of a sequence's tokens."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -140,7 +127,5 @@ def of_chat(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str,
         data = tokenizer.token_bytes(each.token, special=True)
         return {"token": data.decode("utf-8", "replace"), "logprob": number(each.logprob), "bytes": list(data)}
 
-    return {
-        "content": [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs],
-        "refusal": None,
-    }
+    content = [{**top(each), "top_logprobs": [top(other) for other in each.top]} for each in logprobs]
+    return {"content": content, "refusal": None}

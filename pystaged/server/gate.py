@@ -54,7 +54,10 @@ class Gate:
         request may exceed it by its sequences after the first."""
         excess = self.num_inside + self.num_waiting + self._num_coming + 1 - self._parallel - self._most_waiting
         if excess > 0:
-            seconds = math.ceil(self._seconds(excess))
+            now = self._clock()
+            # One that has already taken longer than the mean raises the estimate.
+            longest = max([self._mean, *(now - begun for begun in self._begun.values())])
+            seconds = math.ceil(max(1.0, longest * excess / self._parallel))
             raise ApiError(
                 429,
                 f"texts in progress: {self.num_inside}, waiting: {self.num_waiting}; try again in {seconds} s",
@@ -66,13 +69,6 @@ class Gate:
             yield
         finally:
             self._num_coming -= 1
-
-    def _seconds(self, excess: int) -> float:
-        """Estimated seconds until `excess` sequences have left; at least 1."""
-        now = self._clock()
-        ages = [now - begun for begun in self._begun.values()]
-        # A sequence that has already taken longer than the mean raises the estimate.
-        return max(1.0, max([self._mean, *ages]) * excess / self._parallel)
 
     @asynccontextmanager
     async def inside(self, wait: float = math.inf) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ from pystaged.server.answer import Answer, is_begun, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.models import State
 from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import MOST_TOOLS, ChatRequest, Open, ToolName, TurnRequest, only
+from pystaged.server.request_types import ChatRequest, Many, Open, ToolName, Tools, TurnRequest, only
 
 # The type of a block's new text, and the member that holds it.
 _DELTAS = {
@@ -25,7 +25,6 @@ _DELTAS = {
 }
 # Unsupported members that would change the answer, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
-_MOST = 4096  # parts of a message
 # Claude Code's first line, which changes with every turn, so that no prompt would begin like the one before.
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
@@ -43,7 +42,7 @@ class Block(Open):
     content: Any = None
 
 
-Content = str | Annotated[list[Block], Field(max_length=_MOST, fail_fast=True)]
+Content = str | Many[Block]
 
 
 class MessageParam(Open):
@@ -96,9 +95,7 @@ class MessageRequest(TurnRequest):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: Content | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MOST_TOOLS, fail_fast=True), only("custom", None)] | None = (
-        None
-    )
+    tools: Annotated[Tools[MessageTool], only("custom", None)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -109,25 +106,18 @@ def begin(state: State, request: MessageRequest) -> MessageAnswer:
     try:
         return MessageAnswer(state, request, chats.turns(state, _chat(state, request)))
     except ApiError as error:
-        raise _too_long(error, state.engine.model.max_context) from None
+        body = error.body["error"]
+        if "n_prompt_tokens" not in body:
+            raise
+        # In the words that Anthropic's clients search for.
+        words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
+        more = "; the server's --n-ctx allows more" if state.engine.model.max_context > body["n_ctx"] else ""
+        raise ApiError(400, words + more, param="messages", code=body["code"]) from None
 
 
 def count(state: State, request: MessageRequest) -> dict[str, int]:
     """Count the tokens of a prompt. Errors as in begin."""
     return {"input_tokens": chats.count(state, _chat(state, request))}
-
-
-def _too_long(error: ApiError, most: int) -> ApiError:
-    """The error for a prompt that is too long, in the words that Anthropic's clients search for; others unchanged.
-
-    most: the context length of the model.
-    """
-    body = error.body["error"]
-    if "n_prompt_tokens" not in body:
-        return error
-    words = f"prompt is too long: {body['n_prompt_tokens']} tokens > {body['n_ctx']} maximum"
-    more = "; the server's --n-ctx allows more" if most > body["n_ctx"] else ""
-    return ApiError(400, words + more, param="messages", code=body["code"])
 
 
 def _chat(state: State, request: MessageRequest) -> ChatRequest:

@@ -21,8 +21,7 @@ class Metrics:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._counts: Counter[str] = Counter()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._sums: dict[str, float] = defaultdict(float)
         self._accepted_at: Counter[int] = Counter()
         self._stages: Counter[str] = Counter()
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -36,14 +35,14 @@ class Metrics:
 
     def text_over(self, stats: GenerationStats, first: float | None) -> None:
         """Count a sequence. first: seconds until its first token, None if it had none."""
-        self._counts["prompt_tokens_total"] += stats.prompt_tokens - stats.reused_tokens
-        self._counts["prompt_tokens_cached_total"] += stats.reused_tokens
-        self._counts["tokens_predicted_total"] += stats.new_tokens
-        self._counts["spec_decode_num_drafts_total"] += sum(stats.lengths.values()) if stats.drafted else 0
-        self._counts["spec_decode_num_draft_tokens_total"] += stats.drafted
-        self._counts["spec_decode_num_accepted_tokens_total"] += stats.accepted
-        self._seconds["prompt_seconds_total"] += stats.prefill_seconds
-        self._seconds["tokens_predicted_seconds_total"] += stats.decode_seconds
+        self._sums["prompt_tokens_total"] += stats.prompt_tokens - stats.reused_tokens
+        self._sums["prompt_tokens_cached_total"] += stats.reused_tokens
+        self._sums["tokens_predicted_total"] += stats.new_tokens
+        self._sums["spec_decode_num_drafts_total"] += sum(stats.lengths.values()) if stats.drafted else 0
+        self._sums["spec_decode_num_draft_tokens_total"] += stats.drafted
+        self._sums["spec_decode_num_accepted_tokens_total"] += stats.accepted
+        self._sums["prompt_seconds_total"] += stats.prefill_seconds
+        self._sums["tokens_predicted_seconds_total"] += stats.decode_seconds
         for length, steps in dict(stats.lengths).items():  # a copy, because a cut sequence may still be in a pass
             for position in range(length):
                 self._accepted_at[position] += steps
@@ -51,8 +50,8 @@ class Metrics:
             self._stages[name] += stage.emitted
         self._longest = max(self._longest, stats.prompt_tokens + stats.new_tokens)
         if first is not None:
-            self._seconds["first"] += first
-            self._counts["first"] += 1
+            self._sums["first_sum"] += first
+            self._sums["first_count"] += 1
             for bound in _FIRST_TOKEN:
                 self._first[bound] += first <= bound
 
@@ -62,13 +61,12 @@ class Metrics:
 
     def text(self, engines: Sequence[Engine], gates: Sequence[Gate]) -> str:
         """All metrics as text, including the loaded engines' and their gates'."""
-        passes, counts, seconds = self._passes, self._counts, self._seconds
+        passes, sums = self._passes, self._sums
         for engine in engines:
             passes = passes.plus(engine.passes)
-        reading, writing = seconds["prompt_seconds_total"], seconds["tokens_predicted_seconds_total"]
-        read_rate = counts["prompt_tokens_total"] / reading if reading else 0.0
-        write_rate = counts["tokens_predicted_total"] / writing if writing else 0.0
-        known = {**counts, **seconds}
+        reading, writing = sums["prompt_seconds_total"], sums["tokens_predicted_seconds_total"]
+        read_rate = sums["prompt_tokens_total"] / reading if reading else 0.0
+        write_rate = sums["tokens_predicted_total"] / writing if writing else 0.0
         lines: list[str] = []
 
         def add(kind: str, name: str, what: str, values: Mapping[str, float]) -> None:
@@ -98,7 +96,7 @@ class Metrics:
             ("gauge", "rows_per_pass", "Mean rows per pass.", passes.rows_per_pass),
             ("gauge", "kv_memory_bytes", "Memory for keys and values.", sum(each.kv_memory for each in engines)),
         ):
-            add(kind, name, what, {"": known.get(name, 0) if value is None else value})
+            add(kind, name, what, {"": sums[name] if value is None else value})
         accepted = {f'{{position="{position}"}}': self._accepted_at[position] for position in sorted(self._accepted_at)}
         stages = {f'{{stage="{name}"}}': count for name, count in sorted(self._stages.items())}
         requests = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
@@ -107,7 +105,7 @@ class Metrics:
         add("counter", "tokens_by_stage_total", "Tokens by the stage that proposed them.", stages)
         add("counter", "requests_total", "Requests by path and status.", requests)
         buckets = {f'_bucket{{le="{bound:g}"}}': self._first[bound] for bound in _FIRST_TOKEN}
-        total = {'_bucket{le="+Inf"}': counts["first"], "_sum": seconds["first"], "_count": counts["first"]}
+        total = {'_bucket{le="+Inf"}': sums["first_count"], "_sum": sums["first_sum"], "_count": sums["first_count"]}
         what = "Seconds from a request to its sequence's first token."
         add("histogram", "time_to_first_token_seconds", what, buckets | total)
         return "\n".join([*lines, ""])

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,19 +99,12 @@ class Models:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        files: Mapping[str, Path],
-        load: Callable[[Path], Engine],
-        *,
-        memory: int,
-        kv_memory: int,
+        self, settings: Settings, files: dict[str, Path], load: Callable[[Path], Engine], *, memory: int, kv_memory: int
     ) -> None:
         self.settings, self.metrics, self.created = settings, Metrics(settings.metrics_prefix), int(time.time())
         self._load, self._memory, self._kv_memory = load, memory, kv_memory
         self.all = {name: Served(name, path, _size(path)) for name, path in files.items()}
         self._turn = anyio.Lock()  # of those who wait for a model, in the order of their coming
-        self._waiting = 0  # requests among them
         self._is_closed = False
         self._left = asyncio.Event()  # set whenever a request has had its answer
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,14 +136,12 @@ class Models:
 
     def named(self, name: str | None) -> Served:
         """The model of a name. Raises ApiError."""
-        names = ", ".join(map(repr, self.all))
-        found = self.known(name or "")
+        found = self.known(name or "") or self.known(self.settings.default or "")
         if found is None and self.is_one and not self.settings.strict:
-            found = next(iter(self.all.values()))
-        if found is None:
-            found = self.known(self.settings.default or "")
+            (found,) = self.all.values()
         if found is not None:
             return found
+        names = ", ".join(map(repr, self.all))
         if name is None:
             words = "" if self.is_one else f"; this server has {names}"
             raise ApiError(400, f"name the model{words}", param="model")
@@ -164,7 +155,10 @@ class Models:
         served = self.named(name)
         with within(self.settings.queue_timeout):
             while served.state is None or served.is_leaving:
-                async with self._in_turn():
+                if (waiting := self._turn.statistics().tasks_waiting) > self.settings.queue:
+                    words = f"requests that wait for a model to be loaded: {waiting}; try again"
+                    raise ApiError(429, words, code="queue_full", headers={"Retry-After": "1"})
+                async with self._turn:
                     if served.state is None:
                         await self._bring(served)
         served.users, served.used = served.users + 1, time.monotonic()
@@ -176,23 +170,6 @@ class Models:
             served.users, served.used = served.users - 1, time.monotonic()
             self._left.set()
             self._rest(served)
-
-    @asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        """The block has the turn. Raises ApiError if too many wait for it."""
-        waits = self._turn.locked()
-        if waits and self._waiting > self.settings.queue:
-            words = f"requests that wait for a model to be loaded: {self._waiting}; try again"
-            raise ApiError(429, words, code="queue_full", headers={"Retry-After": "1"})
-        self._waiting += waits
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= waits
-        try:
-            yield
-        finally:
-            self._turn.release()
 
     async def _bring(self, served: Served) -> None:
         """Load a model; the caller has the turn. Those used longest ago make room for it, after their texts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
@@ -22,14 +22,15 @@ from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
 from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import (
-    MOST_TOOLS,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    Many,
     ModelRequest,
     TextRequest,
     Tool,
+    Tools,
 )
 from pystaged.server.tokens import embedded
 
@@ -69,8 +70,8 @@ class _Request(ModelRequest):
 class OllamaChatRequest(_Request):
     """A request to /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=4096, fail_fast=True)] = []  # noqa: RUF012  pydantic copies it
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    messages: Many[OllamaMessage] = []  # noqa: RUF012  pydantic copies it
+    tools: Tools[Tool] | None = None
 
 
 class GenerateRequest(_Request):
@@ -157,7 +158,7 @@ def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
     if not request.messages:
         return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
-    asked = _chat(state, request, [*map(_message, request.messages)], request.tools)
+    asked = _chat(state, request, [*map(_message, request.messages)], request.tools or ())
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
@@ -188,12 +189,10 @@ def _shared(request: _Request) -> dict[str, Any]:
     return found | {"stream": bool(request.stream), "n": 1}
 
 
-def _chat(
-    state: State, request: _Request, messages: list[dict[str, Any]], tools: list[Tool] | None = None
-) -> ChatRequest:
+def _chat(state: State, request: _Request, messages: list[dict[str, Any]], tools: Iterable[Tool] = ()) -> ChatRequest:
     if request.think and not _can_think(state):
         raise ApiError(400, f'"{state.name}" does not support thinking')
-    given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools or []]}
+    given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools]}
     if request.think is not None:
         effort = request.think
         given["reasoning_effort"] = effort if isinstance(effort, str) else "medium" if effort else "none"
@@ -216,9 +215,6 @@ class ChatAnswer(Answer):
         """The members for new text, reasoning or calls."""
         more = {"thinking": thinking, "tool_calls": calls}
         return {"message": {"role": "assistant", "content": text} | {name: each for name, each in more.items() if each}}
-
-    def error_event(self, error: ApiError) -> bytes:
-        return error.json("/api/")
 
     async def send(self, reply: Reply) -> None:
         if self.sequences:
@@ -291,10 +287,8 @@ def _durations(state: State, came: float) -> dict[str, Any]:
 
 def unloads(asked: object) -> bool:
     """Whether a request asks for no text, and that the model is unloaded."""
-    texts = ("messages", "prompt", "suffix")
-    return (
-        isinstance(asked, _Request) and asked.keep_alive == 0 and not any(getattr(asked, name, None) for name in texts)
-    )
+    texts = [getattr(asked, name, None) for name in ("messages", "prompt", "suffix")]
+    return isinstance(asked, _Request) and asked.keep_alive == 0 and not any(texts)
 
 
 def _named(served: Served) -> dict[str, Any]:

@@ -7,9 +7,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pystaged._core import Tokenizer
 from pystaged.decoding.text import USUAL, Text, TokenRoles
 from pystaged.engine import Engine
@@ -17,7 +14,7 @@ from pystaged.options.config import GenerationConfig, TextOptions
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.options.table import SAMPLING
 from pystaged.sampling.definitions import GrammarError
-from pystaged.sampling.text import encode_continuation
+from pystaged.sampling.text import Prompt, encode_continuation
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.request_types import ChatRequest, TextRequest, TurnRequest
 
@@ -91,9 +88,7 @@ def text_options(
     if request.stop is not None:
         given["stop"] = [text for text in ([request.stop] if isinstance(request.stop, str) else request.stop) if text]
     given["reuse"] = False if request.cache_prompt is False else None
-    options = (
-        engine.recommended_sampling | defaults | {name: value for name, value in given.items() if value is not None}
-    )
+    options = engine.recommended_sampling | defaults | {name: each for name, each in given.items() if each is not None}
     options["max_tokens"] = _max_tokens(request.max_tokens, defaults.get("max_tokens"), engine.n_ctx, usual)
     options["seed"] = _seed(request.seed, defaults.get("seed"))
     return options
@@ -108,12 +103,7 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 
 
 def begun(
-    engine: Engine,
-    prompts: Sequence[NDArray[np.int32]],
-    config: GenerationConfig,
-    n: int,
-    form: str,
-    roles: TokenRoles = USUAL,
+    engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int, form: str, roles: TokenRoles = USUAL
 ) -> list[Text]:
     """Prepare n sequences for each prompt; seeds as in Engine.repeated. Raises ApiError.
 

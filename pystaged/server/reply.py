@@ -33,7 +33,7 @@ class Reply(StreamingResponse):
     """
 
     names_events = False
-    error_event: Callable[[ApiError], bytes] = staticmethod(ApiError.json)
+    error_event: Callable[[ApiError, str], bytes] = staticmethod(ApiError.json)
     _asgi: tuple[Scope, Receive, Send]
 
     def __init__(
@@ -73,11 +73,12 @@ class Reply(StreamingResponse):
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
+        path = self._asgi[0]["path"]
         if not self._status:
-            await self.whole(error.response(self._asgi[0]["path"]))
+            await self.whole(error.response(path))
         elif self._is_in_parts:  # nothing can follow a whole answer
             name = b"event: error\n" if self.names_events else b""
-            await self._pass(self._framed(name, self.error_event(error)), more=False)
+            await self._pass(self._framed(name, self.error_event(error, path)), more=False)
 
     def _framed(self, name: bytes, data: bytes) -> bytes:
         return data + b"\n" if self._in_lines else name + b"data: " + data + b"\n\n"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model
 
 from pystaged.options.table import SAMPLING, Option
 
 MOST_TEXTS = 128  # most sequences of a request
-MOST_TOOLS = 512
 _MOST_BIASES = 1024
 _LONGEST_GRAMMAR = 1 << 17  # characters
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}  # of Ollama's durations
@@ -22,6 +21,9 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 # Validation stops at a list's first error: an error for each of a million items would take a minute and gigabytes.
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
+Tools = Annotated[list[T], Field(max_length=512, fail_fast=True)]
 
 
 def _pairs(value: Any) -> Any:
@@ -175,7 +177,7 @@ class InfillRequest(_NativeRequest):
 
     input_prefix: str
     input_suffix: str
-    input_extra: Annotated[list[Snippet], Field(max_length=4096, fail_fast=True)] | None = None
+    input_extra: Many[Snippet] | None = None
     prompt: str | None = None
 
 
@@ -186,7 +188,7 @@ class Part(Open):
     text: str | None = None
 
 
-Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
+Parts = Many[Part]
 
 
 def joined(content: str | Sequence[Part]) -> str:
@@ -288,7 +290,7 @@ class ChatRequest(TurnRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True), only("function")] | None = None
+    tools: Annotated[Tools[Tool], only("function")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     prediction: Prediction | None = None
     continue_final_message: bool | None = None

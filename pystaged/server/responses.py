@@ -18,7 +18,6 @@ from pystaged.server.figures import usage
 from pystaged.server.models import State
 from pystaged.server.options import chat_request, refuse
 from pystaged.server.request_types import (
-    MOST_TOOLS,
     ChatRequest,
     ChosenFunction,
     Open,
@@ -26,6 +25,7 @@ from pystaged.server.request_types import (
     Parts,
     ResponseFormat,
     ToolName,
+    Tools,
     TurnRequest,
     joined,
     only,
@@ -112,9 +112,7 @@ class ResponseRequest(TurnRequest):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     text: TextConfig | None = None
-    tools: (
-        Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True), only("function", "custom")] | None
-    ) = None
+    tools: Annotated[Tools[ResponseTool], only("function", "custom")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     reasoning: ReasoningConfig | None = None
 
@@ -268,7 +266,7 @@ class ResponseAnswer(Answer):
         response = self._response(result)
         return [{"type": f"response.{response['status']}", "response": response}]
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, _path: str) -> bytes:
         members = {name: error.body["error"][name] for name in ("code", "message", "param")}
         return json.dumps(error.body | self.framed(members, {})).encode()
 

@@ -61,8 +61,7 @@ def serve(app: ASGIApp, listener: socket.socket, *, grace: int, **told: Callable
         **told: ready: called when the server accepts requests; waiting: at the end, with the number of those in
             progress, if there are any.
     """
-    with _ended_by_signals():
-        Server(app, grace, **told).run(sockets=[listener])
+    Server(app, grace, **told).run(sockets=[listener])
 
 
 @contextmanager
@@ -116,12 +115,14 @@ class Server(uvicorn.Server):
         self._pressed = -math.inf  # when Ctrl-C was
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's: the first signal ends the server, a second one does so at once."""
+        """The first signal ends the server, Ctrl-C after it does so at once. uvicorn's own method would have it raised
+        again at the end."""
+        del frame
         if sig == signal.SIGINT:
             if time.monotonic() - self._pressed <= _ONE_PRESS:
                 return
-            self._pressed = time.monotonic()
-        super().handle_exit(sig, frame)
+            self._pressed, self.force_exit = time.monotonic(), self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -181,18 +182,3 @@ class _Connection(H11Protocol):
             self.transport.abort()
         else:
             self._stuck = self.loop.call_later(settings.STALL, self._expect_reading, size)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM stop the server only: uvicorn raises them again when it has stopped."""
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        del number, frame
-
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

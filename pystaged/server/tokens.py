@@ -29,13 +29,10 @@ def tokenize(state: State, request: TokenizeRequest) -> dict[str, Any]:
     if text is None:
         raise ApiError(400, "give the text as content or as prompt", param="content")
     asked = request.add_special if request.add_special is not None else request.add_special_tokens
+    adds = not is_content if asked is None else asked
     tokenizer = state.engine.tokenizer
     try:
-        found = tokenizer.encode(
-            text,
-            add_special=not is_content if asked is None else asked,
-            parse_special=request.parse_special is not False,
-        ).tolist()
+        found = tokenizer.encode(text, add_special=adds, parse_special=request.parse_special is not False).tolist()
     except ValueError as error:
         words = "the text is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
         raise ApiError(400, words, param="content" if is_content else "prompt") from None
@@ -70,19 +67,10 @@ async def embeddings(state: State, request: EmbeddingsRequest) -> dict[str, Any]
     """Embed texts. Raises ApiError."""
     vectors, count = await embedded(state, request)
     in_text = request.encoding_format == "base64"
-    return {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": i,
-                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_text else vector.tolist(),
-            }
-            for i, vector in enumerate(vectors)
-        ],
-        "model": state.name,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-    }
+    told = [base64.b64encode(each.astype("<f4").tobytes()).decode() if in_text else each.tolist() for each in vectors]
+    data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(told)]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": state.name, "usage": usage}
 
 
 async def embedded(state: State, request: EmbeddingsRequest) -> tuple[NDArray[np.float32], int]:

@@ -31,8 +31,8 @@ PROMPT = "def fibonacci(n):"
 TOLERANCE = 0.02
 
 
-def open_session(path: Path, n_ctx: int = 0) -> Session:
-    return Session(Model(str(path), num_threads=1, device=DEVICE), n_ctx)
+def open_session(path: Path) -> Session:
+    return Session(Model(str(path), num_threads=1, device=DEVICE))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from support.steps import evaluate, prefill, verify
 
 import pystaged
 from pystaged import DeviceError, FixedPolicy
-from pystaged._core import Model, Sampling, Session, UnsupportedModelError, Work, run
+from pystaged._core import Model, Sampling, Session, UnsupportedModelError
 from pystaged.receipts.receipt import Receipt
 
 LLAMA = RandomModel("llama", width=256, ffn_width=256, head_dim=32, heads=8, kv_heads=4)
@@ -151,16 +151,3 @@ def test_cells_run_out(unknown: Path) -> None:
     np.testing.assert_allclose(crowd[0].logits(0), fork.logits(0), atol=1e-3)
     crowd[1].close()
     prefill(crowd[2], [4] * 390)
-
-
-def test_what_fails_leaves_texts_as_they_were(unknown: Path) -> None:
-    model = Model(unknown, num_threads=1, device="ggml-cpu")
-    session, plain = Session(model, 400), Session(model, 400)
-    for each in (session, plain):
-        prefill(each, range(20))
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        run([Work.read(session, [1, 2]), Work.read(plain, [1, 10**6])])
-    for each in (session, plain):
-        assert len(each.tokens) == 20
-        evaluate(each, [9], [-1])
-    np.testing.assert_allclose(session.logits(0), plain.logits(0), atol=1e-3)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.device import DEVICE, GPU_LAYERS, gap_alone
 from support.families import CASES
@@ -31,8 +30,6 @@ from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
 from pystaged.options.config import SamplingConfig
-
-Floats = npt.NDArray[np.float32]
 
 NAMES = ("lfm2", "qwen35", "granitehybrid", "nemotron_h", "falcon-h1")
 HYBRIDS = {name: CASES[name] for name in NAMES}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,12 @@ def has_rpc() -> bool:
     return True
 
 
-needs_rpc = pytest.mark.skipif(not has_rpc(), reason="llama-cpp-python is built without RPC")
+Start = Callable[[], tuple[str, subprocess.Popen[bytes]]]
+without_rpc = pytest.mark.skipif(not has_rpc(), reason="llama-cpp-python is built without RPC")
+
+
+def needs_rpc(test: Any) -> Any:
+    return pytest.mark.rpc(without_rpc(test))
 
 
 def free_port() -> int:
@@ -70,7 +76,7 @@ def test_a_sampling_is_sent_once_for_a_text(random_gguf: Callable[..., Path]) ->
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[], tuple[str, subprocess.Popen[bytes]]]]:
+def start() -> Iterator[Start]:
     """A function that starts a server and gives its endpoint and process."""
     processes = []
 
@@ -93,9 +99,8 @@ def start() -> Iterator[Callable[[], tuple[str, subprocess.Popen[bytes]]]]:
         process.wait()
 
 
-@pytest.mark.rpc
 @needs_rpc
-def test_two_servers_write_what_one_writes(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:
+def test_two_servers_write_what_one_writes(start: Start) -> None:
     (one, _), (two, _) = start(), start()
     texts = []
     for device, devices in ((f"rpc:{one}", 1), (f"rpc:{one},{two}", 2)):
@@ -107,12 +112,9 @@ def test_two_servers_write_what_one_writes(start: Callable[..., tuple[str, subpr
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.rpc
 @needs_rpc
 @pytest.mark.parametrize("case", ["qwen3moe", "gemma4", "deepseek2", "lfm2", "granitehybrid"])
-def test_mixtures_and_hybrids_over_two_servers(
-    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], tmp_path: Path, case: str
-) -> None:
+def test_mixtures_and_hybrids_over_two_servers(start: Start, tmp_path: Path, case: str) -> None:
     (one, _), (two, _) = start(), start()
     path, texts = write(tmp_path / "model.gguf", CASES[case]), []
     for device in (f"rpc:{one},{two}", "ggml-cpu"):
@@ -195,9 +197,8 @@ def test_a_child_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         servers.call("open", 0)
 
 
-@pytest.mark.rpc
 @needs_rpc
-def test_a_server_killed_in_mid_generation(start: Callable[..., tuple[str, subprocess.Popen[bytes]]]) -> None:
+def test_a_server_killed_in_mid_generation(start: Start) -> None:
     (one, _), (two, process) = start(), start()
     with pystaged.load("bundled", device=f"rpc:{one},{two}", policy=TREE) as engine:
         stream = engine.stream(PROMPT, max_tokens=200)
@@ -213,11 +214,8 @@ def test_a_server_killed_in_mid_generation(start: Callable[..., tuple[str, subpr
             engine.generate(PROMPT)
 
 
-@pytest.mark.rpc
 @needs_rpc
-def test_a_server_that_hangs(
-    start: Callable[..., tuple[str, subprocess.Popen[bytes]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_hangs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "3")
     monkeypatch.setattr(rpc, "_CONNECT_SECONDS", 1.0)
     endpoint, process = start()
@@ -244,7 +242,6 @@ def impostor(answer: bytes) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.rpc
 @needs_rpc
 @pytest.mark.parametrize(
     ("answer", "message"),
@@ -260,14 +257,12 @@ def test_who_else_may_answer(answer: bytes, message: str) -> None:
         pystaged.load("bundled", device=f"rpc:{impostor(answer)}")
 
 
-@pytest.mark.rpc
 @needs_rpc
 def test_nobody_there() -> None:
     with pytest.raises(DeviceError, match="cannot be reached: Connection refused"):
         pystaged.load("bundled", device=f"rpc:127.0.0.1:{free_port()}")
 
 
-@pytest.mark.rpc
 @needs_rpc
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

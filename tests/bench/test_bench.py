@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from random_weights import write_random_llama
+from random_weights import copy_tokenizer, write_random
 from support.commands import here
 from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
@@ -105,35 +107,36 @@ def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Workers ----
 
 BASELINE = """
-    import os, signal, sys
-    from pystaged.bench.worker import Measurement
-    class Runner:
-        def __init__(self, setup):
-            self.setup = setup
-            print("noise on standard output")
-            os.system("echo more noise")
-            if setup["does"] == "refuse":
-                raise ValueError("no such thing")
-        def run(self, job):
-            if self.setup["does"] == "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            counted = self.setup.get("counted", job["max_tokens"])
-            return Measurement(counted, self.setup.get("seconds", 2.0), 0.5, tokens=[7])
-        def close(self):
-            pass
+import os, signal, sys
+from pystaged.bench.worker import Measurement
+class Runner:
+    def __init__(self, setup):
+        self.setup = setup
+        print("noise on standard output")
+        os.system("echo more noise")
+        if setup["does"] == "refuse":
+            raise ValueError("no such thing")
+    def run(self, job):
+        if self.setup["does"] == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        counted = self.setup.get("counted", job["max_tokens"])
+        return Measurement(counted, self.setup.get("seconds", 2.0), 0.5, tokens=[7])
+    def close(self):
+        pass
 """
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     """Setups of a baseline that does as it is told."""
-    (tmp_path / "fake_baseline.py").write_text(textwrap.dedent(BASELINE))
+    (tmp_path / "fake_baseline.py").write_text(BASELINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return lambda does: {"runner": "fake_baseline", "does": does}
 
 
-def method(key: str, setups: list[tuple[str, dict[str, Any]]], *, is_baseline: bool = True) -> Method:
-    return Method(key, key if key in methods.OURS else "plain", key, is_baseline, setups)
+def method(key: str, setup: dict[str, Any] | None = None, note: str = "") -> Method:
+    is_ours = key in methods.OURS
+    return Method(key, key if is_ours else "plain", key, not is_ours, [(note, setup)] if setup else [])
 
 
 def prompt(number: int, category: str = "code") -> Prompt:
@@ -167,19 +170,16 @@ def test_the_next_setup_takes_over(fake: Callable[[str], dict[str, Any]]) -> Non
 @pytest.mark.slow
 def test_baselines_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> None:
     """The others go on, in turn, and the report says what happened."""
-    methods = [
-        method("plain", [("", fake("well"))], is_baseline=False),
-        method("crashing", [("", fake("crash"))]),
-        method("good", [("a word on it", fake("well"))]),
-    ]
+    methods = [method("plain", fake("well")), method("crashing", fake("crash"))]
+    methods.append(method("good", fake("well"), "a word on it"))
     outcome = Suite(methods, [prompt(1), prompt(2)], [], 8, 1e9, quiet).run()
     assert outcome.complete
     runs = [(run.prompt, run.sampling, run.method) for run in outcome.runs]
     # One prompt after the other, each to all in turn.
     turns = [(at, sampling) for at in range(2) for sampling in ("greedy", "T=1 top-k 50")]
-    assert [sorted(runs[at : at + 2]) for at in range(0, 8, 2)] == [
-        [(*turn, "good"), (*turn, "plain")] for turn in turns
-    ]
+    for at, turn in enumerate(turns):
+        assert sorted(runs[2 * at : 2 * at + 2]) == [(*turn, "good"), (*turn, "plain")]
+    assert len(runs) == 8
     plain, crashing, good = summary.tables(methods, outcome)["greedy"]["all"]
     assert crashing.tokens_per_second is None
     assert crashing.notes[0].startswith("crashed: SIGSEGV")
@@ -190,17 +190,14 @@ def test_baselines_that_fail_are_rows(fake: Callable[[str], dict[str, Any]]) -> 
 @pytest.mark.slow
 def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dict[str, Any]]) -> None:
     """But one there is in any case, and what misleads."""
-    methods = [method(key, [("", fake("well"))], is_baseline=False) for key in ("plain", "staged", "n-grams")]
+    methods = [method(key, fake("well")) for key in ("plain", "staged", "n-grams")]
     outcome = Suite(methods, [prompt(1), prompt(2)], [prompt(3, "misleading")], 8, 0.0, quiet).run()
     assert outcome.complete
     runs = [(run.method, run.sampling, run.prompt) for run in outcome.runs if not run.is_repeat]
     assert {run.method for run in outcome.runs if run.is_repeat} == {"plain"}
-    assert sorted(each for each in runs if each[2] == 0) == [
-        (who, sampling, 0) for who in ("n-grams", "plain", "staged") for sampling in ("T=1 top-k 50", "greedy")
-    ]
-    assert sorted(each for each in runs if each[2]) == [
-        (who, sampling, 2) for who in ("plain", "staged") for sampling in ("T=1 top-k 50", "T=1.5", "greedy")
-    ]
+    whole = {*product(("n-grams", "plain", "staged"), ("T=1 top-k 50", "greedy"), [0])}
+    misled = {*product(("plain", "staged"), ("T=1 top-k 50", "T=1.5", "greedy"), [2])}
+    assert (len(runs), {*runs}) == (12, whole | misled)
     tables = summary.tables(methods, outcome)
     assert list(tables) == ["greedy", "T=1 top-k 50", "misleading prompts"]
     assert list(tables["misleading prompts"]) == ["all", "greedy", "T=1 top-k 50", "T=1.5"]
@@ -210,11 +207,8 @@ def test_no_prompt_is_begun_for_which_there_is_no_time(fake: Callable[[str], dic
 
 @pytest.mark.slow
 def test_a_baseline_that_is_far_slower_than_another_stops(fake: Callable[[str], dict[str, Any]]) -> None:
-    methods = [
-        method("plain", [("", fake("well") | {"seconds": 9.0})], is_baseline=False),
-        method("slow", [("", fake("well") | {"seconds": 6.1})]),
-        method("fast", [("", fake("well"))]),
-    ]
+    seconds = {"plain": 9.0, "slow": 6.1, "fast": 2.0}
+    methods = [method(key, fake("well") | {"seconds": took}) for key, took in seconds.items()]
     outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 1e9, quiet).run()
     plain, slow, fast = summary.tables(methods, outcome)["greedy"]["all"]
     assert (plain.prompts, slow.prompts, fast.prompts) == (4, 2, 4)
@@ -225,8 +219,8 @@ def test_a_baseline_that_is_far_slower_than_another_stops(fake: Callable[[str], 
 # ---- Figures ----
 
 
-def run(who: str, prompt: int, counted: int, seconds: float, category: str = "code", **others: Any) -> Run:
-    return Run(who, "greedy", prompt, category, False, Measurement(counted, seconds, 0.25, **others))
+def run(who: str, prompt: int, counted: int, seconds: float, **others: Any) -> Run:
+    return Run(who, "greedy", prompt, "code", False, Measurement(counted, seconds, 0.25, **others))
 
 
 def outcome_of(methods: list[Method], runs: list[Run]) -> Outcome:
@@ -234,7 +228,7 @@ def outcome_of(methods: list[Method], runs: list[Run]) -> Outcome:
 
 
 def test_figures_are_of_the_prompts_that_both_had() -> None:
-    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False), method("baseline", [])]
+    methods = [method(key) for key in ("plain", "staged", "baseline")]
     runs = [
         run("plain", 0, 10, 1.0, tokens=[1], steps=10),
         run("plain", 1, 10, 4.0, tokens=[2], steps=10),
@@ -255,7 +249,7 @@ def test_figures_are_of_the_prompts_that_both_had() -> None:
 
 
 def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
-    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False)]
+    methods = [method("plain"), method("staged")]
     random, hits, trials = np.random.default_rng(1), 0, 40
     for _ in range(trials):
         ratios = random.uniform(1.0, 3.0, 24)  # the tokens of a second of plain decoding take 1 / ratio
@@ -268,20 +262,16 @@ def test_intervals_hold_the_figure_of_most_samples_of_prompts() -> None:
 
 @pytest.mark.slow
 def test_a_baseline_whose_first_texts_end_at_once_is_not_taken_for_slow(fake: Callable[[str], dict[str, Any]]) -> None:
-    methods = [
-        method("plain", [("", fake("well"))], is_baseline=False),
-        method("silent", [("", fake("well") | {"counted": 0})]),
-        method("fast", [("", fake("well"))]),
-    ]
+    methods = [method("plain", fake("well")), method("silent", fake("well") | {"counted": 0})]
+    methods.append(method("fast", fake("well")))
     outcome = Suite(methods, [prompt(i) for i in range(4)], [], 8, 1e9, quiet).run()
     assert Counter(run.method for run in outcome.runs) == {"plain": 10, "silent": 10, "fast": 10}
     assert outcome.notes["silent"] == []
 
 
 def test_no_ratio_over_a_baseline_that_is_not_steady() -> None:
-    methods = [method("plain", [], is_baseline=False), method("staged", [], is_baseline=False)]
-    methods += [method("slow", []), method("fast", [])]
     seconds = {"plain": 1.0, "staged": 0.5, "slow": 2.0, "fast": 1.0}
+    methods = [method(key) for key in seconds]
     runs = [run(who, at, 10, took) for who, took in seconds.items() for at in range(2)]
 
     def over(spreads: dict[str, float]) -> tuple[float | None, float | None, list[str]]:
@@ -301,13 +291,8 @@ def test_what_other_programs_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert conditions.load([0.0, 1.0], 4) == {"mean": 0.5, "most": 1.0, "busy": False}
     assert conditions.load([0.0, 3.0], 4) == {"mean": 1.5, "most": 3.0, "busy": True}
     assert not conditions.load([2.0], 2)["busy"]
-    about = {
-        "model": None,
-        "draft": None,
-        "threads": 4,
-        "machine": {"logical_cores": 4},
-        "load": conditions.load([8.0], 4),
-    }
+    about = {"model": None, "draft": None, "threads": 4, "machine": {"logical_cores": 4}}
+    about["load"] = conditions.load([8.0], 4)
     report = Report(about, {}, {}, outcome_of([], []))
     (line,) = report.terminal(80)
     assert str(line) == (
@@ -410,11 +395,10 @@ def test_report(two_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert row.tokens_per_second > 0
             assert len(row.speedups) == 2
     conditions = report.conditions
-    assert conditions["model"]["sha256"] == worker_sha(names.resolve("bundled"))
-    assert re.fullmatch(
-        r"its first choice is the target's for \d+% of plain greedy tokens", conditions["draft"]["about"]
-    )
-    about = {"file": "two.jsonl", "sha256": worker_sha(two_prompts), "chosen": 2, "used": {"code": 2}}
+    assert conditions["model"]["sha256"] == sha256_of(names.resolve("bundled"))
+    told = conditions["draft"]["about"]
+    assert re.fullmatch(r"its first choice is the target's for \d+% of plain greedy tokens", told)
+    about = {"file": "two.jsonl", "sha256": sha256_of(two_prompts), "chosen": 2, "used": {"code": 2}}
     assert conditions["prompts"] == about
     page = report.markdown()
     for words in (conditions["model"]["sha256"][:16], conditions["kernel"], "| **staged** |"):
@@ -429,21 +413,16 @@ def test_report(two_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "report.md").read_text().startswith("# target.Q8_0.gguf, draft draft.Q8_0.gguf\n")
 
 
-def worker_sha(path: Path) -> str:
-    return subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"NO_COLOR": "1"}
     model = [] if "--model" in arguments else ["--model", "bundled"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "pystaged", "bench", *map(str, arguments), *model],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
+    words = [sys.executable, "-m", "pystaged", "bench", *map(str, arguments), *model]
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+    return subprocess.Popen(words, text=True, **options)
 
 
 PRESS = """
@@ -499,11 +478,9 @@ def test_what_each_part_that_drafts_brings(two_prompts: Path, tmp_path: Path) ->
     target = write(tmp_path / "target.gguf", RandomModel("llama"))
     alone = ["n-grams of the text", "and recycled candidates"]
     of_model = ["n-grams", "draft", "one tree"]
-    for arguments, parts in (
-        (("bundled", "--limit", "1"), of_model),
-        ((target, "--draft", "none", "--limit", "1", "--warm", "1"), alone),
-    ):
-        child = command("parts", "--prompts", two_prompts, "--max-tokens", "6", "--model", *arguments)
+    for arguments, parts in ((("bundled",), of_model), ((target, "--draft", "none", "--warm", "1"), alone)):
+        given = ("--prompts", two_prompts, "--max-tokens", "6", "--limit", "1", "--model", *arguments)
+        child = command("parts", *given)
         said, errors = child.communicate(timeout=600)
         assert child.returncode == 0, errors
         found = dict(line.removeprefix(" greedy: ").split("  ", 1) for line in said.splitlines() if " greedy: " in line)
@@ -541,7 +518,8 @@ def test_a_grown_llama_and_its_pair_by_name(
 ) -> None:
     small = tmp_path / "small.gguf"
     shape = TINY | {"width": 128, "heads": 3, "kv_heads": 1}
-    write_random_llama(small, **shape, vocab_size=300, quantization="F16", vocabulary=random_gguf())
+    copied = partial(copy_tokenizer, random_gguf())
+    write_random(small, "llama", **shape, vocab_size=300, quantization="F16", add_vocabulary=copied)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(names, "_smollm2", lambda: small)
     grown = {"width": 256, "layers": 3, "heads": 8, "kv_heads": 2, "ffn_width": 256}

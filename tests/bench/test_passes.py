@@ -56,8 +56,11 @@ def test_passes_by_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     found = measure(path, contexts=[1290, 20, 600, 20], repeats=1, progress=lambda *doing: told.append(doing))
     expected = [(length, n) for length in (20, 600, 1290) for n in ROWS if length + n <= 1300]
-    assert [(each.context, each.n) for each in found.passes] == expected
-    assert recording.made == set(expected)
+    prompts = [(0, length) for length in (20, 600, 1290)]
+    assert [(each.context, each.n) for each in found.passes] == prompts + expected
+    times = [each.ms for each in found.passes[:3]]
+    assert times == sorted(times), "a prompt takes what reading its beginning took, and more"
+    assert recording.made == {(0, 1), *expected}, "a pass before all others reads the file"
     assert recording.read == [20, 580, 690], "what one context has read the next one goes on from"
     assert found.llama_cpp == "measured"
     # Repacked weights crash llama.cpp on some machines.
@@ -75,18 +78,26 @@ def test_llama_cpp_repeats_passes_of_a_model_with_recurrent_layers(tmp_path: Pat
     path = write(tmp_path / "hybrid.gguf", CASES["qwen35"])
     runner = Runner({"path": str(path), "longest": 20, "threads": 1, "extra_buffers": False})
     for _ in range(2):
-        assert runner.run({"context": 20, "rows": [1, 8]}).keys() == {1, 8}
+        _, found = runner.run({"context": 20, "rows": [1, 8]})
+        assert found.keys() == {1, 8}
 
 
 def test_table_and_json() -> None:
-    each = [PassTime(256, 1, 2.0, 1.0, 3.0, 1.8), PassTime(256, 8, 3.0, 1.5, 9.0), PassTime(4096, 1, 4.0, 3.0, None)]
+    prompt, long = PassTime(0, 4096, 8.0, 2.0, 32.0), PassTime(4096, 1, 4.0, 3.0, None)
+    each = [prompt, PassTime(256, 1, 2.0, 1.0, 3.0, 1.8), PassTime(256, 8, 3.0, 1.5, 9.0), long]
     found = PassTimes(each, "measured", 10e9, 100e9, 1.0, 0.5, 0.1, "avx2", 2, "model.gguf")
-    assert [(row["context"], row["n"]) for row in found.to_dict()["passes"]] == [(256, 1), (256, 8), (4096, 1)]
+    assert [(row["context"], row["n"]) for row in found.to_dict()["passes"]] == [
+        (0, 4096),
+        (256, 1),
+        (256, 8),
+        (4096, 1),
+    ]
     console = Console(width=160, no_color=True)
     with console.capture() as capture:
         console.print(found.table())
     rows = [[word.strip() for word in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
     assert rows == [
+        ["0", "4,096", "8.00", "-", "25%", "-", "32.00", "4.00"],
         ["256", "1", "2.00", "1.00", "50%", "1.80", "3.00", "1.50"],
         ["256", "8", "3.00", "1.50", "50%", "-", "9.00", "3.00"],
         ["4,096", "1", "4.00", "1.00", "75%", "-", "-", "-"],
@@ -105,7 +116,7 @@ def test_command(path: Path, random_gguf: Callable[..., Path]) -> None:
     assert first == f"timing passes of {path.name} over 1 to 32 rows, 1 times"
     for model, context in ((path, 256), (random_gguf("Q8_0"), 48)):
         usual = json.loads(run("--no-baseline", "--json", model=model).stdout)
-        assert {each["context"] for each in usual["passes"]} == {context}
+        assert {each["context"] for each in usual["passes"]} == {0, context}
 
 
 def test_costs_are_shown_and_measured_again_when_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +124,7 @@ def test_costs_are_shown_and_measured_again_when_asked(path: Path, monkeypatch: 
         monkeypatch.setattr(costs_of_passes, "measure_passes", lambda *_: PassCost({1: seconds, 2: seconds}))
         asked = ["--model", str(path), "--repeats", "1", "--no-baseline", "--json", *arguments]
         done = CliRunner().invoke(app, ["bench", "passes", *asked])
-        return [each["cost_ms"] for each in json.loads(done.stdout)["passes"][:2]]
+        return [each["cost_ms"] for each in json.loads(done.stdout)["passes"][1:3]]
 
     assert costs(0.5, "--again") == costs(0.7) == [500.0, 500.0]
     assert costs(0.7, "--again") == costs(0.9) == [700.0, 700.0]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import pystaged
 from pystaged.bench import baseline_llama_cpp
 from pystaged.bench.baseline_llama_cpp import Server
-from pystaged.bench.texts import Figures, LeftOut, Ours, TextsReport, Written, _summary
+from pystaged.bench.texts import Figures, LeftOut, TextsReport, Written, _summary, write
 from pystaged.cli import app
 from pystaged.options.config import GenerationConfig
 
@@ -81,8 +81,7 @@ def test_ours_are_what_texts_are_alone(path: Path) -> None:
     with pystaged.load(path, draft=None) as engine:
         prompts = [engine.encode(prompt) for prompt in ("the tree", "her hat", "o")]
         for speculate in (False, True):
-            ours = Ours("x", engine, GenerationConfig(max_tokens=40, speculate=speculate), 12)
-            written, passes = ours.write(prompts)
+            written, passes = write(engine, GenerationConfig(max_tokens=40, speculate=speculate), 12, prompts)
             for prompt, text in zip(prompts, written, strict=True):
                 found = engine.generate(prompt, max_tokens=40).tokens
                 assert text.tokens[: len(found)] == found[: len(text.tokens)]

@@ -39,10 +39,11 @@ SCHEMAS: dict[str, Any] = {
     "time": {},
 }
 Part = tuple[Any, ...]
+Controlled = Callable[[dict[int, str]], Tokenizer]
 
 
 @pytest.fixture(scope="module")
-def controlled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[int, str]], Tokenizer]:
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Controlled:
     """A function that makes a vocabulary of bytes with some control tokens."""
 
     def make(names: dict[int, str]) -> Tokenizer:
@@ -138,9 +139,8 @@ def test_a_text_that_is_cut_where_a_call_may_begin(form: CallForm, text: str) ->
 @pytest.mark.parametrize("value", ["a <b> & c\n", "</param>", "</param><param", "]]>", "", "<![CDATA", "]]></param>x"])
 def test_cdata(value: str) -> None:
     """MiniCPM5's template writes a value with marks or line ends in it so."""
-    text = (
-        f'<function name="write"><param name="path"><![CDATA[{value}]]></param><param name="size">3</param></function>'
-    )
+    path = f'<param name="path"><![CDATA[{value}]]></param>'
+    text = f'<function name="write">{path}<param name="size">3</param></function>'
     assert split(text, form=MINICPM) == [("write", json.dumps({"path": value, "size": 3}), True)]
 
 
@@ -159,7 +159,7 @@ def test_channels_are_not_quoted() -> None:
     assert quoted("a <|channel|> b") == "a <|channel|> b"
 
 
-def test_the_template_decides_about_channels(controlled: Callable[[dict[int, str]], Tokenizer]) -> None:
+def test_the_template_decides_about_channels(controlled: Controlled) -> None:
     dialect = Dialect.of((TEMPLATES / "gpt-oss.jinja").read_text(), controlled({300: "<|end|>"}))
     assert (dialect.form, dialect.thinking, dialect.controls) == (HARMONY, CHANNELS, {"<|end|>": 300})
     assert CHANNELS.closing == "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -208,8 +208,8 @@ def test_backslashes_within_strings_are_escaped() -> None:
 
 def test_text_after_a_call_whose_end_was_forgotten_is_kept() -> None:
     text = '<tool_call>\n{"name": "time", "arguments": {}}\n\nI wait for the time.'
-    assert split(text, form=HERMES) == [TIME, ("text", "I wait for the time.")]
     kept = [TIME, ("text", "I wait for the time.")]
+    assert split(text, form=HERMES) == kept
     assert split(f"{text}\n{text}", form=HERMES) == [*kept, *kept]
 
 
@@ -229,10 +229,7 @@ def test_long_values_are_not_read_again_with_each_piece(value: str, monkeypatch:
     assert 0 < num_read < 2 * len(value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    table("python_values"),
-)
+@pytest.mark.parametrize("value", table("python_values"))
 def test_values_in_python_are_read_as_python_reads_them(value: str) -> None:
     text = f"<|tool_call_start|>[write(extra={value}, size = 2,), time( )]<|tool_call_end|> So."
     (name, arguments, is_whole), *rest = split(text, form=LFM2)
@@ -252,13 +249,10 @@ def test_arguments_as_text_have_the_types_of_their_schema() -> None:
     values = {"path": code, "size": "12", "extra": "True", "else": '[1, "x"]', "free": "1 2"}
     members = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     ((name, arguments, _),) = split(f"<tool_call>\n<function=write>\n{members}</function>\n</tool_call>", form=XML)
-    assert (name, json.loads(arguments)) == (
-        "write",
-        {"path": code, "size": 12, "extra": True, "else": [1, "x"], "free": "1 2"},
-    )
-    text = (
-        '<|tool_call>call:write{extra:{a:[true,<|"|>"}<|"|>,-1.5e3],b-c:null},path:<|"|>x<tool_call|><|"|>}<tool_call|>'
-    )
+    expected = {"path": code, "size": 12, "extra": True, "else": [1, "x"], "free": "1 2"}
+    assert (name, json.loads(arguments)) == ("write", expected)
+    given = 'extra:{a:[true,<|"|>"}<|"|>,-1.5e3],b-c:null},path:<|"|>x<tool_call|><|"|>'
+    text = f"<|tool_call>call:write{{{given}}}<tool_call|>"
     ((name, arguments, _),) = split(text, form=GEMMA4)
     assert json.loads(arguments) == {"extra": {"a": [True, '"}', -1500.0], "b-c": None}, "path": "x<tool_call|>"}
 
@@ -306,11 +300,9 @@ def test_values_are_what_their_schema_allows(schema: dict[str, Any], words: str,
         ((_, arguments, _),) = split(spelled(form, path=words), form=form, schemas={"write": parameters})
         assert arguments == json.dumps({"path": value})
     if not words.startswith(("[", "{", '"')):
-        for form, text in (
-            (GEMMA4, "<|tool_call>call:write{{path:{}}}<tool_call|>"),
-            (LFM2, "<|tool_call_start|>[write(path={})]"),
-        ):
-            ((_, arguments, _),) = split(text.format(words), form=form, schemas={"write": parameters})
+        called = f"<|tool_call>call:write{{path:{words}}}<tool_call|>"
+        for form, text in ((GEMMA4, called), (LFM2, f"<|tool_call_start|>[write(path={words})]")):
+            ((_, arguments, _),) = split(text, form=form, schemas={"write": parameters})
             assert json.loads(arguments) == {"path": value}
 
 
@@ -349,11 +341,8 @@ FRAGMENTS = table("fragments")
 @settings(max_examples=150)
 @given(st.sampled_from(FORMS), st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join), st.booleans())
 def test_no_answer_is_lost_or_read_differently_in_pieces(form: CallForm, text: str, thinks: bool) -> None:
-    options: dict[str, Any] = {
-        "form": form,
-        "thinking": THINK if thinks else None,
-        "begun": "thinking" if thinks and len(text) % 2 else None,
-    }
+    options: dict[str, Any] = {"form": form, "thinking": THINK if thinks else None}
+    options["begun"] = "thinking" if thinks and len(text) % 2 else None
     for kind, *rest in split(text, **options):
         if kind in ("reasoning", "text"):
             assert rest[0]
@@ -397,20 +386,9 @@ def test_text_is_passed_on_at_once() -> None:
 
 
 def test_the_template_decides_the_form() -> None:
-    forms = {
-        "qwen2.5": HERMES,
-        "qwen3": HERMES,
-        "mistral": OLD_MISTRAL,
-        "llama3": LLAMA,
-        "gemma3": HERMES,
-        "phi3": HERMES,
-        "qwen3.5": XML,
-        "granite4": HERMES,
-        "lfm2": LFM2,
-        "lfm2.5": LFM2,
-        "gpt-oss": HARMONY,
-        "gemma4": GEMMA4,
-    }
+    forms = dict.fromkeys(("qwen2.5", "qwen3", "gemma3", "phi3", "granite4"), HERMES)
+    forms |= {"mistral": OLD_MISTRAL, "llama3": LLAMA, "qwen3.5": XML, "gpt-oss": HARMONY, "gemma4": GEMMA4}
+    forms |= {"lfm2": LFM2, "lfm2.5": LFM2}
     for name, form in forms.items():
         assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form, name
     assert form_of("<tool_call>\n<function=f>\n<parameter=x>") is XML
@@ -423,9 +401,7 @@ ARGUMENTS: dict[str, Any] = table("call_arguments")[0]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.style != "json"])
-def test_arguments_that_cannot_be_read_back_open_no_others(
-    form: CallForm, controlled: Callable[[dict[int, str]], Tokenizer]
-) -> None:
+def test_arguments_that_cannot_be_read_back_open_no_others(form: CallForm, controlled: Controlled) -> None:
     dialect = Dialect.of("".join(form.template), controlled({}))
     unreadable = {"type": "object", "properties": {"a=b:c>": {"type": "integer"}}}
     none = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -460,7 +436,7 @@ def drawn(grammars: Grammars, tokenizer: Tokenizer, form: CallForm, grammar: str
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_controls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_grammar_allows_calls_that_are_read_and_nothing_else(
-    form: CallForm, has_controls: bool, controlled: Callable[[dict[int, str]], Tokenizer]
+    form: CallForm, has_controls: bool, controlled: Controlled
 ) -> None:
     names = {300 + i: mark for i, mark in enumerate(dict.fromkeys(form.marks))} if has_controls else {}
     tokenizer = controlled(names)
@@ -499,9 +475,7 @@ PARAMETERS: dict[str, dict[str, Any]] = dict(table("parameters"))
 @pytest.mark.parametrize(
     "form", [HERMES, XML, GEMMA4, GLM, LFM2, *(pytest.param(each, marks=pytest.mark.slow) for each in FORMS)]
 )
-def test_calls_that_must_be_meet_their_schema(
-    form: CallForm, controlled: Callable[[dict[int, str]], Tokenizer]
-) -> None:
+def test_calls_that_must_be_meet_their_schema(form: CallForm, controlled: Controlled) -> None:
     tokenizer = controlled({300 + i: mark for i, mark in enumerate(dict.fromkeys(form.marks))})
     dialect, grammars = Dialect.of("".join(form.template), tokenizer), Grammars(tokenizer)
     for name, schema in PARAMETERS.items():
@@ -585,9 +559,8 @@ def test_calls_of_a_result_are_whole_and_valid() -> None:
         return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
 
     good = '{"city": "Köln", "days": 2}'
-    text = (
-        called(good) + called('{"x": NaN}') + called('{"x": 1e999}') + called('{"x": "\\ud800"}') + called("{}")[:-14]
-    )
+    bad = ('{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}')
+    text = "".join(map(called, (good, *bad, "{}")))[:-14]
     result = GenerationResult(text, [1, 2], "stop", 0, GenerationStats(), [], [])
     call = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": good}}
     assert result.tool_calls[0] == call

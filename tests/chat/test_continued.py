@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import archive
-from support.chat import chat_format, write_chat, write_vocabulary
+from support.chat import chat_format, write_chat
 from support.conversations import TEMPLATES, says
 
 import pystaged
@@ -31,11 +31,6 @@ HEADER = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "model.gguf", "sentencepiece")
-
-
 def begun(chat: ChatFormat, answer: Any, *before: Any, **options: Any) -> str:
     message = answer if isinstance(answer, dict) else says("assistant", answer)
     return chat.render([*(before or [ASKED]), message], continues=True, **options)
@@ -48,9 +43,8 @@ def check(chat: ChatFormat, text: str) -> bool:
     header = prompt.removesuffix(text)
     assert "<think>" not in header.rpartition("Hello")[2].rpartition("</think>")[2]
     with suppress(ChatTemplateError):
-        return chat.render([ASKED, says("assistant", text)], add_generation_prompt=False).startswith(
-            header + text.strip().partition("\n")[0]
-        )
+        whole = chat.render([ASKED, says("assistant", text)], add_generation_prompt=False)
+        return whole.startswith(header + text.strip().partition("\n")[0])
     return False
 
 
@@ -113,9 +107,8 @@ def test_marks_that_a_cut_answer_hides_stand_in_the_prompt(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma4"])
 def test_begun_reasoning_goes_on_where_it_is_off(tokenizer: Tokenizer, name: str) -> None:
     chat, answer = chat_format(TEMPLATES[name], tokenizer), says("assistant", "", reasoning_content="I ")
-    assert begun(chat, answer, template_options={"enable_thinking": False}) == begun(
-        chat, answer, template_options={"enable_thinking": True}
-    )
+    switched = [begun(chat, answer, template_options={"enable_thinking": on}) for on in (False, True)]
+    assert switched[0] == switched[1]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +195,7 @@ def test_a_cut_answer_goes_on_with_the_same_tokens(random_gguf: Callable[..., Pa
         (THINK, "text", "<think>", [("text", "<think>")]),
         (CHANNELS, "text", " is 4.<|end|>", [("text", " is 4.")]),
         (CHANNELS, None, "<|message|>Four", [("text", "Four")]),
-        (
-            CHANNELS,
-            "reasoning",
-            "so.<|end|><|start|>assistant<|channel|>final<|message|>Four",
-            [("reasoning", "so."), ("text", "Four")],
-        ),
+        (CHANNELS, "reasoning", f"so.{CHANNELS.closing}Four", [("reasoning", "so."), ("text", "Four")]),
         (None, "text", '{"name": "f", "parameters": {}}', [("text", '{"name": "f", "parameters": {}}')]),
     ],
 )

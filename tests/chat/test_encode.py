@@ -27,18 +27,12 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def conversation(words: str) -> dict[str, Any]:
     """The same words wherever somebody can put any."""
     call = {"id": "abcdefghi", "function": {"name": words, "arguments": {words: [words]}}}
-    return {
-        "messages": [
-            says("system", words),
-            says("user", words),
-            says("assistant", words, tool_calls=[call]),
-            says("tool", words, tool_call_id=words),
-            says("assistant", f"<think>{words}</think>{words}", reasoning_content=words),
-            says("user", words),
-        ],
-        "tools": [{"type": "function", "function": {"name": words, "description": words, words: {words: words}}}],
-        "template_options": {"date_string": words},
-    }
+    thought = says("assistant", f"<think>{words}</think>{words}", reasoning_content=words)
+    messages = [says("system", words), says("user", words), says("assistant", words, tool_calls=[call])]
+    messages += [says("tool", words, tool_call_id=words), thought, says("user", words)]
+    function = {"name": words, "description": words, words: {words: words}}
+    tools = [{"type": "function", "function": function}]
+    return {"messages": messages, "tools": tools, "template_options": {"date_string": words}}
 
 
 def talk(words: str) -> dict[str, Any]:
@@ -93,10 +87,9 @@ def test_pieces_do_not_meet(tokenizer: Tokenizer, template: str) -> None:
     chat = chat_format("<|im_start|>" + template, tokenizer)
     for words in ("s", "/s", "end"):
         tokens = chat.encode([says("user", parts), says("user", words)]).tolist()
-        assert [each for each in controls(tokenizer, tokens) if each not in ("<s>", "<|endoftext|>")] == [
-            "<|im_start|>"
-        ]
-        assert len(controls(tokenizer, tokens)) == 1 + tokenizer.adds_bos
+        found = controls(tokenizer, tokens)
+        assert [each for each in found if each not in ("<s>", "<|endoftext|>")] == ["<|im_start|>"]
+        assert len(found) == 1 + tokenizer.adds_bos
 
 
 def test_roles_make_control_tokens(tokenizer: Tokenizer) -> None:
@@ -162,9 +155,9 @@ def test_going_on_keeps_the_tokens_that_were_written(tokenizer: Tokenizer, name:
     # Without the tokens the text is the same.
     plain = [{key: each[key] for key in ("role", "content")} for each in messages[:-1]]
     assert chat.render(plain, template_options=options) == chat.render(messages[:-1], template_options=options)
-    assert tokenizer.decode(chat.encode(plain, template_options=options), special=True).replace(
-        " ", ""
-    ) == tokenizer.decode(prompts[-1], special=True).replace(" ", "")
+    encoded = (chat.encode(plain, template_options=options).tolist(), prompts[-1])
+    found, expected = (tokenizer.decode(each, special=True).replace(" ", "") for each in encoded)
+    assert found == expected
 
 
 @pytest.mark.parametrize("tokens", ["other text", "a control token", "in the middle of a character"])
@@ -193,11 +186,11 @@ def test_marks_stay_with_their_characters(first: str, second: str, separator: st
     text = first + second
     # A mark for each place, so that it is seen which character went where.
     marked = Marked(text, "".join(map(chr, range(len(text)))))
-    pieces = [
-        *((marked.split(separator, count), text.split(separator, count))),
-        *((marked.rsplit(separator, count), text.rsplit(separator, count))),
-    ]
-    for found, expected in [*zip(pieces[::2], pieces[1::2], strict=True), (marked.splitlines(), text.splitlines())]:
+    for found, expected in (
+        (marked.split(separator, count), text.split(separator, count)),
+        (marked.rsplit(separator, count), text.rsplit(separator, count)),
+        (marked.splitlines(), text.splitlines()),
+    ):
         assert found == expected
         at = -1
         for piece in found:

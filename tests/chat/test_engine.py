@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from support import paths
 from support.chat import write_chat
+from support.commands import run_python
 from support.conversations import says
 
 import pystaged
@@ -46,18 +45,16 @@ def test_four_turns_read_nothing_again(smollm2: pystaged.Engine) -> None:
 def test_several_answers_are_those_of_their_seeds(random_gguf: Callable[..., Path]) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "stop": "e"}
     with pystaged.load(random_gguf("Q8_0", context=256), draft=None, report=lambda _: None) as engine:
-        answers = engine.chat([says("user", TURNS[0])], n=3, seed=2**64 - 1, **options)
-        alone = [engine.chat([says("user", TURNS[0])], seed=seed, **options) for seed in (2**64 - 1, 0, 1)]
-        assert [(each.text, each.tokens, each.seed) for each in answers] == [
-            (each.text, each.tokens, each.seed) for each in alone
-        ]
-        assert [each.text for each in engine.chat([says("user", TURNS[0])], n=1, **options)] == [
-            engine.chat([says("user", TURNS[0])], **options).text
-        ]
+        asked = [says("user", TURNS[0])]
+        answers = engine.chat(asked, n=3, seed=2**64 - 1, **options)
+        alone = [engine.chat(asked, seed=seed, **options) for seed in (2**64 - 1, 0, 1)]
+        for one, other in zip(answers, alone, strict=True):
+            assert (one.text, one.tokens, one.seed) == (other.text, other.tokens, other.seed)
+        assert [each.text for each in engine.chat(asked, n=1, **options)] == [engine.chat(asked, **options).text]
         assert engine.chat(TURNS[0], n=3, seed=2**64 - 1, **options)[0].tokens == answers[0].tokens
         assert engine.stream_chat(TURNS[0], **options).finish().tokens == alone[1].tokens
         with pytest.raises(ValueError, match="n must be at least 1"):
-            engine.chat([says("user", TURNS[0])], n=0)
+            engine.chat(asked, n=0)
 
 
 def test_answers_in_an_event_loop(random_gguf: Callable[..., Path]) -> None:
@@ -120,4 +117,4 @@ def test_it_is_as_long_as_there_is_room(random_gguf: Callable[..., Path]) -> Non
 
 def test_jinja_is_not_imported_before_it_is_needed() -> None:
     code = "import sys; import pystaged.engine, pystaged.cli.generate; sys.exit('jinja2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_python(code).returncode == 0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support import paths
-from support.chat import KEY, chat_format, write_vocabulary
-from support.conversations import BOS, CASES, EOS, EXPECTED, TEMPLATES, meant, says, transformers_writes
+from support.chat import KEY, chat_format
+from support.conversations import CASES, EXPECTED, TEMPLATES, meant, says, transformers_writes
 from support.paths import table
 
 from pystaged._core import Tokenizer
@@ -19,22 +19,9 @@ from pystaged.chat.format import ChatFormat
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
 
-WITH_PARTS = (
-    "gemma3",
-    "gemma4",
-    "granite4",
-    "lfm2.5",
-    "odd",
-    "qwen3.5",
-)  # templates that write contents of several parts
-QUESTION = [says("user", "Hello")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    made = write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "model.gguf", "sentencepiece")
-    assert (made.token_text(made.bos), made.token_text(made.eos)) == (BOS, EOS)
-    return made
+# Templates that write contents of several parts.
+WITH_PARTS = ("gemma3", "gemma4", "granite4", "lfm2.5", "odd", "qwen3.5")
+QUESTION, IMAGE = [says("user", "Hello")], says("user", [{"type": "image"}])
 
 
 def written(chat: ChatFormat, case: dict[str, Any]) -> str | None:
@@ -70,9 +57,8 @@ def test_smollm2() -> None:
     said: list[str] = []
     chat = ChatFormat(read_metadata(path), Tokenizer(path), said.append)
     text = chat.render(QUESTION)
-    assert text.startswith(
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im"
-    )
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im"
+    assert text.startswith(system)
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert not said
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -120,11 +106,9 @@ def test_without_a_template(tokenizer: Tokenizer) -> None:
 )
 def test_calls_without_words(tokenizer: Tokenizer, template: str, text: str) -> None:
     calls = {"tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+    chat = chat_format("{# tools, tool_calls #}{% set t = tools %}" + template, tokenizer)
     for message in ({"role": "assistant", **calls}, says("assistant", None, **calls)):
-        assert (
-            chat_format("{# tools, tool_calls #}{% set t = tools %}" + template, tokenizer).render([*QUESTION, message])
-            == text
-        )
+        assert chat.render([*QUESTION, message]) == text
 
 
 def test_what_a_template_ignores_is_said_once(tokenizer: Tokenizer) -> None:
@@ -171,11 +155,7 @@ def test_what_clients_think_of_is_neither_kept_nor_said_without_bound(tokenizer:
         ([*QUESTION, says("assistant", None)], ValueError, r"messages\[1\] has no content"),
         ([says("user", 7)], TypeError, r"messages\[0\]: the content must be text, not int"),
         ([says("user", b"x")], TypeError, "the content must be text, not bytes"),
-        (
-            [says("user", [{"type": "image"}])],
-            ValueError,
-            r"messages\[0\]: a part of its content is not text as in .*images are not supported",
-        ),
+        ([IMAGE], ValueError, r"messages\[0\]: a part of its content is not text as in .*images are not supported"),
         ([says("user", "\ud800")], ValueError, r"messages\[0\] has text that is not valid Unicode"),
         ([says("user", "x", more={1, 2})], TypeError, r"messages\[0\]: strings, numbers, lists .* not set"),
         ([says("assistant", "x", tokens=[7000])], ValueError, "'tokens' are not tokens of this model"),

@@ -22,10 +22,8 @@ OF_TEXT = (
     "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ' ' + "
     "c.function.arguments + ']' }}{% endfor %}{{ m.content }}{% endfor %}{{ tools }}"
 )
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
-}
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+WEATHER = {"type": "function", "function": FUNCTION}
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +74,7 @@ def test_results_follow_their_calls_turn_by_turn(name: str, keys: tuple[str | No
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("keys", "results"), table("call_results"))
-def test_results_stand_in_the_order_of_calls(
-    name: str,
-    keys: tuple[str | None, str | None],
-    results: list[tuple[str | None, str, str | None]],
-    tokenizer: Tokenizer,
-) -> None:
+def test_results_stand_in_the_order_of_calls(name: str, keys: Any, results: Any, tokenizer: Tokenizer) -> None:
     messages = [
         *(ASKED, calls(call(keys[0], "x1"), call(keys[1], "x2", "clock"))),
         *(result(key, content, name=of) for key, content, of in results),
@@ -99,14 +92,8 @@ def test_results_stand_in_the_order_of_calls(
 @pytest.mark.parametrize("name", KNOW_CALLS)
 def test_results_that_come_late_or_not_at_all(name: str, tokenizer: Tokenizer) -> None:
     messages = [
-        *(ASKED, calls(call("c", "x1"), call("d", "x2"), call("e", "x3"))),
-        *(
-            result("e", "THREE"),
-            says("user", "WAIT"),
-            result("c", "ONE"),
-            says("assistant", "WELL"),
-            says("user", "AND"),
-        ),
+        *(ASKED, calls(call("c", "x1"), call("d", "x2"), call("e", "x3")), result("e", "THREE"), says("user", "WAIT")),
+        *(result("c", "ONE"), says("assistant", "WELL"), says("user", "AND")),
         *(calls(call("c", "x4")), result("c", "FOUR"), result("d", "TWO")),
     ]
     words = ["x1", "ONE", "x2", "TWO", "x3", "THREE", "WAIT", "WELL", "AND", "x4", "FOUR"]
@@ -117,17 +104,14 @@ def test_results_that_come_late_or_not_at_all(name: str, tokenizer: Tokenizer) -
 
 @pytest.mark.parametrize("name", [*KNOW_CALLS, OF_TEXT])
 @pytest.mark.parametrize(("arguments", "shown"), table("cut_arguments"))
-def test_arguments_that_were_cut_or_are_no_object(
-    name: str, arguments: str, shown: str | None, tokenizer: Tokenizer
-) -> None:
+def test_arguments_that_were_cut_or_are_no_object(name: str, arguments: str, shown: Any, tokenizer: Tokenizer) -> None:
     messages = [ASKED, calls(call("c", arguments)), result("c", "ONE"), says("user", "NEXT")]
     text = written(name, tokenizer, messages)
     assert order(text, "ONE", "NEXT") == ["ONE", "NEXT"]
     assert shown is None or shown in text
     given = json.loads(json.dumps(messages))  # an object means the same as its text
-    with_object = {"a": "x"}
-    given[1]["tool_calls"][0]["function"]["arguments"] = with_object
-    told = [ASKED, calls(call("c", json.dumps(with_object))), *messages[2:]]
+    given[1]["tool_calls"][0]["function"]["arguments"] = {"a": "x"}
+    told = [ASKED, calls(call("c", "x")), *messages[2:]]
     assert written(name, tokenizer, given) == written(name, tokenizer, told)
 
 
@@ -150,11 +134,8 @@ def test_every_instruction_reaches_the_model(name: str, role: str, tokenizer: To
     assert order(written(name, tokenizer, [says(role, parts), ASKED]), "ONE", "TWO") == ["ONE", "TWO"]
     assert written(name, tokenizer, [says(role, "ONLY")]).count("ONLY") == 1
     assert "QUESTION" in written(name, tokenizer, [says(role, []), ASKED])
-    for first in (
-        [says(role, "ONLY"), ASKED],
-        [ASKED, says(role, "ONLY")],
-        [ASKED, says(role, "ONLY"), says("user", "NEXT")],
-    ):
+    only, following = says(role, "ONLY"), says("user", "NEXT")
+    for first in ([only, ASKED], [ASKED, only], [ASKED, only, following]):
         text = written(name, tokenizer, first)
         assert text.count("ONLY") == text.count("QUESTION") == 1
         assert ("NEXT" in text) == (len(first) == 3)
@@ -177,13 +158,9 @@ def test_a_developer_is_one_where_the_template_says_so(tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("name", ALL)
 def test_tools_need_no_description(name: str, tokenizer: Tokenizer) -> None:
-    for function in (
-        WEATHER["function"],
-        {"name": "weather"},
-        {"name": "weather", "description": None, "parameters": None},
-        {"name": "weather", "description": "", "parameters": {}},
-    ):
-        assert "weather" in written(name, tokenizer, [ASKED], tools=[{"type": "function", "function": function}])
+    for more in (FUNCTION, {}, {"description": None, "parameters": None}, {"description": "", "parameters": {}}):
+        tools = [{"type": "function", "function": {"name": "weather", **more}}]
+        assert "weather" in written(name, tokenizer, [ASKED], tools=tools)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -195,10 +172,9 @@ def test_no_calls_are_none(name: str, none: Any, tokenizer: Tokenizer) -> None:
     for content, whole in ((None, "REFUSED"), ([{"type": "refusal", "refusal": "REFUSED"}], none)):
         refused = says("assistant", content, refusal=whole, tool_calls=none)
         assert written(name, tokenizer, [ASKED, refused, says("user", "NEXT")]).count("REFUSED") == 1
-    empty = [ASKED, says("assistant", None, tool_calls=[]), says("user", "NEXT")]
-    assert written(name, tokenizer, empty) == written(
-        name, tokenizer, [ASKED, says("assistant", ""), says("user", "NEXT")]
-    )
+    answers = says("assistant", None, tool_calls=[]), says("assistant", "")
+    empty, plain = (written(name, tokenizer, [ASKED, answer, says("user", "NEXT")]) for answer in answers)
+    assert empty == plain
 
 
 @pytest.mark.parametrize("given", ["x", [3], {"function": 3}, [{"function": "f"}]])

@@ -129,10 +129,9 @@ def test_the_requests_of_llama_vim(engine: Engine, server: Server) -> None:
     times = {"t_max_prompt_ms": 500, "t_max_predict_ms": 1000}
     assert server.ask("/infill", around | warm | times | {"prompt": ""}) == (200, {})
     fields = ["content", "timings/prompt_n", "timings/predicted_n", "tokens_cached", "generation_settings/n_ctx"]
-    ask = {"n_predict": 16, "n_indent": 4, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"]}
-    status, body = server.ask(
-        "/infill", around | ask | times | {"prompt": "print(", "response_fields": fields, "seed": 5}
-    )
+    ask: Any = {"n_predict": 16, "n_indent": 4, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"]}
+    ask |= {"prompt": "print(", "response_fields": fields, "seed": 5}
+    status, body = server.ask("/infill", around | ask | times)
     assert (status, list(body)) == (200, fields[:-1])
     prompt = engine.infill_prompt(PREFIX, SUFFIX, files=FILES, begun="print(", max_tokens=16)
     options = engine.recommended_sampling | {"top_k": 40, "top_p": 0.9, "max_tokens": 16, "seed": 5}
@@ -147,8 +146,7 @@ def test_wrong_snippets(server: Server, extra: Any) -> None:
 
 
 def test_models_that_cannot(random_gguf: Callable[..., Path]) -> None:
-    with (
-        pystaged.load(random_gguf("F32"), recycle=False, report=print) as engine,
-        pytest.raises(ValueError, match="cannot fill in text: its vocabulary has no token for prefix and suffix"),
-    ):
+    engine = pystaged.load(random_gguf("F32"), recycle=False, report=print)
+    words = "cannot fill in text: its vocabulary has no token for prefix and suffix"
+    with engine, pytest.raises(ValueError, match=words):
         engine.infill(PREFIX, SUFFIX)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import archive
-from support.chat import chat_format, write_vocabulary
+from support.chat import chat_format
 from support.conversations import CASES, says, transformers_writes
 
 from pystaged._core import Tokenizer
@@ -58,11 +58,6 @@ UNREAD = {
 SILENT = {"CohereForAI-c4ai-command-r-plus-tool_use", "meetkai-functionary-medium-v3.2"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "model.gguf", "sentencepiece")
-
-
 @pytest.fixture(params=archive.TEMPLATES, ids=lambda path: path.stem)
 def template(request: pytest.FixtureRequest) -> Path:
     path: Path = request.param
@@ -94,9 +89,9 @@ def test_prompts_are_those_of_transformers(
     monkeypatch.setattr(ChatFormat, "_ask", asked)
     equal = 0
     for name, (messages, with_tools) in CONVERSATIONS.items():
-        refusal, ours = "", None
+        refusal, ours, tools = "", None, TOOLS if with_tools else None
         try:
-            ours = chat.render(messages, tools=TOOLS if with_tools else None)
+            ours = chat.render(messages, tools=tools)
         except ChatTemplateError as error:
             refusal = str(error)
         theirs = transformers_writes(source, rendered[-1] | {"template_options": {}})
@@ -104,9 +99,7 @@ def test_prompts_are_those_of_transformers(
             ours, theirs = html.unescape(ours), html.unescape(theirs)
         assert ours == theirs, name
         assert ours is not None or ", line " in refusal, name
-        given = transformers_writes(
-            source, {"messages": messages, "tools": TOOLS if with_tools else None, "template_options": {}}
-        )
+        given = transformers_writes(source, {"messages": messages, "tools": tools, "template_options": {}})
         equal += ours == given
     assert equal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.chat import chat_format, write_vocabulary
+from support.chat import chat_format
 from support.conversations import says
 from support.paths import table
 
@@ -13,19 +13,9 @@ from pystaged._core import Tokenizer
 from pystaged.chat import ChatTemplateError, format
 
 SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
 # Every third is fast.
-ENDLESS_TEMPLATES = [
-    *table("endless_templates"),
-    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-    "{# " + "a" * (1 << 20) + "#}",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "model.gguf", "sentencepiece")
+DEEP = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+ENDLESS_TEMPLATES = [*table("endless_templates"), DEEP, "{# " + "a" * (1 << 20) + "#}"]
 
 
 @pytest.mark.parametrize(
@@ -56,10 +46,7 @@ def test_after_one_that_was_ended_comes_another(tokenizer: Tokenizer, monkeypatc
     assert chat.render([says("user", "Hello")]) == "Hello"
 
 
-@pytest.mark.parametrize(
-    "template",
-    table("forbidden_templates"),
-)
+@pytest.mark.parametrize("template", table("forbidden_templates"))
 def test_it_reaches_nothing(tokenizer: Tokenizer, template: str) -> None:
     messages = [says("user", "Hello")]
     with pytest.raises(ChatTemplateError, match="fails for these messages"):

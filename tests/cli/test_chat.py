@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from support.commands import assert_refused, here, run
 from support.paths import table
 
 import pystaged
+from pystaged import Engine
 from pystaged.chat.messages import Message
 from pystaged.cli import turns
 from pystaged.cli.lines import Lines
@@ -26,19 +28,21 @@ from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat, read_conversation
 from pystaged.platform.ctrl_c import Interrupts
 
+Capture = pytest.CaptureFixture[str]
+Session = Callable[..., Chat]
 QUESTION = "def fibonacci(n):"
 PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 UNFILTERED = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[pystaged.Engine]:
+def engine() -> Iterator[Engine]:
     with pystaged.load("bundled", report=lambda _: None) as opened:
         yield opened
 
 
 @pytest.fixture
-def session(engine: pystaged.Engine) -> Iterator[Callable[..., Chat]]:
+def session(engine: Engine) -> Iterator[Session]:
     with Interrupts() as interrupts:
         yield lambda max_tokens=6, **options: Chat(
             engine, Given(PLAIN | {"max_tokens": max_tokens, "stop_loops": False} | options), interrupts
@@ -52,9 +56,7 @@ def asks(content: str) -> dict[str, Any]:
 # ---- Turns ----
 
 
-def test_each_turn_goes_on(
-    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_turn_goes_on(engine: Engine, session: Session, capsys: Capture) -> None:
     made = session(temperature=1.0, seed=3)
     messages: list[dict[str, Any]] = []
     for question in ("one", "two\nlines", "three"):
@@ -69,9 +71,7 @@ def test_each_turn_goes_on(
     assert made._last.stats.prompt_tokens == result.stats.prompt_tokens
 
 
-def test_system_clear_and_seed(
-    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_system_clear_and_seed(engine: Engine, session: Session, capsys: Capture) -> None:
     made = session(temperature=1.0)
     made.take("/system Be brief. ")
     made.take("/system")
@@ -81,15 +81,12 @@ def test_system_clear_and_seed(
     made.take("/set max_tokens 4")
     capsys.readouterr()
     made.take(QUESTION)
-    result = engine.chat(
-        [{"role": "system", "content": "Be brief."}, asks(QUESTION)], max_tokens=4, temperature=1.0, seed=7
-    )
+    messages = [{"role": "system", "content": "Be brief."}, asks(QUESTION)]
+    result = engine.chat(messages, max_tokens=4, temperature=1.0, seed=7)
     assert capsys.readouterr().out == result.text + "\n"
 
 
-def test_retry_takes_the_next_seed(
-    engine: pystaged.Engine, session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_retry_takes_the_next_seed(engine: Engine, session: Session, capsys: Capture) -> None:
     made = session(temperature=1.0, seed=5)
     with pytest.raises(ValueError, match="no turn to take again"):
         made.take("/retry")
@@ -107,7 +104,7 @@ def test_retry_takes_the_next_seed(
         made.take("/seed 18446744073709551616")
 
 
-def test_retry_after_undo(session: Callable[..., Chat], tmp_path: Path) -> None:
+def test_retry_after_undo(session: Session, tmp_path: Path) -> None:
     """Takes the turn again that is the last one now, also in a conversation that was loaded or cleared."""
     made = session(max_tokens=8, temperature=1.0)
     for said in ("a", "b", "c"):
@@ -137,7 +134,7 @@ def test_retry_after_undo(session: Callable[..., Chat], tmp_path: Path) -> None:
         made.take("/retry")
 
 
-def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_without_chance(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is refused only where the answer is whole and nothing has changed."""
     made = session(max_tokens=8, temperature=1.0)
     made.take(QUESTION)
@@ -159,7 +156,7 @@ def test_retry_without_chance(session: Callable[..., Chat], monkeypatch: pytest.
     assert len(made._so_far[1]["tokens"]) <= 1
 
 
-def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engine: pystaged.Engine) -> None:
+def test_retry_of_a_question_that_did_not_fit(session: Session, engine: Engine) -> None:
     made = session()
     made.take(QUESTION)
     kept = made._so_far
@@ -172,7 +169,7 @@ def test_retry_of_a_question_that_did_not_fit(session: Callable[..., Chat], engi
         made.take("/retry")
 
 
-def test_stats_and_color(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_and_color(session: Session, capsys: Capture) -> None:
     made = session()
     with pytest.raises(ValueError, match="there is no answer yet"):
         made.take("/stats")
@@ -204,7 +201,7 @@ def test_a_full_context_is_said(random_gguf: Callable[..., Path], limit: list[st
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_a_full_context_loses_the_oldest_turns(capsys: pytest.CaptureFixture[str], drops: bool) -> None:
+def test_a_full_context_loses_the_oldest_turns(capsys: Capture, drops: bool) -> None:
     given: list[list[Any]] = []
     with pystaged.load("bundled", n_ctx=96, report=lambda _: None) as engine, Interrupts() as interrupts:
         answer = engine.stream_chat
@@ -227,21 +224,17 @@ def test_a_full_context_loses_the_oldest_turns(capsys: pytest.CaptureFixture[str
             assert messages[1:] == made._so_far[2 * begun + 2 - len(messages) : 2 * begun + 1]
             assert len(engine.chat_format.encode(messages)) <= 90
         assert len(given[-1]) < 8
-        dropped = made._num_dropped
-        assert (
-            f"the context of 96 tokens is full: the oldest {dropped} messages are no longer read"
-            in capsys.readouterr().err
-        )
+        dropped, shown = made._num_dropped, capsys.readouterr().err
+        assert f"the context of 96 tokens is full: the oldest {dropped} messages are no longer read" in shown
         assert len(made._so_far) == 8
-        kept = made._num_dropped
         with pytest.raises(ValueError, match="does not fit"):
             made.take("x " * 96)
-        assert made._num_dropped == kept
+        assert made._num_dropped == dropped
         made.take("/clear")
         assert not made._num_dropped
 
 
-def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_is_told(session: Session, capsys: Capture) -> None:
     made = session()
     assert made.take("")
     assert made.take("/help")
@@ -259,7 +252,7 @@ def test_what_it_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("line", "words"), table("settings_refused"))
-def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str) -> None:
+def test_what_cannot_be_set(session: Session, line: str, words: str) -> None:
     made = session()
     before = dict(made.given)
     with pytest.raises(ValueError, match=words):
@@ -267,7 +260,7 @@ def test_what_cannot_be_set(session: Callable[..., Chat], line: str, words: str)
     assert made.given == before
 
 
-def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_system_message_can_be_taken_back(session: Session, capsys: Capture) -> None:
     made = session()
     made.take("/system Be brief.")
     made.take('/system ""')
@@ -277,17 +270,11 @@ def test_a_system_message_can_be_taken_back(session: Callable[..., Chat], capsys
     assert capsys.readouterr().err == "there is no system message\n"
 
 
-def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_set_is_shown(session: Session, capsys: Capture) -> None:
     made = session()
-    for line in (
-        "/set temp 1",
-        "/set parameter top_k 7",
-        "/set num_predict 31",
-        "/set stop_loops on",
-        "/set ignore_eos on",
-        "/set system Hi,\n  you.",
-    ):
-        made.take(line)
+    numbers = ("temp 1", "parameter top_k 7", "num_predict 31")
+    for line in (*numbers, "stop_loops on", "ignore_eos on", "system Hi,\n  you."):
+        made.take(f"/set {line}")
     capsys.readouterr()
     made.take("/show")
     made.take("/system")
@@ -305,10 +292,7 @@ def test_what_is_set_is_shown(session: Callable[..., Chat], capsys: pytest.Captu
 
 
 def test_thinking_is_switched(
-    engine: pystaged.Engine,
-    session: Callable[..., Chat],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, session: Session, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
     answer = engine.stream_chat
@@ -333,9 +317,7 @@ def test_thinking_is_switched(
 
 
 @pytest.mark.parametrize("end", ["/bye", "exit", "quit", "bye "])
-def test_nothing_in_quotes_is_a_command(
-    session: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_nothing_in_quotes_is_a_command(session: Session, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     made = session(max_tokens=2)
     lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', '"""exit"""', "exit how?", end, "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
@@ -343,13 +325,13 @@ def test_nothing_in_quotes_is_a_command(
     assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
 
 
-def test_a_cut_answer_says_so(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_answer_says_so(session: Session, capsys: Capture) -> None:
     made = session(max_tokens=2)
     made.take(QUESTION)
     assert capsys.readouterr().err == "cut at 2 tokens; /set max_tokens allows more\n"
 
 
-def test_a_seed_that_was_drawn_is_told(session: Callable[..., Chat], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_that_was_drawn_is_told(session: Session, capsys: Capture) -> None:
     made = session(temperature=1.0, seed=None)
     made.take(QUESTION)
     made.take("/stats")
@@ -360,7 +342,7 @@ def test_a_seed_that_was_drawn_is_told(session: Callable[..., Chat], capsys: pyt
 # ---- Saved conversations ----
 
 
-def test_a_saved_conversation_is_resumed(engine: pystaged.Engine, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_resumed(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     messages: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     file.write_text(json.dumps({"system": "", "messages": messages}))
@@ -371,9 +353,7 @@ def test_a_saved_conversation_is_resumed(engine: pystaged.Engine, tmp_path: Path
     assert_refused(here("chat", "bundled", "--resume", tmp_path / "none.json", stdin=b"x"), "none.json")
 
 
-def test_save_and_load(
-    engine: pystaged.Engine, session: Callable[..., Chat], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_and_load(engine: Engine, session: Session, tmp_path: Path, capsys: Capture) -> None:
     made, file = session(temperature=1.0), tmp_path / "talk.json"
     made.take("/system Say \u00e9.")
     made.take(QUESTION)
@@ -397,11 +377,8 @@ def test_save_and_load(
     assert json.loads(file.read_text("utf-8")) == json.loads(content)
     made._states[-1] = made._states[-1]._replace(messages=expected)
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
-    for tokens, error in (
-        ("x", "not a list of integers"),
-        ([1.0], "not a list of"),
-        ([10**6], "token 1000000 is outside"),
-    ):
+    outside = ([10**6], "token 1000000 is outside")
+    for tokens, error in (("x", "not a list of integers"), ([1.0], "not a list of integers"), outside):
         kept = json.loads(file.read_text("utf-8"))
         kept["messages"][1]["tokens"] = tokens
         file.write_text(json.dumps(kept))
@@ -423,7 +400,7 @@ def test_save_and_load(
 
 
 @pytest.mark.parametrize("text", [*table("no_conversations"), "[" * 100_000])
-def test_files_that_hold_none(tmp_path: Path, text: str, session: Callable[..., Chat]) -> None:
+def test_files_that_hold_none(tmp_path: Path, text: str, session: Session) -> None:
     file = tmp_path / "talk.json"
     file.write_text(text, "utf-8")
     made = session()
@@ -454,16 +431,14 @@ def test_answers_of_a_form() -> None:
 @pytest.mark.slow
 def test_a_sampling_that_no_answer_can_have_is_refused_at_the_start() -> None:
     assert_refused(here("chat", "bundled", "--logit-bias", "no such token=1", stdin=b"Which?"), "tokens")
-    done = here("chat", "bundled", "--min-tokens", "200", "--regex", "7{3}", stdin=b"Which?")
-    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    done = here("generate", "--chat", "Which?", "--min-tokens", "200", "--max-tokens", "300", "--regex", "7{3}")
-    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
-    done = here("generate", "--chat", "Which?", "--min-tokens", "200", "--regex", "7{3}")
-    assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
+    answer = ("generate", "--chat", "Which?")
+    for given in (("chat", "bundled", "Which?"), (*answer, "--max-tokens", "300"), answer):
+        done = here(*given, "--min-tokens", "200", "--regex", "7{3}")
+        assert (done.returncode, done.stdout) == (0, b"777\n"), done.stderr
 
 
 @pytest.mark.slow
-def test_piped_input_is_one_question(engine: pystaged.Engine) -> None:
+def test_piped_input_is_one_question(engine: Engine) -> None:
     question = "a = 1\nb ="
     expected = engine.chat([asks(question)], max_tokens=8).text
     done = run("chat", "bundled", "--temperature", "0", "--max-tokens", "8", "--stats", stdin=f"{question}\n".encode())
@@ -492,15 +467,14 @@ def test_piped_input_stands_before_a_question() -> None:
 
 
 @pytest.mark.slow
-def test_several_questions(engine: pystaged.Engine, tmp_path: Path) -> None:
+def test_several_questions(engine: Engine, tmp_path: Path) -> None:
     questions = ["a = 1", "def f(x):"]
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(questions))
     system = {"role": "system", "content": "Go on."}
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "stop": "z"}
-    expected = [
-        engine.chat([system, asks(question)], seed=seed, **options).tokens for question in questions for seed in (3, 4)
-    ]
+    each = product(questions, (3, 4))
+    expected = [engine.chat([system, asks(question)], seed=seed, **options).tokens for question, seed in each]
     given = ("--system", "Go on.", "--max-tokens", "8", "--temperature", "1", "--seed", "3", "--stop", "z", "--json")
     given += ("--model", "bundled", *UNFILTERED)
     done = here("generate", "--chat", "--prompts", file, "--n", "2", *given)
@@ -601,7 +575,7 @@ def test_an_unfinished_message_is_dropped(monkeypatch: pytest.MonkeyPatch, end: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
-def test_in_a_terminal(engine: pystaged.Engine, tmp_path: Path) -> None:
+def test_in_a_terminal(engine: Engine, tmp_path: Path) -> None:
     from cli.test_terminal import terminal  # noqa: PLC0415
 
     question = "def f(x):\n    return x"

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,50 +59,25 @@ def test_a_full_context_is_told(path: Path, several: list[str]) -> None:
 
 @pytest.mark.slow
 def test_rules_and_logprobs(path: Path) -> None:
-    options: dict[str, Any] = {
-        "temperature": 0.9,
-        "seed": 3,
-        "repeat_penalty": 1.2,
-        "presence_penalty": 0.1,
-        "frequency_penalty": -0.1,
-        "repeat_last_n": -1,
-        "dry_multiplier": 0.8,
-        "dry_base": 1.5,
-        "dry_allowed_length": 1,
-        "dry_penalty_last_n": 20,
-        "typical_p": 0.9,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.01,
-        "min_tokens": 5,
-    }
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 3, "repeat_penalty": 1.2, "presence_penalty": 0.1}
+    options |= {"frequency_penalty": -0.1, "repeat_last_n": -1, "typical_p": 0.9, "min_tokens": 5, "max_tokens": 12}
+    options |= {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 1, "dry_penalty_last_n": 20}
+    options |= {"xtc_probability": 0.5, "xtc_threshold": 0.01, "logprobs": 2}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--temperature-last", "--ignore-eos", "-l", "5+1.5", "--logit-bias", "17-inf", "-l", "e=-2"]
-    arguments += ["--dry-sequence-breaker", "x", "--max-tokens", "12", "--json", "--logprobs", "2"]
-    done = here("generate", PROMPT, "--model", path, *arguments)
+    done = here("generate", PROMPT, "--model", path, *arguments, "--dry-sequence-breaker", "x", "--json")
     assert done.returncode == 0, done.stderr
-    expected = pystaged.generate(
-        PROMPT,
-        model=path,
-        max_tokens=12,
-        logprobs=2,
-        temperature_last=True,
-        ignore_eos=True,
-        logit_bias={5: 1.5, 17: -math.inf, "e": -2.0},
-        dry_sequence_breakers="x",
-        **options,
-    )
+    options |= {"temperature_last": True, "ignore_eos": True, "logit_bias": {5: 1.5, 17: -math.inf, "e": -2.0}}
+    expected = pystaged.generate(PROMPT, model=path, dry_sequence_breakers="x", **options)
     found = json.loads(done.stdout)
     assert found["tokens"] == expected.tokens
     assert expected.logprobs is not None
-    assert found["logprobs"] == [
-        {
-            "token": each.token,
-            "text": each.text,
-            "logprob": each.logprob,
-            "top": [{"token": o.token, "text": o.text, "logprob": o.logprob} for o in each.top],
-        }
-        for each in expected.logprobs
-    ]
+
+    def told(each: Any) -> dict[str, Any]:
+        return {"token": each.token, "text": each.text, "logprob": each.logprob}
+
+    logprobs = [told(each) | {"top": [told(other) for other in each.top]} for each in expected.logprobs]
+    assert found["logprobs"] == logprobs
 
 
 @pytest.mark.parametrize(("arguments", "status", "words"), table("rules_refused"), ids=str)
@@ -148,18 +124,15 @@ def test_several_texts(tmp_path: Path, path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_bytes("the tree then \r\n\nher hat [bold]\né".encode())
     texts = ["the tree then ", "her hat [bold]", "é"]
-    expected = [
-        pystaged.generate(text, model=path, max_tokens=12, temperature=1.0, seed=seed)
-        for text in texts
-        for seed in (4, 5)
-    ]
+    given = product(texts, (4, 5))
+    expected = [pystaged.generate(text, model=path, max_tokens=12, temperature=1.0, seed=seed) for text, seed in given]
     options = ("--model", path, "--max-tokens", "12", "--temperature", "1", "--seed", "4", "--n", "2")
     done = here("generate", "--prompts", prompts, *options, "--verbose")
     assert done.returncode == 0, done.stderr
-    named = [
-        f"==> {i}: {texts[(i - 1) // 2]!r}, seed {each.seed} <==\n{each.text}\n\n" for i, each in enumerate(expected, 1)
-    ]
-    assert done.stdout.decode() == "".join(named)
+    named = ""
+    for i, each in enumerate(expected):
+        named += f"==> {i + 1}: {texts[i // 2]!r}, seed {each.seed} <==\n{each.text}\n\n"
+    assert done.stdout.decode() == named
     assert b"6 texts, " in done.stderr
     assert b"passes of the target in " in done.stderr
     lines = tmp_path / "prompts.jsonl"
@@ -229,7 +202,7 @@ def test_ctrl_c_keeps_what_is_done(
     lengths = [80, 3, 80]
 
     @contextlib.contextmanager
-    def counter() -> Iterator[tuple[Callable[[int, int, int], None], Callable[[], None]]]:
+    def late_bar(*_: str, **_begun: int) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
         def count(done: int, total: int, tokens: int) -> None:
             assert (total, tokens > 0) == (3, True)
             if done:
@@ -237,7 +210,7 @@ def test_ctrl_c_keeps_what_is_done(
 
         yield count, lambda: None
 
-    monkeypatch.setattr(texts, "counter", counter)
+    monkeypatch.setattr(texts, "late_bar", late_bar)
     with pystaged.load(path, draft=None, report=lambda _: None) as engine:
         expected = [engine.generate(PROMPT, max_tokens=length).text for length in lengths]
         sequences = [engine.start(PROMPT, GenerationConfig(max_tokens=length)) for length in lengths]
@@ -378,10 +351,10 @@ def test_the_reader_has_enough() -> None:
     assert b"Exception" not in said
 
 
-def shell(redirections: str, *arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def shell(redirections: str, *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
     """Run the program as a shell does that was told these redirections."""
-    command = ["sh", "-c", f'exec "$@" {redirections}', "sh", *PROGRAM, *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=environment(), timeout=600)
+    command = ["sh", "-c", f'"$@" {redirections}', "sh", *PROGRAM, *arguments]
+    return subprocess.run(command, input=b"", capture_output=True, check=False, env=environment(), timeout=600)
 
 
 @pytest.mark.slow
@@ -411,10 +384,7 @@ def test_closed_input_that_nobody_reads(path: Path, result: pystaged.GenerationR
 @pytest.mark.parametrize("redirection", ["2>&-", "2>&1 >/dev/null | head -c 0"], ids=["closed", "nobody reads"])
 def test_messages_may_get_lost(tmp_path: Path, path: Path, result: pystaged.GenerationResult, redirection: str) -> None:
     out = tmp_path / "text"
-    command = ["sh", "-c", f'"$@" {redirection}'.replace("/dev/null", str(out)), "sh", *PROGRAM, "generate", PROMPT]
-    done = subprocess.run(
-        [*command, "--model", path, *WARM], capture_output=True, check=False, env=environment(), timeout=600
-    )
+    done = shell(redirection.replace("/dev/null", str(out)), "generate", PROMPT, "--model", path, *WARM)
     assert done.returncode == 0
     written = out.read_bytes() if out.exists() else done.stdout
     assert written.decode() == result.text + "\n"
@@ -433,11 +403,15 @@ sys.addaudithook(press)
 """
 
 
+def before(folder: Path) -> str:
+    """A PYTHONPATH that begins with a folder."""
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
 @pytest.mark.parametrize("module", ["typer", "pystaged.cli.console", "pystaged.decoding.readers"])
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(PRESS)
-    folders = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run("generate", PROMPT, PYTHONPATH=folders, PRESS_AT=module)
+    done = run("generate", PROMPT, PYTHONPATH=before(tmp_path), PRESS_AT=module)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
 
 
@@ -476,6 +450,14 @@ def test_completion_knows_choices() -> None:
 
 
 @pytest.mark.slow
+def test_completion_knows_commands_and_options() -> None:
+    asked = ("gen", "generate --col", "models r")
+    assert [completed(words) for words in asked] == [["generate"], ["--color"], ["remove"]]
+    shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    assert b"_PYSTAGED_COMPLETE=complete_bash" in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["run sm", "chat x --draft sm", "models remove sm"])
 def test_completion_knows_models_and_paths(tmp_path: Path, typed: str) -> None:
     assert completed(typed) == ["smollm2", "smollm3"]
@@ -490,23 +472,14 @@ def test_help_imports_little(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
     )
-    done = run(*arguments, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = run(*arguments, PYTHONPATH=before(tmp_path))
     modules = set(done.stderr.decode().split())
     assert "pystaged.cli" in modules
     heavy = {"gguf", "huggingface_hub", "llama_cpp", "multiprocessing", "numpy", "platformdirs", "safetensors", "tqdm"}
     assert not modules & heavy
-    assert {name for name in modules if name.startswith("pystaged")} == {
-        "pystaged",
-        "pystaged.options",
-        "pystaged.platform",
-        "pystaged.platform.ctrl_c",
-        "pystaged._program",
-        "pystaged.cli",
-        "pystaged.cli.command",
-        "pystaged.cli.help",
-        "pystaged.options.aliases",
-        "pystaged.options.validation",
-    }
+    ours = ("options", "options.aliases", "platform", "platform.ctrl_c", "_program", "cli", "cli.command", "cli.help")
+    found = {name for name in modules if name.startswith("pystaged")}
+    assert found == {"pystaged", *(f"pystaged.{name}" for name in ours)}
 
 
 def test_each_command_is_listed_and_there() -> None:
@@ -529,15 +502,8 @@ def test_info(path: Path) -> None:
     done = here("info", path)
     shown = done.stdout.decode()
     assert (done.returncode, done.stderr) == (0, b"")
-    for words in (
-        pystaged.__version__,
-        _core.kernels()[0],
-        "2 layers, 64 wide, 2 heads",
-        "96 tokens",
-        "300 tokens",
-        "f32",
-    ):
-        assert words in shown
+    words = [pystaged.__version__, _core.kernels()[0], "2 layers, 64 wide, 2 heads", "96 tokens", "300 tokens", "f32"]
+    assert [each for each in words if each not in shown] == []
     assert any(line.split() == ["model", str(path)] for line in shown.splitlines())
     assert "none of its own: n-grams draft" in shown
     bundled = here("info", "bundled").stdout.decode()
@@ -567,9 +533,8 @@ def test_info_of_what_fits(path: Path) -> None:
     full = (96 + 64) * 512  # bytes of a context
 
     def said(size: str) -> str:
-        (line,) = [
-            line for line in here("info", path, "--kv-memory", size).stdout.decode().splitlines() if "MB per" in line
-        ]
+        shown = here("info", path, "--kv-memory", size).stdout.decode()
+        (line,) = [line for line in shown.splitlines() if "MB per" in line]
         return line.partition("enough for ")[2]
 
     assert said(str(full)) == "1 text of 96 tokens"

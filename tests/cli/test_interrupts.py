@@ -103,9 +103,7 @@ def test_a_burst_stops_a_turn_and_loses_nothing(
     assert text_of(made, capsys).startswith(f"{after}\n\nuser: c\n\nassistant: ")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(turns.typer, "echo"), (turns, "summary"), (turns.errors, "print")], ids=str
-)
+@pytest.mark.parametrize(("owner", "name"), [(turns.typer, "echo"), (turns, "summary"), (turns.errors, "print")])
 def test_a_burst_beside_a_turn(
     made: Chat, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,6 +32,7 @@ import pyte
 from support.terminal import Terminal
 
 PROMPT = "def fibonacci(n):"
+GENERATE = ("generate", PROMPT, "--model", "bundled", "--max-tokens", "40")
 PROGRAM = [sys.executable, "-m", "pystaged"]
 SLOWLY = ("--threads", "1")  # beside the slowest kernel, so that there is text left to stop
 SECONDS = {"target.Q8_0.gguf": {1: 0.5, 32: 0.51}, "draft.Q8_0.gguf": {1: 1e-4, 32: 2e-4}}
@@ -48,17 +50,9 @@ def terminal(*arguments: str, columns: int = 80, lines: int = 24, **changes: str
     return Terminal([*PROGRAM, *arguments], environment(**changes), columns=columns, lines=lines)
 
 
-def piped(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        env=environment(**changes),
-        timeout=600,
-    )
+def piped(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "env": environment(**changes), "timeout": 600}
+    return subprocess.run([*PROGRAM, *arguments], encoding="utf-8", check=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +101,7 @@ def _drafting_pays(known: dict[str, PassCost]) -> None:
 
 @pytest.mark.slow
 def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> None:
-    window = terminal(
-        "generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--color", "stages", columns=200, lines=60
-    )
+    window = terminal(*GENERATE, "--color", "stages", columns=200, lines=60)
     assert window.finish() == 0
     lines = result.text.split("\n")
     assert window.shown[: len(lines)] == [line.rstrip() for line in lines]
@@ -129,7 +121,7 @@ def test_each_token_has_its_stages_color(result: pystaged.GenerationResult) -> N
 
 @pytest.mark.slow
 def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
-    window = terminal("generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--color", "stages", NO_COLOR="1")
+    window = terminal(*GENERATE, "--color", "stages", NO_COLOR="1")
     assert window.finish() == 0
     assert not re.search(rb"\x1b\[[0-9;]*3\dm", window.output)
     assert result.text.rstrip().encode() in window.output.replace(b"\r\n", b"\n")
@@ -138,7 +130,7 @@ def test_no_color_is_respected(result: pystaged.GenerationResult) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [["--color", "stages"], ["--color", "stages", "--show-tree"], []], ids=str)
 def test_a_pipe_gets_the_text_alone(result: pystaged.GenerationResult, extra: list[str]) -> None:
-    done = piped("generate", PROMPT, "--model", "bundled", "--max-tokens", "40", *extra)
+    done = piped(*GENERATE, *extra)
     assert (done.returncode, done.stdout) == (0, result.text + "\n")
     assert "\x1b" not in done.stderr
     assert re.search(r"40 tokens, [\d.]+ per second( \(about [\d.]+x plain\))?, [\d.]+ per step", done.stderr)
@@ -197,10 +189,8 @@ def test_lines_break_between_words(text: str, size: int) -> None:
 def test_a_word_of_two_colors_is_one() -> None:
     green, none = Style(color="green"), None
     breaking = Wrap(lambda: 8)
-    spans = [
-        each for text, style in [("abc de", none), ("fgh", green), (" i", none)] for each in breaking.feed(text, style)
-    ]
-    spans += breaking.rest()
+    given = [("abc de", none), ("fgh", green), (" i", none)]
+    spans = [each for text, style in given for each in breaking.feed(text, style)] + list(breaking.rest())
     assert spans == [("abc", none), (" ", none), ("\n", none), ("de", none), ("fgh", green), (" ", none), ("i", none)]
 
 
@@ -272,9 +262,7 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 24])
 def test_trees_and_text_stay(result: pystaged.GenerationResult, columns: int) -> None:
-    window = terminal(
-        "generate", PROMPT, "--model", "bundled", "--max-tokens", "40", "--show-tree", columns=columns, lines=60
-    )
+    window = terminal(*GENERATE, "--show-tree", columns=columns, lines=60)
     assert window.finish() == 0
     shown, wrapped = window.shown, list(wrap(result.text, columns))
     begin = next(i for i in range(len(shown)) if shown[i : i + len(wrapped)] == wrapped)
@@ -358,18 +346,3 @@ def test_bursts_of_ctrl_c_do_not_end_a_session() -> None:
     type_until(window, b"/text\n", b"assistant: " + begin)
     window.type(b"/quit\n")
     assert window.finish() == 0
-
-
-# ---- Completion ----
-
-
-@pytest.mark.slow
-def test_completion() -> None:
-    changes = {"_PYSTAGED_COMPLETE": "complete_bash", "COMP_WORDS": "pystaged gen", "COMP_CWORD": "1"}
-    assert piped(**changes).stdout.split() == ["generate"]
-    changes |= {"COMP_WORDS": "pystaged generate --col", "COMP_CWORD": "2"}
-    assert piped(**changes).stdout.split() == ["--color"]
-    changes |= {"COMP_WORDS": "pystaged models r", "COMP_CWORD": "2"}
-    assert piped(**changes).stdout.split() == ["remove"]
-    shown = piped("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
-    assert "_PYSTAGED_COMPLETE=complete_bash" in shown

@@ -13,7 +13,7 @@ from support.steps import evaluate, prefill, verify
 
 from pystaged._core import Model, RecycledCandidates, Session, Work, run
 from pystaged.decoding.context import Context
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks
 from pystaged.decoding.stepper import Stepper

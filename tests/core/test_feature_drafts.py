@@ -391,16 +391,9 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(tmp_path: Path) ->
         Model(path)
     with pytest.raises(ModelError, match="for 'gemma4' models, but the target is of architecture 'llama'"):
         Model(path, target=Model(write(tmp_path / "llama.gguf", TARGET)))
-    global_only = replace(
-        model,
-        layers=2,
-        metadata=model.metadata
-        | {
-            "attention.sliding_window_pattern": [False, False],
-            "attention.shared_kv_layers": 0,
-            "feed_forward_length": 96,
-        },
-    )
+    no_window = {"attention.sliding_window_pattern": [False] * 2, "attention.shared_kv_layers": 0}
+    metadata = model.metadata | no_window | {"feed_forward_length": 96}
+    global_only = replace(model, layers=2, metadata=metadata)
     with pytest.raises(ModelError, match="layers with a window of its target, which has none"):
         Model(path, target=Model(write(tmp_path / "global.gguf", global_only)))
     narrow = replace(model, metadata=model.metadata | {"attention.sliding_window": 1})

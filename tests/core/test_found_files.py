@@ -6,6 +6,7 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from support.gguf_parts import (
     text,
 )
 from support.logits import llama_logits, model_logits
+from support.plain import staged_as_plain
 from support.random_models import RandomModel, add_sentencepiece, split, write, write_without
 
 import pystaged
@@ -49,9 +51,7 @@ def test_as_libllama_reads_it(tmp_path: Path, case: str) -> None:
     path = write(tmp_path / "model.gguf", MODELS[case])
     ours, theirs = model_logits(Model(str(path)), TOKENS), llama_logits(path, [TOKENS])[0]
     assert np.abs(ours - theirs).max() <= 0.15 * theirs.std()  # both round to int8
-    with pystaged.load(path, draft=None, report=lambda _: None) as engine:
-        plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens
-        assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
+    staged_as_plain(path)
 
 
 # Metadata that changes nothing.
@@ -84,19 +84,12 @@ def test_metadata_that_changes_nothing(small: Path, tmp_path: Path, case: str) -
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_suppressed_tokens_are_never_chosen(small: Path, tmp_path: Path, temperature: float) -> None:
-    def generated(path: Path) -> list[int]:
-        with pystaged.load(path, draft=None, report=lambda _: None) as engine:
-            options = {"max_tokens": 24, "seed": 3, "temperature": temperature, "ignore_eos": True}
-            plain = engine.generate("the the", **options, speculate=False).tokens
-            assert engine.generate("the the", **options).tokens == plain
-            return plain
-
-    usual = generated(small)
-    banned = sorted(set(usual))
+    options: dict[str, Any] = {"temperature": temperature, "ignore_eos": True}
+    banned = sorted(set(staged_as_plain(small, **options)))
     ids = array(I32, [struct.pack("<i", token) for token in [*banned, 10**6]])
     path = changed(small.read_bytes(), tmp_path / "model.gguf", put("tokenizer.ggml.suppress_tokens", ARRAY, ids))
     assert Tokenizer(path).suppressed == banned
-    assert not set(generated(path)) & set(banned)
+    assert not set(staged_as_plain(path, **options)) & set(banned)
 
 
 # Types that no kernel of ours reads, and types that ggml has given up.
@@ -182,9 +175,7 @@ def test_a_draft_whose_layers_all_have_windows(tmp_path: Path) -> None:
     pattern = put("dflash.attention.sliding_window_pattern", ARRAY, array(BOOL, [b"\1"] * Block().layers))
     draft = changed(draft.read_bytes(), tmp_path / "windows.gguf", window, pattern)
     target = write(tmp_path / "target.gguf", RandomModel("qwen3", head_dim=32))
-    with pystaged.load(target, draft=draft, report=lambda _: None) as engine:
-        plain = engine.generate("the the", max_tokens=24, seed=3, speculate=False).tokens
-        assert engine.generate("the the", max_tokens=24, seed=3).tokens == plain
+    staged_as_plain(target, draft)
 
 
 # ---- Where texts end and begin ----

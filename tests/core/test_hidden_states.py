@@ -31,46 +31,35 @@ def tensor(path: Path, name: str) -> Floats:
     return next(np.array(each.data) for each in GGUFReader(path).tensors if each.name == name)
 
 
-def tapped(path: Path, layers: list[int]) -> Session:
+def tapped(path: Path, layers: list[int], **how: bool) -> Model:
+    """A model that keeps what its texts' rows have behind these layers; of readings all rows, or the last, or none."""
     model = Model(path)
-    model.tap(layers)
-    return Session(model)
-
-
-def every_row(path: Path) -> Model:
-    """A model that keeps the states of all rows of a reading."""
-    model = Model(path)
-    model.tap(TAPS, all_rows=True)
+    model.tap(layers, **how)
     return model
-
-
-def states_of(session: Session) -> Floats:
-    """float32[rows, layers * width]"""
-    return session.hidden.numpy()
 
 
 def test_states_are_those_that_a_shorter_model_ends_with(target_path: Path, tmp_path: Path) -> None:
     rows = ([5, 6, 7], [-1, 0, 1])
-    session = tapped(target_path, [1, 2, 3])
+    session = Session(tapped(target_path, [1, 2, 3]))
     prefill(session, [1, 2, 3, 4])
     verify(session, *rows, GREEDY, masks=only(np.array([6, 7, 8])))
-    states = states_of(session)
+    states = session.hidden.numpy()
     assert states.shape == (3, 3 * SHAPE.width)
 
     def same_weights(found: dict[str, Floats]) -> None:
         found |= {name: tensor(target_path, name) for name in found}
 
     shorter = write(tmp_path / "shorter.gguf", RandomModel("llama", layers=2, head_dim=32, context=1024), same_weights)
-    other = tapped(shorter, [2])
+    other = Session(tapped(shorter, [2]))
     prefill(other, [1, 2, 3, 4])
     verify(other, *rows, GREEDY, masks=only(np.array([6, 7, 8])))
-    np.testing.assert_array_equal(states_of(other), states[:, SHAPE.width : 2 * SHAPE.width])
+    np.testing.assert_array_equal(other.hidden.numpy(), states[:, SHAPE.width : 2 * SHAPE.width])
 
 
 def test_the_last_layers_state_makes_the_logits(target_path: Path) -> None:
-    session = tapped(target_path, [3])
+    session = Session(tapped(target_path, [3]))
     verify(session, [5], [-1], GREEDY)
-    state = states_of(session)[0].astype(np.float64)
+    state = session.hidden.numpy()[0].astype(np.float64)
     normed = state / np.sqrt((state * state).mean() + 1e-6) * tensor(target_path, "output_norm.weight")
     again = Session(session_model := Model(target_path))
     evaluate(again, [5], [-1])
@@ -80,7 +69,7 @@ def test_the_last_layers_state_makes_the_logits(target_path: Path) -> None:
 
 
 def test_states_are_those_of_the_path_alone(target_path: Path) -> None:
-    session, chain = tapped(target_path, [2, 3]), tapped(target_path, [2, 3])
+    session, chain = (Session(tapped(target_path, [2, 3])) for _ in range(2))
     for each in (session, chain):
         prefill(each, [1, 2, 3])
     # A tree whose second branch is followed.
@@ -88,12 +77,11 @@ def test_states_are_those_of_the_path_alone(target_path: Path) -> None:
     assert path.tolist() == [0, 2, 3]
     assert tokens.tolist() == [5, 6, 7]
     verify(chain, [4, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
-    np.testing.assert_array_equal(states_of(session), states_of(chain))
+    np.testing.assert_array_equal(session.hidden.numpy(), chain.hidden.numpy())
 
 
 def test_states_are_the_same_in_shared_passes_and_in_several(target_path: Path) -> None:
-    model = Model(target_path)
-    model.tap([1, 3])
+    model = tapped(target_path, [1, 3])
     sessions = [Session(model) for _ in range(3)]
     works = []
     for i, session in enumerate(sessions):
@@ -104,44 +92,44 @@ def test_states_are_the_same_in_shared_passes_and_in_several(target_path: Path) 
         alone = Session(model)
         prefill(alone, list(range(1, 4 + i)))
         verify(alone, [4 + i, 5, 6], [-1, 0, 1], GREEDY, masks=only(np.array([5, 6, 7])))
-        np.testing.assert_array_equal(states_of(session), states_of(alone))
+        np.testing.assert_array_equal(session.hidden.numpy(), alone.hidden.numpy())
     # A chain that takes two passes, beside the same one in two calls.
     tokens = [(7 * i) % 290 for i in range(MOST_ROWS + 40)]
     long, short = Session(model), Session(model)
     masks = only(np.array([*tokens[1:], 1]))
     verify(long, tokens, range(-1, len(tokens) - 1), GREEDY, masks=masks)
     verify(short, tokens[:50], range(-1, 49), GREEDY, masks=masks[:50])
-    np.testing.assert_array_equal(states_of(long)[:50], states_of(short))
+    np.testing.assert_array_equal(long.hidden.numpy()[:50], short.hidden.numpy())
     verify(short, tokens[50:], range(-1, len(tokens) - 51), GREEDY, masks=masks[50:])
-    np.testing.assert_array_equal(states_of(long)[50:], states_of(short))
+    np.testing.assert_array_equal(long.hidden.numpy()[50:], short.hidden.numpy())
 
 
 def test_states_of_a_text_that_changed_otherwise_are_none(target_path: Path) -> None:
-    session = tapped(target_path, [1])
-    assert states_of(session).shape == (0, SHAPE.width)
+    session = Session(tapped(target_path, [1]))
+    assert session.hidden.numpy().shape == (0, SHAPE.width)
 
     def verified() -> None:
         verify(session, [5], [-1], GREEDY)
-        assert len(states_of(session)) == 1
+        assert len(session.hidden) == 1
 
     verified()
     session.rewind(len(session.tokens))
-    assert len(states_of(session)) == 0
+    assert len(session.hidden) == 0
     verified()
-    assert len(states_of(session.fork(1))) == 0
+    assert len(session.fork(1).hidden) == 0
     prefill(session, [3])
-    assert len(states_of(session)) == 0
+    assert len(session.hidden) == 0
     verified()
     evaluate(session, [4], [-1])
     session.commit([0])
-    assert len(states_of(session)) == 0
+    assert len(session.hidden) == 0
     verified()
     with pytest.raises(ValueError, match="parent"):
         verify(session, [5, 6], [-1, 7], GREEDY)
-    assert len(states_of(session)) == 1  # a call that failed left all as it was
+    assert len(session.hidden) == 1  # a call that failed left all as it was
     session.stretch(20)
-    assert len(states_of(session)) == 0
-    assert states_of(Session(Model(target_path))).shape == (0, 0)
+    assert len(session.hidden) == 0
+    assert Session(Model(target_path)).hidden.numpy().shape == (0, 0)
 
 
 def test_what_cannot_be_tapped(target_path: Path) -> None:
@@ -155,7 +143,7 @@ def test_what_cannot_be_tapped(target_path: Path) -> None:
     session = Session(model)
     with pytest.raises(ValueError, match="has sessions"):
         model.tap([1])
-    assert states_of(session).shape == (0, 2 * SHAPE.width)
+    assert session.hidden.numpy().shape == (0, 2 * SHAPE.width)
     session.close()
     model.tap([])
 
@@ -164,7 +152,7 @@ def test_what_cannot_be_tapped(target_path: Path) -> None:
 
 
 def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
-    model = every_row(target_path)
+    model = tapped(target_path, TAPS, all_rows=True)
     whole, rows = Session(model), Session(model)
     prefill(whole, TOKENS)
     found = whole.hidden.numpy()
@@ -192,8 +180,7 @@ def test_every_row_of_a_prompt_has_its_hidden_states(target_path: Path) -> None:
 
 
 def test_a_reading_has_those_of_its_last_row(target_path: Path) -> None:
-    every, last = every_row(target_path), Model(target_path)
-    last.tap(TAPS, last_row=True)
+    every, last = tapped(target_path, TAPS, all_rows=True), tapped(target_path, TAPS, last_row=True)
     lengths = [700, 1, 40]
     expected = [Session(every) for _ in lengths]
     found = [Session(last) for _ in lengths]
@@ -208,7 +195,7 @@ def test_a_reading_has_those_of_its_last_row(target_path: Path) -> None:
 
 
 def test_rows_that_were_not_judged_have_none(target_path: Path) -> None:
-    plain = tapped(target_path, [1])
+    plain = Session(tapped(target_path, [1]))
     evaluate(plain, [1, 2], [-1, 0], 1)
     with pytest.raises(ValueError, match="row 0"):
         plain.hidden_of([0, 1])

@@ -39,9 +39,9 @@ class Text:
         evaluate(self.session, self.tokens[-1:], [-1])
         self.logits: Floats = self.session.logits(0)
 
-    def scores(self, sampling: _core.Sampling, row: int = 0) -> Doubles:
+    def scores(self, sampling: _core.Sampling) -> Doubles:
         """log p of each token, with the noise if there is any; -inf for those that cannot be chosen."""
-        tokens, scores = rank(self.session, [row], len(self.logits), sampling)
+        tokens, scores = rank(self.session, [0], len(self.logits), sampling)
         found = np.full(len(self.logits), -np.inf)
         there = tokens[0] >= 0
         found[tokens[0][there]] = scores[0][there]
@@ -104,33 +104,21 @@ def vocab(path: Path) -> Iterator[Any]:
         yield llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context))
 
 
+PENALTIES: dict[str, st.SearchStrategy[Any]] = {
+    "repeat_penalty": st.floats(0.125, 5, width=32),
+    "presence_penalty": st.floats(-3, 3, width=32),
+    "frequency_penalty": st.floats(-2, 2, width=32),
+    "repeat_last_n": st.integers(-1, 100),
+    "dry_multiplier": st.sampled_from([0.0, 0.5, 4.0]),
+    "dry_allowed_length": st.integers(0, 6),
+    "dry_penalty_last_n": st.integers(-1, 100),
+}
+
+
 @settings(max_examples=60)
-@given(
-    seed=st.integers(0, 100),
-    length=st.integers(1, 90),
-    alphabet=st.integers(1, 6),
-    repeat=st.floats(0.125, 5, width=32),
-    presence=st.floats(-3, 3, width=32),
-    frequency=st.floats(-2, 2, width=32),
-    last_n=st.integers(-1, 100),
-    dry=st.sampled_from([0.0, 0.5, 4.0]),
-    allowed=st.integers(0, 6),
-    dry_last_n=st.integers(-1, 100),
-)
+@given(st.integers(0, 100), st.integers(1, 90), st.integers(1, 6), st.fixed_dictionaries(PENALTIES))
 def test_penalties_and_dry_are_llama_cpps(
-    model: _core.Model,
-    vocab: Any,
-    tokenizer: _core.Tokenizer,
-    seed: int,
-    length: int,
-    alphabet: int,
-    repeat: float,
-    presence: float,
-    frequency: float,
-    last_n: int,
-    dry: float,
-    allowed: int,
-    dry_last_n: int,
+    model: _core.Model, vocab: Any, tokenizer: _core.Tokenizer, seed: int, length: int, alphabet: int, options: Any
 ) -> None:
     tokens = random_tokens(seed, length, alphabet)
     if seed % 3 == 0:
@@ -139,23 +127,15 @@ def test_penalties_and_dry_are_llama_cpps(
     def window(most: int) -> int:
         return len(tokens) if most == -1 else min(most, len(tokens))
 
-    sampling = SamplingConfig(
-        repeat_penalty=repeat,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        repeat_last_n=last_n,
-        dry_multiplier=dry,
-        dry_base=1.1,
-        dry_allowed_length=allowed,
-        dry_penalty_last_n=dry_last_n,
-        dry_sequence_breakers=("\n", ":", "ab", "*", "+,")[: 1 + seed % 5],
-    )
+    breakers = ("\n", ":", "ab", "*", "+,")[: 1 + seed % 5]
+    s = SamplingConfig(dry_base=1.1, dry_sequence_breakers=breakers, **options)
     text = Text(model, tokens)
-    samplers = [llama_cpp.llama_sampler_init_penalties(VOCAB_SIZE, window(last_n), repeat, frequency, presence)]
-    if dry:
-        samplers.append(llama_dry(vocab, replace(sampling, dry_penalty_last_n=window(dry_last_n))))
+    penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+    samplers = [llama_cpp.llama_sampler_init_penalties(VOCAB_SIZE, window(s.repeat_last_n), *penalties)]
+    if s.dry_multiplier:
+        samplers.append(llama_dry(vocab, replace(s, dry_penalty_last_n=window(s.dry_penalty_last_n))))
     expected, _ = llama_chain(text.logits, samplers, tokens)
-    check_equal(text.scores(bind(sampling, tokenizer, 1).native), log_softmax(expected))
+    check_equal(text.scores(bind(s, tokenizer, 1).native), log_softmax(expected))
 
 
 def test_breakers_reach_over_several_tokens(tokenizer: _core.Tokenizer) -> None:

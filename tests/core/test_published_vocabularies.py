@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFReader, TokenType
-from random_weights import byte_alphabet
 from support import archive
+from support.random_models import byte_alphabet
 
 from pystaged._core import ModelError, Tokenizer
 from pystaged.decoding.stop_strings import TextBuffer

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,22 +151,19 @@ def test_states_of_a_reading(path_of: Callable[[str], Path]) -> None:
     tokens = np.random.default_rng(3).integers(0, 4, 400)
     prefill(session, tokens)
     assert session.num_bytes == 400 * model.cell_bytes + model.kept_state_bytes
-    session.rewind(0)
-    session.keep_states(range(10, 400, 10), 4)
-    prefill(session, tokens)
-    evaluate(session, [1], [-1], 0)
-    session.commit([0])
-    kept = sorted({session.reachable(length) for length in range(400)} - {0})
-    assert kept == [310, 360, 380, 390]
-    row = 2 * 32 * 4
-    assert session.num_bytes == 401 * model.cell_bytes + 5 * model.kept_state_bytes + row
-    for most, left in ((4, [50, 360, 380, 390]), (2, [50, 390]), (1, [390])):
+
+    def kept(most: int, anchor: int = -1) -> list[int]:
         session.rewind(0)
-        session.keep_states(range(10, 400, 10), most, anchor=50)
+        session.keep_states(range(10, 400, 10), most, anchor)
         prefill(session, tokens)
         evaluate(session, [1], [-1], 0)
         session.commit([0])
-        assert sorted({session.reachable(length) for length in range(400)} - {0}) == left
+        return sorted({session.reachable(length) for length in range(400)} - {0})
+
+    assert kept(4) == [310, 360, 380, 390]
+    row = 2 * 32 * 4
+    assert session.num_bytes == 401 * model.cell_bytes + 5 * model.kept_state_bytes + row
+    assert [kept(most, anchor=50) for most in (4, 2, 1)] == [[50, 360, 380, 390], [50, 390], [390]]
     with pytest.raises(ValueError, match="most must be at least 0"):
         session.keep_states([1], -1)
 
@@ -213,17 +211,8 @@ def test_memory_is_given_back_by_texts_that_go_back(tmp_path: Path) -> None:
 
 
 def test_states_out_of_proportion_are_refused(tmp_path: Path) -> None:
-    shape = RandomModel(
-        "qwen35",
-        layers=17,
-        recurrent=tuple(range(16)),
-        width=32,
-        heads=2,
-        kv_heads=1,
-        ffn_width=32,
-        delta_heads=(1, 4, 1024),
-        quantization="Q4_0",
-    )
+    narrow: dict[str, Any] = {"width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 32, "quantization": "Q4_0"}
+    shape = RandomModel("qwen35", layers=17, recurrent=tuple(range(16)), delta_heads=(1, 4, 1024), **narrow)
     with pytest.raises(ModelError, match=r"would take \d+ MiB of memory for a file of"):
         _core.Model(write(tmp_path / "model.gguf", shape))
 

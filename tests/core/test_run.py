@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_python
-from support.families import models
+from support.families import CASES, models
 from support.kernels import KERNELS
 from support.memory import resident, used
 from support.random_models import RandomModel, write
@@ -136,15 +136,8 @@ def steps(draw: st.DrawFn, *, pending: bool) -> Step:
         parents.append(draw(st.just(i - 1) | st.integers(0, i - 1)) if kind != "read" else i - 1)
     tokens = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 257, n).tolist()
     judged = draw(st.integers(0, n)) if kind == "propose" else n
-    return Step(
-        kind,
-        tokens,
-        parents,
-        judged,
-        draw(st.sampled_from(SAMPLINGS)),
-        draw(st.integers(1, 5)),
-        draw(st.integers(-1, 1)),
-    )
+    rest = draw(st.tuples(st.sampled_from(SAMPLINGS), st.integers(1, 5), st.integers(-1, 1)))
+    return Step(kind, tokens, parents, judged, *rest)
 
 
 @st.composite
@@ -170,14 +163,10 @@ def test_crowded_is_alone(model_of: Model, family: str, kv: str, schedule: list[
     alone = [plain.fork(length) for length, _ in schedule]
     expected = []
     for i in range(len(schedule[0][1])):
-        expected.append(
-            [
-                (own[i].alone(session), logits_judged(own[i], session))
-                for session, (_, own) in zip(alone, schedule, strict=True)
-            ]
-        )
-        for session, (_, own) in zip(alone, schedule, strict=True):
-            own[i].tidy(session)
+        both = [(session, own[i]) for session, (_, own) in zip(alone, schedule, strict=True)]
+        expected.append([(step.alone(session), logits_judged(step, session)) for session, step in both])
+        for session, step in both:
+            step.tidy(session)
     for kernel, threads in [("scalar", 2), *((KERNELS[0], threads) for threads in (1, 2, 3))]:
         crowd = [longest(model_of(family, kernel, threads, kv=kv)).fork(length) for length, _ in schedule]
         for i, wanted in enumerate(expected):
@@ -377,18 +366,7 @@ def test_forks(model_of: Model, kv: str) -> None:
 
 def test_a_fork_keeps_the_rope_factors_of_its_context(tmp_path: Path) -> None:
     """Sessions of one model may have others: long and short contexts share a pass."""
-    factors = {
-        f"rope_factors_{size}.weight": np.linspace(1, end, 8, dtype=np.float32)
-        for size, end in (("long", 30), ("short", 2))
-    }
-    shape = RandomModel(
-        "phi3",
-        fused=True,
-        kv_heads=4,
-        vectors=factors,
-        metadata={"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 64},
-    )
-    model = _core.Model(write(tmp_path / "model.gguf", shape))
+    model = _core.Model(write(tmp_path / "model.gguf", CASES["phi3-long"]))
     crowd = [text(model, PREFIX[:30], n_ctx) for n_ctx in (64, 512)]
     crowd += [session.fork(20) for session in crowd]
     alone = [text(model, PREFIX[:30], n_ctx) for n_ctx in (64, 512)]
@@ -425,7 +403,10 @@ def test_texts_of_llama_cpp_share_a_pass(model_of: Model) -> None:
         mine.discard()
     with pytest.raises(ValueError, match="token 300"):
         _core.run([Work.read(crowd[2], [1]), Work.read(crowd[3], [300])])
-    assert len(crowd[2].tokens) == 110
+    for mine, other in zip(crowd[2:], alone[2:], strict=True):
+        assert mine.tokens.tolist() == other.tokens.tolist()
+        evaluate(mine, [9], [-1])
+        np.testing.assert_allclose(mine.logits(0), other.logits(0), atol=0.1)
 
 
 @pytest.mark.slow

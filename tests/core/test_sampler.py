@@ -1,4 +1,5 @@
-"""The sampler against a slow twin: Philox noise, filters in their order, the Gumbel-max rule, and its distribution."""
+"""The sampler against a slow twin: filters in their order, the Gumbel-max rule, and its distribution. The noise's twin
+is in tests/native/kernel_tests.cpp."""
 
 from __future__ import annotations
 
@@ -20,51 +21,14 @@ from support.steps import evaluate, prefill, rank, verify
 from pystaged import SamplingConfig, _core
 
 Doubles = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
 
-MASK = np.uint64(0xFFFFFFFF)
+RUN = 64  # tokens
 TOLERANCE = 1e-4
 SIGNIFICANCE = 3.719  # one-sided normal quantile of 1e-4
 FILTERS: list[dict[str, Any]] = [*samplings("plain filters").values()]
 
 
 # ---- The twin ----
-
-
-def philox(counter: list[Words], key: list[int]) -> list[Words]:
-    """Philox4x32-10 (Salmon et al. 2011, section 3.3) over arrays of counters."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        high0, high1 = p0 >> np.uint64(32), p1 >> np.uint64(32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), p1 & MASK, high0 ^ c3 ^ np.uint64(k1), p0 & MASK
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return [c0, c1, c2, c3]
-
-
-RUN = 64  # tokens
-
-
-def exponential(words: Words) -> Doubles:
-    """Exponential times, each from a word as a uniform number."""
-    result: Doubles = -np.log((words + 0.5) / 2.0**32)
-    return result
-
-
-def noise(seed: int, position: int, tokens: npt.ArrayLike) -> Doubles:
-    """The Gumbel noise of tokens, -log of when they arrive: the first of a run of 64, and then the others."""
-    ids = np.asarray(tokens, np.uint64)
-
-    def words(counter: Words, kind: int) -> list[Words]:
-        high = [np.full_like(ids, part) for part in (kind, position & 0xFFFFFFFF, position >> 32)]
-        return philox([counter, *high], [seed & 0xFFFFFFFF, seed >> 32])
-
-    of_run = words(ids // RUN, 1)
-    later = exponential(np.choose((ids % 4).astype(np.intp), words(ids // 4, 0)))
-    first = of_run[1] % RUN == ids % RUN
-    result: Doubles = -np.log(exponential(of_run[0]) / RUN + np.where(first, 0, later))
-    return result
 
 
 def log_probabilities(logits: npt.NDArray[np.float32], sampling: SamplingConfig) -> Doubles:
@@ -88,14 +52,23 @@ class Row:
     logits: npt.NDArray[np.float32]
     position: int
 
+    @property
+    def judged(self) -> npt.NDArray[np.float32]:
+        """What the twin makes scores of."""
+        return self.logits
+
+    @property
+    def masks(self) -> Any:
+        return None
+
     def scores(self, sampling: SamplingConfig) -> Doubles:
-        scores = log_probabilities(self.logits, sampling)
+        scores = log_probabilities(self.judged, sampling)
         if sampling.temperature > 0:
-            scores += noise(sampling.seed, self.position, np.arange(len(scores)))
+            scores += _core.gumbel(sampling.seed, self.position, np.arange(len(scores), dtype=np.int32))
         return scores
 
     def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        tokens, scores = rank(self.session, [0], k, native(sampling))
+        tokens, scores = rank(self.session, [0], k, native(sampling), self.masks)
         return tokens[0], scores[0]
 
     def follow(self, sampling: SamplingConfig) -> int:
@@ -140,41 +113,10 @@ def row(request: pytest.FixtureRequest) -> Row:
     return found
 
 
-# ---- Noise ----
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
-    ],
-    ids=["zeros", "ones", "pi"],
-)
-def test_twin_gives_the_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
-    words = philox([np.array([word], np.uint64) for word in counter], key)
-    assert [int(word[0]) for word in words] == expected
-
-
-@settings(max_examples=300)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    position=st.integers(0, 2**31) | st.integers(0, 2**62),
-    token=st.integers(0, 2**31 - 1),
-)
-def test_noise_is_the_twins(seed: int, position: int, token: int) -> None:
-    # An arrival's logarithm, and the noise's: 3 units in the last place of F32 each.
-    assert _core.gumbel(seed, position, token) == pytest.approx(float(noise(seed, position, token)), rel=4e-7, abs=4e-7)
-
-
 def test_noise_of_tokens_in_a_run_is_independent() -> None:
     """Then the first arrivals of a run are exponential with their number as rate, whichever tokens are looked at."""
-    times = np.exp(-noise(3, 2**33, np.arange(64 * 4000))).reshape(-1, RUN)
+    noise = _core.gumbel(3, 2**33, np.arange(64 * 4000, dtype=np.int32))
+    times = np.exp(-noise.astype(np.float64)).reshape(-1, RUN)
     for some in (slice(None), slice(0, 2), slice(5, 37), slice(0, RUN, 9)):
         first = times[:, some].min(axis=1) * times[:, some].shape[1]
         for quantile in (0.01, 0.1, 0.5, 0.9, 0.99):
@@ -197,17 +139,18 @@ def test_greedy(row: Row) -> None:
 
 @settings(max_examples=300)
 @given(
-    temperature=st.floats(0.015625, 20, width=32),
-    top_k=st.integers(0, 310),
-    top_p=st.just(1.0) | st.floats(0.015625, 1, width=32),
-    min_p=st.just(0.0) | st.floats(0, 0.875, width=32),
-    seed=st.integers(0, 2**64 - 1),
+    sampling=st.builds(
+        SamplingConfig,
+        temperature=st.floats(0.015625, 20, width=32),
+        top_k=st.integers(0, 310),
+        top_p=st.just(1.0) | st.floats(0.015625, 1, width=32),
+        min_p=st.just(0.0) | st.floats(0, 0.875, width=32),
+        seed=st.integers(0, 2**64 - 1),
+    ),
     k=st.integers(1, 300),
 )
-def test_any_sampling(
-    small: Row, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, k: int
-) -> None:
-    small.check(SamplingConfig(temperature, top_k, top_p, min_p, seed), k)
+def test_any_sampling(small: Row, sampling: SamplingConfig, k: int) -> None:
+    small.check(sampling, k)
 
 
 @pytest.mark.slow
@@ -332,22 +275,13 @@ class MaskedRow(Row):
         bits[:count] = self.allowed[:count]
         return np.packbits(bits, bitorder="little").view(np.uint32)[None]
 
-    def scores(self, sampling: SamplingConfig) -> Doubles:
+    @property
+    def judged(self) -> npt.NDArray[np.float32]:
         allowed = self.allowed & (np.arange(len(self.allowed)) < 32 * self.words)
-        return MaskedRow(
-            self.session, np.where(allowed, self.logits, np.float32(-np.inf)), self.position, self.allowed, self.words
-        ).unmasked(sampling)
-
-    def unmasked(self, sampling: SamplingConfig) -> Doubles:
-        return super().scores(sampling)
-
-    def candidates(self, sampling: SamplingConfig, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        tokens, scores = rank(self.session, [0], k, native(sampling), self.masks)
-        return tokens[0], scores[0]
+        return np.where(allowed, self.logits, np.float32(-np.inf))
 
     def follow(self, sampling: SamplingConfig) -> int:
-        length = len(self.session.tokens)
-        fork = self.session.fork(length)
+        fork = self.session.fork(len(self.session.tokens))
         return int(verify(fork, [LAST], [-1], native(sampling), masks=self.masks)[1][0])
 
 
@@ -379,9 +313,8 @@ def test_a_mask_of_one_token_decides_whatever_the_logits_are(bundled: Row) -> No
             assert row.follow(sampling) == token
             tokens, scores = row.candidates(sampling, 3)
             assert tokens.tolist() == [token, -1, -1]
-            assert scores[0] == pytest.approx(
-                noise(sampling.seed, row.position, [token])[0] if sampling.temperature else 0.0, abs=TOLERANCE
-            )
+            noise = _core.gumbel(sampling.seed, row.position, token) if sampling.temperature else 0.0
+            assert scores[0] == pytest.approx(noise, abs=TOLERANCE)
 
 
 def test_masks_that_are_none(random_gguf: Callable[..., Path]) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from gguf import GGUFReader, TokenType
+from gguf import TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_weights import byte_alphabet
 from support.logits import llama_tokenize, llama_vocabulary
 from support.paths import DATA, table
-from support.random_models import gguf_file
+from support.random_models import add_pairs, byte_alphabet, gguf_file
 
 from pystaged import _core
 
@@ -113,12 +112,8 @@ def test_very_long_texts(tokenizer: _core.Tokenizer, unit: str) -> None:
 
 def bytes_alone(path: Path, pre: str) -> _core.Tokenizer:
     """A vocabulary of GPT-2's bytes whose texts are split in another way."""
-    words = byte_alphabet()
     with gguf_file(path, "llama") as writer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(words)
-        writer.add_token_merges([f"{words[0]} {words[1]}"])
+        add_pairs(writer, byte_alphabet(), pre=pre)
     return _core.Tokenizer(path)
 
 
@@ -153,15 +148,9 @@ SPECIALS = ["<a>", "<a", "a><", "<a><b>", "<b>", "<|x|>", "|>", "  ", " <c> ", "
 def tangled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """A vocabulary of bytes and such special tokens, opened by us and by llama-cpp-python."""
     path = tmp_path_factory.mktemp("tangled") / "vocabulary.gguf"
-    reader = GGUFReader(VOCABULARY)
-    words = reader.fields["tokenizer.ggml.tokens"].contents()[:256]
     with gguf_file(path, "gpt2") as writer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([*words, *SPECIALS])
         kinds = [TokenType.CONTROL if i % 2 else TokenType.USER_DEFINED for i in range(len(SPECIALS))]
-        writer.add_token_types([TokenType.NORMAL] * 256 + kinds)
-        writer.add_token_merges([f"{words[0]} {words[1]}"])
+        add_pairs(writer, [*byte_alphabet(), *SPECIALS], [TokenType.NORMAL] * 256 + kinds)
         for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
             add(260)
             writer.add_bool(f"tokenizer.ggml.add_{name}_token", request.param)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
 from support.logits import llama_tokenize, llama_vocabulary
-from support.random_models import RandomModel, add_sentencepiece, add_vocabulary, gguf_file, write
+from support.random_models import RandomModel, add_pairs, add_sentencepiece, add_vocabulary, gguf_file, write
 
 from pystaged._core import ModelError, Tokenizer
 
@@ -119,10 +119,7 @@ def test_characters_without_tokens(tmp_path: Path) -> None:
 
 def tiny(writer: GGUFWriter, size: int) -> None:
     """Too small for the token that libllama takes to begin texts where none is named."""
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([chr(0x61 + i) for i in range(size)])
-    writer.add_token_merges(["a b"])
+    add_pairs(writer, [chr(0x61 + i) for i in range(size)])
     writer.add_add_bos_token(True)
 
 
@@ -150,11 +147,7 @@ def test_control_tokens_count(tmp_path: Path) -> None:
     for name in ("<|a|>", "<|b|>"):
         path = tmp_path / f"{len(paths)}.gguf"
         with gguf_file(path, "gpt2") as writer:
-            writer.add_tokenizer_model("gpt2")
-            writer.add_tokenizer_pre("gpt-2")
-            writer.add_token_list(["a", "b", "ab", name])
-            writer.add_token_types([1, 1, 1, 3])
-            writer.add_token_merges(["a b"])
+            add_pairs(writer, ["a", "b", "ab", name], [1, 1, 1, 3])
             writer.add_bos_token_id(3)
             writer.add_eos_token_id(2)
         paths.append(path)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,11 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = tmp_path_factory.mktemp("windows")
 
     @cache
-    def make(window: int = 24, every: bool = False, family: str = "gemma3") -> Path:
+    def make(window: int = 24, every: bool = False) -> Path:
         metadata = {"attention.sliding_window": window, "attention.sliding_window_pattern": [True, True, every]}
-        model = RandomModel(
-            family, width=32, heads=2, kv_heads=1, layers=3, context=CONTEXT, quantization="Q8_0", metadata=metadata
-        )
-        return write(folder / f"{family}-{window}-{every}.gguf", model)
+        shape: dict[str, Any] = {"width": 32, "heads": 2, "kv_heads": 1, "layers": 3, "quantization": "Q8_0"}
+        model = RandomModel("gemma3", context=CONTEXT, metadata=metadata, **shape)
+        return write(folder / f"{window}-{every}.gguf", model)
 
     return make
 
@@ -213,4 +213,4 @@ def test_an_engine_writes_the_same_whatever_it_held(path_of: Callable[..., Path]
         for _ in range(2):
             together = threads.map(lambda prompt: engine.generate(prompt, **options).tokens, prompts)
             assert list(together) == cold
-        assert engine.runtime.contexts.num_bytes <= 900_000
+        assert engine._contexts.num_bytes <= 900_000

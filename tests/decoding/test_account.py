@@ -19,8 +19,7 @@ from support.decoding import text_of
 
 from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, STALL, Account, Meter
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import PassCost
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
@@ -189,13 +188,9 @@ class Text:
         self.machine, self._cost, self._sequences = Machine(), cost, sequences
         self.drafter = SimulatedDrafter(self.machine, *drafter)
         self.session = SimulatedSession(self.machine, cost, sequences - 1)
-        self.decoder = Context(
-            self.session,  # type: ignore[arg-type]
-            self.drafter,  # type: ignore[arg-type]
-            cost=copy.deepcopy(cost),
-            batch=BatchLoad(sequences, sequences - 1),
-            clocks=self.machine.clocks,
-        )
+        parts: Any = self.session, self.drafter
+        batch = BatchLoad(sequences, sequences - 1)
+        self.decoder = Context(*parts, cost=copy.deepcopy(cost), batch=batch, clocks=self.machine.clocks)
         self.used: list[bool] = []  # whether each step of the last text drafted
         self.lost = self.tokens = 0.0  # of the last text, in tokens of plain decoding
         self._lost = self._bound = 0.0  # of the texts before
@@ -221,7 +216,7 @@ class Text:
         """Make a pass, which the target shares with the other sequences."""
         if isinstance(request, Read):
             request.num_rows = len(request.tokens)
-        fulfil(request, self.machine.clocks)
+        fulfil([request], self.machine.clocks)
         rows = request.num_rows + self._sequences - 1
         request.share, request.pass_rows = request.num_rows / rows, rows
         self.text.request = request

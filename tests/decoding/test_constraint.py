@@ -19,6 +19,7 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import drafters
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
+from pystaged.decoding.requests import only
 from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
@@ -247,9 +248,7 @@ def test_on_devices_all_logits_are_looked_at(random_gguf: Callable[..., Path]) -
     logits = session.logits(0)
     session.discard()
     worst = np.argsort(logits)[:3]
-    mask = np.zeros((1, 10), np.uint32)
-    for token in worst.tolist():
-        mask[0, token // 32] |= np.uint32(1 << token % 32)
+    mask = np.bitwise_or.reduce(only(worst), keepdims=True)
     for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=2)):
         _, tokens = verify(session, [5], [-1], sampling.native, masks=mask)
         session.rewind(0)

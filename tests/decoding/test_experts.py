@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import ExpertCost
 from pystaged.decoding.policy import GainPolicy, Growth
 from pystaged.decoding.tree import Stage, TreeBuilder
 

@@ -82,7 +82,7 @@ def test_scores_so_far_while_another_thread_reads_the_prompt(engine: Engine) -> 
             return super().__iter__()
 
     sequence = engine.start([5] * 8, GenerationConfig(prompt_logprobs=0))
-    sequence._prompt_logprobs = Growing([Logprobs(-1.0, [])])
+    sequence._prompt_logprobs = Growing([(-1.0, [], [])])
     scores = sequence.result().prompt_logprobs
     assert scores is not None
     assert len(scores) == 2

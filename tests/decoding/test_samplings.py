@@ -57,10 +57,7 @@ def bound_runs(
 ) -> list[tuple[NDArray[np.int32], SamplingConfig]]:
     """Each prompt with a seed of its own, greedy or not by turns."""
     return [
-        (
-            prompt,
-            bind(SamplingConfig(TEMPERATURES[i % 2], seed=i, **options), tokenizer, len(prompt), logprobs=2),
-        )
+        (prompt, bind(SamplingConfig(TEMPERATURES[i % 2], seed=i, **options), tokenizer, len(prompt), logprobs=2))
         for i, prompt in enumerate(prompts)
     ]
 
@@ -68,11 +65,7 @@ def bound_runs(
 @pytest.mark.slow
 @every_option
 def test_no_drafter_changes_the_text(
-    options: dict[str, Any],
-    target: Model,
-    draft: Model,
-    prompts: list[NDArray[np.int32]],
-    tokenizer: Tokenizer,
+    options: dict[str, Any], target: Model, draft: Model, prompts: list[NDArray[np.int32]], tokenizer: Tokenizer
 ) -> None:
     session = Session(target)
     plain = Context(session)
@@ -126,15 +119,13 @@ def test_a_text_in_a_crowd_is_the_same(engine: Engine, options: dict[str, Any]) 
 
 @pytest.mark.slow
 def test_an_option_changes_the_text(engine: Engine) -> None:
-    plain = [engine.generate(PROMPTS, max_tokens=24, temperature=temperature, seed=2) for temperature in TEMPERATURES]
+    def written(**options: Any) -> list[list[str]]:
+        texts = (engine.generate(PROMPTS, max_tokens=24, temperature=t, seed=2, **options) for t in TEMPERATURES)
+        return [[each.text for each in several] for several in texts]
+
+    plain = written()
     for name, options in OPTIONS.items():
-        found = [
-            engine.generate(PROMPTS, max_tokens=24, temperature=temperature, seed=2, **options)
-            for temperature in TEMPERATURES
-        ]
-        assert [[each.text for each in texts] for texts in found] != [
-            [each.text for each in texts] for texts in plain
-        ], name
+        assert written(**options) != plain, name
 
 
 # ---- What single options promise ----

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,40 +53,34 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def in_threads(*works: Callable[[], object]) -> None:
-    """Do them at once; an exception of one is the test's."""
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """What comes of them when they are done at once; an exception of one is the test's."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [each.result(600) for each in [pool.submit(work) for work in works]]
 
 
-def together(engine: Engine, *works: Callable[[], object]) -> None:
-    """Do them at once: no text takes a step before each has opened one."""
-    scheduler, start = engine.runtime.scheduler, threading.Barrier(len(works) + 1)
+def together(engine: Engine, *works: Callable[[], Any]) -> list[Any]:
+    """The same where no text takes a step before each work has opened one."""
+    scheduler, start = engine._scheduler, threading.Barrier(len(works) + 1)
 
     def hold() -> None:
         with held(engine):
             start.wait()
             wait_until(lambda: len(scheduler._texts) + scheduler._inbox.qsize() == len(works))
 
-    def begin(work: Callable[[], object]) -> None:
+    def begin(work: Callable[[], Any]) -> Any:
         start.wait()
-        work()
+        return work()
 
-    in_threads(hold, *(partial(begin, work) for work in works))
+    return in_threads(hold, *(partial(begin, work) for work in works))[1:]
+
+
+def begun(engine: Engine, count: int, max_tokens: int = 400) -> list[Stream]:
+    """Texts of which a piece each is read. Long ones wait for their readers before their end."""
+    streams = [engine.stream(PROMPTS[0], max_tokens=max_tokens) for _ in range(count)]
+    for stream in streams:
+        next(stream)
+    return streams
 
 
 def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) -> None:
@@ -94,9 +89,7 @@ def test_texts_of_many_threads_share_passes(engine: Engine, steps: list[int]) ->
 
     alone = [text(i, speculate=False) for i in range(4)]
     assert max(steps) == 1
-    found: dict[int, list[int]] = {}
-    together(engine, *(lambda i=i: found.update({i: text(i)}) for i in range(8)))  # type: ignore[misc]
-    assert [found[i] for i in range(8)] == alone * 2
+    assert together(engine, *(partial(text, i) for i in range(8))) == alone * 2
     assert max(steps) > 3
 
 
@@ -104,7 +97,7 @@ def test_a_reader_that_is_left_behind(engine: Engine) -> None:
     left, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
     next(left)
     whole = read.finish()
-    wait_until(lambda: engine.runtime.scheduler._is_waiting)
+    wait_until(lambda: engine._scheduler._is_waiting)
     unread = left.text.num_sent - left.text.num_read
     assert MOST_UNREAD <= unread < MOST_UNREAD + 8
     assert left.finish().tokens == whole.tokens
@@ -134,9 +127,7 @@ def test_a_policy_that_fails_harms_nobody_else(path: Path) -> None:
     policy = ActingPolicy(fail)
     with pystaged.load(path, policy=policy) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
-        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
-        for stream in streams:
-            next(stream)
+        streams = begun(engine, 4)
         with held(engine):  # or a call that counts down might set it back
             policy.left = 5
         found: list[object] = []
@@ -205,16 +196,13 @@ def test_a_policy_that_ends_texts_in_their_own_step(path: Path) -> None:
 
     with pystaged.load(path, policy=Ending(2, 3, 6)) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=400, speculate=False).tokens
-        streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(4)]
-        for stream in streams:
-            next(stream)
+        streams = begun(engine, 4)
         Ending.streams = streams[:3]
-        found: dict[int, list[int]] = {}
-        in_threads(*(lambda i=i: found.update({i: streams[i].finish().tokens}) for i in range(1, 4)))  # type: ignore[misc]
+        found = [each.tokens for each in in_threads(*(stream.finish for stream in streams[1:]))]
         assert not Ending.streams
-        found[0] = streams[0].finish().tokens
-        assert found[3] == alone
-        assert all(tokens == alone[: len(tokens)] for tokens in found.values())
+        found.append(streams[0].finish().tokens)
+        assert found[2] == alone
+        assert all(tokens == alone[: len(tokens)] for tokens in found)
         assert [stream.result.finish_reason for stream in streams[:3]] == ["cancelled"] * 3
         wait_until(lambda: is_idle(engine))
 
@@ -231,7 +219,7 @@ def one_slice() -> Iterator[None]:
 def opened(engine: Engine, text: Text, most_unread: float = math.inf) -> SimpleQueue[Any]:
     """What a text says."""
     said: SimpleQueue[Any] = SimpleQueue()
-    engine.runtime.scheduler.open(text, said, most_unread)
+    engine._scheduler.open(text, said, most_unread)
     return said
 
 
@@ -239,10 +227,10 @@ def test_a_text_opened_while_another_one_is_cancelled(engine: Engine, one_slice:
     del one_slice
     asleep = engine.stream(PROMPTS[0], max_tokens=400).text
     opened(engine, asleep, 1)
-    wait_until(lambda: asleep.num_sent > 0 and engine.runtime.scheduler._is_waiting)
+    wait_until(lambda: asleep.num_sent > 0 and engine._scheduler._is_waiting)
     other = engine.stream(PROMPTS[1], max_tokens=3).text
     said = opened(engine, other)
-    engine.runtime.scheduler.cancel(asleep)
+    engine._scheduler.cancel(asleep)
     while said.get(timeout=600)[1] is not None:
         pass
     assert other.error is None
@@ -282,7 +270,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
         left, failing, waiting = (engine.stream(PROMPTS[i], max_tokens=400) for i in range(3))
         next(left)
         left.text.most_unread = 0  # it waits for its reader
-        contexts = engine.runtime.contexts
+        contexts = engine._contexts
         take = contexts.take
 
         def fail(prompt: Any, *args: Any, **options: Any) -> Any:
@@ -292,7 +280,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
 
         monkeypatch.setattr(contexts, "take", fail)
         texts = [stream.text for stream in (failing, waiting)]
-        wait_until(lambda: engine.runtime.scheduler._is_waiting)
+        wait_until(lambda: engine._scheduler._is_waiting)
         for text in texts:
             opened(engine, text)
         wait_until(lambda: all(text.is_over for text in texts))
@@ -305,9 +293,7 @@ def test_a_text_that_waits_behind_one_that_cannot_begin(path: Path, monkeypatch:
 
 def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2)]
-    for stream in streams:
-        next(stream)  # the text waits for its reader before its end
+    streams = begun(engine, 2)
     with monkeypatch.context() as patch:
 
         def fail(*_: object) -> None:
@@ -325,15 +311,13 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
 
 def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_tokens=30).tokens
-    streams = [engine.stream(PROMPTS[0], max_tokens=400) for _ in range(3)]
-    for stream in streams:
-        next(stream)  # the text waits for its reader before its end
+    streams = begun(engine, 3)
     with monkeypatch.context() as patch:
 
         def fail(_: object) -> None:
             raise MemoryError("a fault")
 
-        patch.setattr(engine.runtime.contexts, "give_back", fail)
+        patch.setattr(engine._contexts, "give_back", fail)
         streams[0].close()
         with pytest.raises(MemoryError, match="a fault"):
             streams[1].finish()
@@ -341,8 +325,8 @@ def test_a_context_that_cannot_be_given_back_hangs_nobody(engine: Engine, monkey
     assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
 
 
-def sequences(engine: Engine, max_tokens: int = 400) -> list[Text]:
-    return [engine.start(prompt, GenerationConfig(max_tokens=max_tokens)) for prompt in PROMPTS]
+def sequences(engine: Engine) -> list[Text]:
+    return [engine.start(prompt, GenerationConfig(max_tokens=400)) for prompt in PROMPTS]
 
 
 def test_a_batch_that_the_collector_closes_in_the_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +347,7 @@ def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
     try:
         engine.generate(PROMPTS, max_tokens=3)
         engine.stream(PROMPTS[0], max_tokens=3).finish()
-        bundle = weakref.ref(engine.runtime.bundle)
+        bundle = weakref.ref(engine._bundle)
         del engine
         wait_until(lambda: bundle() is None)
     finally:
@@ -379,7 +363,7 @@ def test_running_texts_stay_counted_when_others_are_forgotten(engine: Engine) ->
     with engine.stream("def f(", max_tokens=100) as stream:
         next(stream)
         engine.forget()
-        assert engine.runtime.contexts.num_bytes > 0
+        assert engine._contexts.num_bytes > 0
 
 
 def test_the_first_exception_of_progress_is_the_reader_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,9 +385,7 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
     with pystaged.load(path) as engine:
         alone = engine.generate(PROMPTS[0], max_tokens=50).tokens
     engine = pystaged.load(path)
-    streams = [engine.stream(PROMPTS[0], max_tokens=50) for _ in range(3)]
-    for stream in streams:
-        next(stream)
+    streams = begun(engine, 3, 50)
     engine.close()
     assert [stream.finish().tokens for stream in streams] == [alone] * 3
     with pytest.raises(ValueError, match="closed"):
@@ -413,9 +395,8 @@ def test_closing_an_engine_under_its_texts(path: Path) -> None:
 def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pystaged.load(path, kv_memory=1) as engine:
         alone = [engine.generate(prompt, max_tokens=30).tokens for prompt in PROMPTS]
-        found: dict[int, list[int]] = {}
         most: list[int] = []
-        contexts = engine.runtime.contexts
+        contexts = engine._contexts
         take = contexts.take
 
         def counted(*args: Any, **options: Any) -> Any:
@@ -424,17 +405,13 @@ def test_texts_wait_for_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             return context
 
         monkeypatch.setattr(contexts, "take", counted)
-
-        def work(i: int) -> None:
-            found[i] = engine.stream(PROMPTS[i], max_tokens=30).finish().tokens
-
-        together(engine, *(lambda i=i: work(i) for i in range(4)))  # type: ignore[misc]
+        streams = [engine.stream(prompt, max_tokens=30) for prompt in PROMPTS]
+        found = together(engine, *(stream.finish for stream in streams))
         monkeypatch.undo()
-        assert [found[i] for i in range(4)] == alone
+        assert [each.tokens for each in found] == alone
         assert max(most) == 1
         # But none waits for a text whose reader waits for it.
-        left = engine.stream(PROMPTS[0], max_tokens=400)
-        next(left)
+        (left,) = begun(engine, 1)
         assert engine.generate(PROMPTS[1], max_tokens=30).tokens == alone[1]
         assert left.finish().tokens[:30] == alone[0]
 
@@ -472,7 +449,7 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         began: dict[int, int] = {}  # how much of the prompt was read then
 
         def begin(prompt: list[int], progress: Callable[[int, int], object] | None = None, **options: Any) -> None:
-            engine.runtime.scheduler.open(engine.stream(prompt, progress=progress, **options).text, Listening)
+            engine._scheduler.open(engine.stream(prompt, progress=progress, **options).text, Listening)
 
         def begin_others() -> None:
             for text, each in enumerate([prompt, prompt, [7, 8, 9]]):
@@ -484,8 +461,8 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
                 in_threads(begin_others)  # while the engine's thread waits here
 
         first = engine.stream([1, 2, 3], max_tokens=200).text
-        engine.runtime.scheduler.open(first, Listening, 1)
-        wait_until(lambda: first.num_sent and engine.runtime.scheduler._is_waiting)  # for a reader
+        engine._scheduler.open(first, Listening, 1)
+        wait_until(lambda: first.num_sent and engine._scheduler._is_waiting)  # for a reader
         first.most_unread = math.inf
         begin(prompt, note, max_tokens=3)
         wait_until(lambda: len(began) == 3 and is_idle(engine))
@@ -494,10 +471,8 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
 
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
     with pystaged.load(path) as engine:
-        closed, read = (engine.stream(PROMPTS[0], max_tokens=400) for _ in range(2))
-        for stream in (closed, read):
-            next(stream)
-        engine.runtime.scheduler.stop()
+        closed, read = begun(engine, 2)
+        engine._scheduler.stop()
         in_threads(closed.close)
         for stream in (read, engine.stream(PROMPTS[0])):
             with pytest.raises(RuntimeError, match="no text can be generated while the process exits"):
@@ -513,7 +488,7 @@ engine = pystaged.load(sys.argv[1])
 streams = [engine.stream("the tree", max_tokens=400) for _ in range(4)]
 for stream in streams:
     next(stream)
-print(bool(engine.runtime.scheduler._texts))
+print(bool(engine._scheduler._texts))
 """
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.decoding import Said, drafted, generate, started, stepped, table_of, text_of
-from support.random_models import RandomModel, gguf_file, write
+from support.random_models import RandomModel, add_pairs, gguf_file, write
 from support.steps import Heard
 
 import pystaged
@@ -93,7 +93,7 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     text = text_of(prompt).begin(decoder)
     while not isinstance(text.request, Verify):
         if text.request:
-            fulfil(text.request)
+            fulfil([text.request])
             text.take()
         text.ask()
     assert text.request.num_candidates == memory.num_candidates
@@ -195,8 +195,8 @@ def test_an_interrupt_in_mid_step_leaves_both_contexts_usable(
 
 def test_a_prompt_longer_than_the_context(target: Model) -> None:
     decoder = Context(Session(target, 16))
-    with pytest.raises(ContextFullError, match=r"17 tokens.*16"):
-        text_of(np.zeros(17, np.int32)).begin(decoder)
+    with pytest.raises(ContextFullError, match="the context of 16 tokens is full"):
+        continuation(decoder, np.zeros(17, np.int32), GREEDY, 1)
 
 
 def test_other_vocabularies_are_refused(random_gguf: Callable[..., Path], bundled_draft: Path) -> None:
@@ -212,10 +212,7 @@ def test_substitutes_where_no_line_can_end(tmp_path: Path) -> None:
     for name in ("x", "y"):
         path = tmp_path / f"{name}.gguf"
         with gguf_file(path, "llama") as writer:
-            writer.add_tokenizer_model("gpt2")
-            writer.add_tokenizer_pre("gpt-2")
-            writer.add_token_list([name, *"abcdefghijklm"])
-            writer.add_token_merges(["a b"])
+            add_pairs(writer, [name, *"abcdefghijklm"], merges=["a b"])
         tokenizers.append(Tokenizer(path))
     assert substitutes(*tokenizers) == {0: 1}
 
@@ -324,10 +321,7 @@ def test_a_drafter_that_was_interrupted_once_is_used_again(target: Model, prompt
 
     now = [0.0]
     decoder = Context(
-        Session(target),
-        Interrupted(target.vocab_size),
-        cost=PassCost({1: 1.0, 32: 1.0}),
-        meter=Meter(lambda: now[0]),
+        Session(target), Interrupted(target.vocab_size), cost=PassCost({1: 1.0, 32: 1.0}), meter=Meter(lambda: now[0])
     )
     sizes = []
     for prompt in (*prompts[:2], prompts[0]):
@@ -367,28 +361,25 @@ class SlowSession(Heard):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, self.wait)
-        self.now = 0.0
-
-    def clock(self) -> float:
-        return self.now
+        self.now, self.clocks = 0.0, Clocks(lambda: self.now, lambda: self.now)
 
     def wait(self, kind: str, tokens: Sequence[int], *_: object) -> None:
         self.now += 0.1 * len(tokens) if kind == "read" else 1.0
 
 
+def slow(draft: Model, cost: PassCost, policy: FixedPolicy = CHAIN) -> tuple[SlowSession, TreeDrafter]:
+    """Such a session of a draft, and a drafter that believes these costs."""
+    session: Any = SlowSession(Session(draft))
+    meter = Meter(session.clocks.processor)
+    return session, TreeDrafter([ModelProposer(session, cost)], policy, draft.vocab_size, meter=meter)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 3.5, 100.0])
 def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: float) -> None:
-    session = SlowSession(Session(draft))
-    cost = PassCost({1: 1.0, 32: 1.0})
-    drafter = TreeDrafter(
-        [ModelProposer(session, cost)],  # type: ignore[arg-type]
-        CHAIN,
-        draft.vocab_size,
-        meter=Meter(session.clock),
-    )
+    session, drafter = slow(draft, PassCost({1: 1.0, 32: 1.0}))
     drafter.start(np.arange(5, dtype=np.int32))
     assert drafter.price() == 1.0
-    tree = drafted(drafter, GREEDY, 20, seconds, clocks=Clocks(session.clock, session.clock))
+    tree = drafted(drafter, GREEDY, 20, seconds, clocks=session.clocks)
     assert session.now <= max(seconds, 1.0)
     assert drafter.work()["draft"].passes == len(tree) - 1 == min(max(int(seconds), 1), 6)
     # What was not read is read with the next pass.
@@ -397,29 +388,22 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
 
 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
-    session = SlowSession(Session(draft))
-    # Reading is believed to take a second for a token.
-    drafter = TreeDrafter(
-        [ModelProposer(session, PassCost({1: 1.0, 32: 32.0}))],  # type: ignore[arg-type]
-        CHAIN,
-        draft.vocab_size,
-        meter=Meter(session.clock),
-    )
+    session, drafter = slow(draft, PassCost({1: 1.0, 32: 32.0}))  # reading is believed to take a second for a token
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
     drafter.catch_up(31.0)
-    fulfil_all(drafter, Clocks(session.clock, session.clock))
+    fulfil_all(drafter, session.clocks)
     assert (session.now, len(session.session.tokens)) == (0.0, 0)
     # A piece shows that it takes a tenth of that, so all the rest fits.
     drafter.catch_up(33.0)
-    fulfil_all(drafter, Clocks(session.clock, session.clock))
+    fulfil_all(drafter, session.clocks)
     assert session.now == pytest.approx(20.0)
     assert session.session.tokens.tolist() == text[:-1].tolist()
     drafter.start(text + 1)
     assert drafter.lag() == pytest.approx(20.0)
     # Drafting reads the text too, or gives up.
-    assert len(drafted(drafter, GREEDY, 20, 15.0, clocks=Clocks(session.clock, session.clock))) == 1
+    assert len(drafted(drafter, GREEDY, 20, 15.0, clocks=session.clocks)) == 1
     assert session.now <= 20.0 + 15.0
 
 
@@ -437,22 +421,16 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
             seen.append(growth.cells)
             return super().expand(growth)
 
-    session = SlowSession(Session(draft))
     policy = Watching(width=1, depth=2, budget=2, children=1)
-    model = TreeDrafter(
-        [ModelProposer(session, Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}))],  # type: ignore[arg-type]
-        policy,
-        draft.vocab_size,
-        meter=Meter(session.clock),
-    )
+    session, model = slow(draft, Fixed({1: 1.0, 32: 32.0}, {1: 2.0, 32: 64.0}), policy)
     for length in (11, 501):
         text = (np.arange(length) % 10).astype(np.int32)
         for drafter in (model, TreeDrafter(lookups(), policy, draft.vocab_size)):
             seen.clear()
             drafter.start(text)
             drafter.catch_up()
-            fulfil_all(drafter, Clocks(session.clock, session.clock))
-            drafted(drafter, GREEDY, 20, clocks=Clocks(session.clock, session.clock))
+            fulfil_all(drafter, session.clocks)
+            drafted(drafter, GREEDY, 20, clocks=session.clocks)
             assert set(seen) == {length - 1}
         assert learnt == [length - 1] * 2
         learnt.clear()

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from support.decoding import Text, step
 from support.random_models import RandomModel, write
 
-from pystaged._core import Model, RecycledCandidates, Session, kernels, run
+from pystaged._core import Model, RecycledCandidates, Session, kernels
 from pystaged.bench.pairs import LyingDrafter, continuation
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth
-from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify
+from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth, TreePolicy
+from pystaged.decoding.requests import AnyRequest, Clocks, Read, Verify, make_pass
 from pystaged.decoding.stepper import Stepper, best_rows
 from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.drafting.drafter import TreeDrafter
@@ -131,36 +131,25 @@ def decoder_of(
 ) -> Context:
     """A context with a way of drafting; `layer` is the target's MTP layer."""
     batch, meter, vocab = BatchLoad(), Meter(), session.vocab_size
-    tree = FixedPolicy(width=3, depth=3, budget=10)
-    proposers: list[Proposer] = [*lookups(recycled=memory)]
-    if kind == "plain":
-        return Context(session, batch=batch, meter=meter)
-    if kind == "lies":
-        return Context(session, LyingDrafter(vocab), batch=batch, meter=meter)
-    if kind == "by gain":  # one tree
-        policy = GainPolicy(cost, batch=batch)
-        proposers.append(ModelProposer(Session(draft, 512), cost))
-        return Context(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=cost, batch=batch, meter=meter)
-    if kind == "draft":
-        proposers = [ModelProposer(Session(draft, 512))]
+    if kind in ("plain", "lies"):
+        return Context(session, LyingDrafter(vocab) if kind == "lies" else None, batch=batch, meter=meter)
+    by_gain = cost if kind == "by gain" else None  # one tree
+    policy = GainPolicy(cost, batch=batch) if by_gain else FixedPolicy(width=3, depth=3, budget=10)
+    has_lookups = kind not in ("draft", "parallel draft", "mtp")
+    proposers: list[Proposer] = [*lookups(recycled=memory)] if has_lookups else []
+    if kind in ("draft", "draft and n-grams", "by gain"):
+        proposers.append(ModelProposer(Session(draft, 512), by_gain))
     elif kind == "parallel draft":
-        proposers = [ParallelModelProposer(Session(draft, 512), 299)]
-    elif kind == "draft and n-grams":
-        proposers.append(ModelProposer(Session(draft, 512)))
+        proposers.append(ParallelModelProposer(Session(draft, 512), 299))
     elif kind == "mtp":
         assert layer
-        proposers = [feature_proposer(Session(layer, 512), layer, session)]
-    return Context(session, TreeDrafter(proposers, tree, vocab, meter=meter), batch=batch, meter=meter)
+        proposers.append(feature_proposer(Session(layer, 512), layer, session))
+    return Context(session, TreeDrafter(proposers, policy, vocab, meter=meter), cost=by_gain, batch=batch, meter=meter)
 
 
 @pytest.mark.slow
 @settings(max_examples=SCHEDULES)
-@given(
-    st.lists(arrivals, min_size=1, max_size=7),
-    st.integers(1, 3),
-    st.sampled_from([0.0, 0.002, 1.0]),
-    st.booleans(),
-)
+@given(st.lists(arrivals, min_size=1, max_size=7), st.integers(1, 3), st.sampled_from([0.0, 0.002, 1.0]), st.booleans())
 def test_every_text_of_a_batch_is_what_it_is_alone(
     alone: Alone, schedule: list[Arrival], num_threads: int, delay: float, trims: bool
 ) -> None:
@@ -227,11 +216,11 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int, error: 
     """Where memory is short for what came of it, its texts end, each with an error of its own."""
     passes = 0
 
-    def make(works: list[Any]) -> list[Any]:
+    def make(requests: Sequence[AnyRequest]) -> list[Any]:
         nonlocal passes
-        passes += 1
-        found = run(works)
-        if passes == failing:
+        passes += len(requests) > 1
+        found = make_pass(requests)
+        if len(requests) > 1 and passes == failing:
             raise error("no memory") from KeyError("the cause")
         return found
 
@@ -257,96 +246,80 @@ class Machine:
     """Makes passes that take what a curve says."""
 
     def __init__(self, curve: PassCost) -> None:
-        self.curve, self.now, self.passes = curve, 0.0, list[list[AnyRequest]]()
+        self.curve, self.now, self.passes, self.ends = curve, 0.0, list[list[AnyRequest]](), list[float]()
 
-    def make(self, requests: list[Any]) -> list[Any]:
+    def make(self, requests: Sequence[Any]) -> list[Any]:
         self.now += self.curve(sum(request.num_rows for request in requests))
         self.passes.append(list(requests))
+        self.ends.append(self.now)
         return [
             request.session.follow(len(request.tree) - 1) if isinstance(request, Verify) else None
             for request in requests
         ]
 
-    def clock(self) -> float:
-        return self.now
+    def requests(self, text: Text, kind: type[AnyRequest]) -> list[tuple[float, AnyRequest]]:
+        """Those of a text, each with when its pass ended."""
+        return [
+            (end, request)
+            for end, requests in zip(self.ends, self.passes, strict=True)
+            for request in requests
+            if isinstance(request, kind) and request.session is text.context.target
+        ]
 
-
-class OnMachine:
-    """A request that the machine sees as it is, alone or among others."""
-
-    can_share = True
-    session: Any
-
-    def work(self) -> Any:
-        return self
-
-    def perform(self) -> Any:
-        return self.session.machine.make([self])[0]
-
-
-class SimulatedRead(OnMachine, Read):  # type: ignore[misc]
-    pass
-
-
-class SimulatedVerify(OnMachine, Verify):  # type: ignore[misc]
-    pass
+    @property
+    def clocks(self) -> Clocks:
+        """It does nothing else."""
+        return Clocks(lambda: self.now, lambda: self.now)
 
 
 class SimulatedSession:
-    """A session whose target accepts no guess."""
+    """A session whose target accepts each node of a chain with some chance."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    n_ctx, most_pending, weight_bytes = 10**6, 10**6, 1
+
+    def __init__(self, machine: Machine, chance: float, random: Random) -> None:
+        self.machine, self._chance, self._random = machine, chance, random
+        self.tokens = np.zeros(0, np.int32)
+
+    def rewind(self, length: int) -> int:
+        return length
 
     def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        del nodes
-        return np.zeros(1, np.int32), np.zeros(1, np.int32)
+        accepted = 0
+        while accepted < nodes and self._random.random() < self._chance:
+            accepted += 1
+        return np.arange(accepted + 1, dtype=np.int32), np.zeros(accepted + 1, np.int32)
 
 
-class Simulated:
-    """A decoder that reads a prompt, and then verifies a tree with these scores for ever."""
+class Guesser(TreeDrafter):
+    """Proposes a chain of such scores, in a fifth of a millisecond."""
 
-    def __init__(self, machine: Machine, prompt: int, scores: Sequence[float] = ()) -> None:
-        self.target: Any = SimulatedSession(machine)
-        self.batch = BatchLoad(machine.clock)
-        self.prompt = prompt
+    def __init__(self, machine: Machine, scores: Sequence[float], policy: TreePolicy) -> None:
+        super().__init__([Proposer()], policy, 300)
+        self._machine, self._scores = machine, scores
+        self.estimate = self.price()
+
+    def price(self) -> float:
+        return 0.0002
+
+    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        del sampling, max_depth, seconds
+        self._machine.now += self.price()
         builder = TreeBuilder(0)
-        for score in scores:
-            builder.add(0, len(builder.nodes), score, Stage.DRAFT, (1, 0, 0))
-        self.tree = builder.build(range(1, len(builder.nodes)))
+        for depth, score in enumerate(self._scores):
+            builder.add(depth, 1, score, Stage.DRAFT)
+        self.tree = builder.build(range(1, 1 + self._policy.keep(Growth(self._scores, [], 1, self.price()))))
 
-        self.request: Any = None
-        self.error = self.finish = None
-        self.context = self
-        self.times: list[float] = []
-        self.wants_draft, self.done = False, 0
-
-    def ask(self) -> None:
-        left = self.prompt - self.done
-        if self.request:
-            return
-        if left:
-            self.request = SimulatedRead(self.target, self.done, np.zeros(left, np.int32))
-        else:
-            self.request = SimulatedVerify(self.target, self.prompt, self.tree, SAMPLINGS[0].native)
-
-    def take(self) -> None:
-        if isinstance(self.request, Read):
-            self.done += self.request.num_rows
-        else:
-            self.times.append(self.target.machine.now)
-        self.request = None
+    def advance(self, tokens: Sequence[int]) -> None:
+        """It learns nothing."""
 
 
-def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> tuple[Text, list[float]]:
-    """A text, and when it said something."""
-    decoder: Any = Simulated(machine, prompt, scores)
-    return Text(decoder), decoder.times
-
-
-def clocks_of(machine: Machine) -> Clocks:
-    """A machine that does nothing else."""
-    return Clocks(machine.clock, machine.clock)
+def simulated(machine: Machine, prompt: int, scores: Sequence[float] = ()) -> Text:
+    """A text that reads so many tokens, and then verifies a tree with these scores for ever, of which none is right."""
+    session: Any = SimulatedSession(machine, 0.0, Random(0))
+    drafter = Guesser(machine, scores, FixedPolicy(1, len(scores), len(scores))) if scores else None
+    context = Context(session, drafter, clocks=machine.clocks)
+    return Text(context, np.zeros(prompt + 1, np.int32), SAMPLINGS[0], 10**6)
 
 
 CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
@@ -354,38 +327,37 @@ CURVE = PassCost({1: 0.060, 4: 0.066, 8: 0.080, 32: 0.320})
 
 def test_a_long_prefill_budgets_nobody_for_longer_than_was_chosen() -> None:
     machine = Machine(CURVE)
-    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
+    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=machine.clocks)
     texts = [simulated(machine, 5) for _ in range(4)]
     for _ in range(10):
-        step(stepper, [text for text, _ in texts])
-    newcomer, said = simulated(machine, 4000)
-    while not said:
-        step(stepper, [*(text for text, _ in texts), newcomer])
-    for _, times in texts:
-        assert max(np.diff(times[1:])) <= 0.25 + 1e-9
+        step(stepper, texts)
+    newcomer = simulated(machine, 4000)
+    while not newcomer.steps:
+        step(stepper, [*texts, newcomer])
+    for text in texts:
+        ends = [end for end, _ in machine.requests(text, Verify)]
+        assert len(ends) == len(text.steps)
+        assert max(np.diff(ends[1:])) <= 0.25 + 1e-9
     # All the room that the delay leaves is used.
     assert len(machine.passes) < 10 + 1.2 * 4000 / 20
 
 
 def test_prompts_share_the_rows_so_that_none_waits_for_ever() -> None:
     machine = Machine(CURVE)
-    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=clocks_of(machine))
+    stepper = Stepper(CURVE, 0.25, make=machine.make, clocks=machine.clocks)
     reader = simulated(machine, 1)
-    step(stepper, [reader[0]])
+    step(stepper, [reader])
     long, short, middle = (simulated(machine, n) for n in (2000, 30, 200))
-    texts = [reader[0], long[0], short[0], middle[0]]
-    while not middle[1]:
+    texts = [reader, long, short, middle]
+    while not middle.steps:
         step(stepper, texts)
-    read = [request for each in machine.passes for request in each if isinstance(request, Read)]
-    assert 0 < short[1][0] < middle[1][0]
-    assert not long[1]
-    of_long = [request.num_rows for request in read if request.session is long[0].context.target]
-    assert sum(of_long) >= 200
-    while not long[1]:
+    assert 0 < machine.requests(short, Verify)[0][0] < machine.requests(middle, Verify)[0][0]
+    assert not long.steps
+    assert sum(request.num_rows for _, request in machine.requests(long, Read)) >= 200
+    while not long.steps:
         step(stepper, texts)
     # Prompts by themselves fill a pass.
-    alone, _ = simulated(machine, 1000)
-    step(stepper, [alone])
+    step(stepper, [simulated(machine, 1000)])
     assert machine.passes[-1][0].num_rows == 256
 
 
@@ -393,8 +365,8 @@ def test_guesses_fade_as_texts_come() -> None:
     shares = []
     for count in (1, 2, 4, 8, 16):
         machine = Machine(CURVE)
-        stepper = Stepper(CURVE, make=machine.make, clocks=clocks_of(machine))
-        texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1))[0] for _ in range(count)]
+        stepper = Stepper(CURVE, make=machine.make, clocks=machine.clocks)
+        texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1)) for _ in range(count)]
         for _ in range(3):
             step(stepper, texts)
         rows = sum(request.num_rows for request in machine.passes[-1])
@@ -426,72 +398,20 @@ def test_the_best_rows_are_verified(trees: list[list[float]], spent: float, slop
     assert rate(found) == pytest.approx(max(map(rate, every)))
 
 
-class AcceptingSession(SimulatedSession):
-    """A session whose target accepts each node of a chain with some chance."""
-
-    n_ctx, most_pending, weight_bytes = 10**6, 10**6, 1
-
-    def __init__(self, machine: Machine, chance: float, random: Random) -> None:
-        super().__init__(machine)
-        self.tokens = np.zeros(0, np.int32)
-        self._chance, self._random = chance, random
-
-    def rewind(self, length: int) -> int:
-        return length
-
-    def follow(self, nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        accepted = 0
-        while accepted < nodes and self._random.random() < self._chance:
-            accepted += 1
-        return np.arange(accepted + 1, dtype=np.int32), np.zeros(accepted + 1, np.int32)
-
-
-class Guesser(TreeDrafter):
-    """Proposes a chain that it believes in, in a fifth of a millisecond."""
-
-    def __init__(self, machine: Machine, chance: float, policy: GainPolicy) -> None:
-        super().__init__([Proposer()], policy, 300)
-        self._machine, self._scores = machine, [chance**depth for depth in range(1, 7)]
-        self.estimate = self.price()
-
-    def price(self) -> float:
-        return 0.0002
-
-    def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
-        del sampling, max_depth, seconds
-        self._machine.now += self.price()
-        builder = TreeBuilder(0)
-        for depth, score in enumerate(self._scores):
-            builder.add(depth, 1, score, Stage.DRAFT)
-        self.tree = builder.build(range(1, 1 + self._policy.keep(Growth(self._scores, [], 1, self.price()))))
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """It learns nothing."""
-
-
-@pytest.fixture
-def on_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of a Context are seen by its session's machine as they are."""
-    for kind in (Read, Verify):
-        monkeypatch.setattr(kind, "can_share", True)
-        monkeypatch.setattr(kind, "work", lambda request: request)
-        monkeypatch.setattr(kind, "perform", lambda request: request.session.machine.make([request])[0])
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_machines")
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_drafting_in_a_crowd_gains_where_it_can_and_loses_next_to_nothing(count: int) -> None:
     def rate(curve: PassCost, chance: float, believed: float, drafts: bool) -> float:
         """Tokens per second of all texts."""
         machine, random = Machine(curve), Random(0)
-        stepper = Stepper(PassCost(curve.seconds), make=machine.make, clocks=clocks_of(machine))
+        stepper = Stepper(PassCost(curve.seconds), make=machine.make, clocks=machine.clocks)
         live = []
         for _ in range(count):
             cost, batch = PassCost(curve.seconds), BatchLoad()
-            session: Any = AcceptingSession(machine, chance, random)
-            drafter = Guesser(machine, believed, GainPolicy(cost, batch=batch)) if drafts else None
-            decoder = Context(session, drafter, cost=cost, batch=batch, clocks=clocks_of(machine))
+            session: Any = SimulatedSession(machine, chance, random)
+            scores = [believed**depth for depth in range(1, 7)]
+            drafter = Guesser(machine, scores, GainPolicy(cost, batch=batch)) if drafts else None
+            decoder = Context(session, drafter, cost=cost, batch=batch, clocks=machine.clocks)
             live.append(Text(decoder, np.zeros(3, np.int32), SAMPLINGS[0], 10**6))
         for _ in range(500):
             step(stepper, live)

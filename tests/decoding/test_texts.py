@@ -146,7 +146,7 @@ def press_ctrl_c() -> None:
 def rest(engine: Engine) -> int:
     """Contexts that are lent when no text is left."""
     wait_until(lambda: is_idle(engine))
-    return len(engine.runtime.contexts._lent)
+    return len(engine._contexts._lent)
 
 
 @pytest.mark.parametrize(("do", "error"), [(fail, LookupError), (press_ctrl_c, KeyboardInterrupt)])
@@ -207,26 +207,24 @@ async def test_a_reader_that_is_behind_is_waited_for(plain: Engine) -> None:
     stream = plain.astream(PROMPTS[0], max_tokens=450, speculate=False)
     await anext(stream)
     sequence = stream.text
-    while not (plain.runtime.scheduler._is_waiting or sequence.is_over):
+    while not (plain._scheduler._is_waiting or sequence.is_over):
         await asyncio.sleep(0)
     assert sequence.num_sent <= MOST_UNREAD + 1
     assert len((await stream.finish()).tokens) == 450
 
 
-def test_closing_an_async_stream(plain: Engine) -> None:
-    async def read() -> None:
-        async with plain.astream(PROMPTS[0], max_tokens=400) as stream:
-            first = await anext(stream)
-        assert stream.result.finish_reason == "cancelled"
-        assert stream.result.text.startswith(first)
-        assert stream.result.tokens == whole.tokens[: len(stream.result.tokens)]
-        await stream.aclose()
-        untouched = plain.astream(PROMPTS[0])
-        await untouched.aclose()
-        assert told(untouched.result) == ("", [], "cancelled", 0)
-
+@in_loop
+async def test_closing_an_async_stream(plain: Engine) -> None:
     whole = plain.generate(PROMPTS[0], max_tokens=400)
-    run(read())
+    async with plain.astream(PROMPTS[0], max_tokens=400) as stream:
+        first = await anext(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert stream.result.text.startswith(first)
+    assert stream.result.tokens == whole.tokens[: len(stream.result.tokens)]
+    await stream.aclose()
+    untouched = plain.astream(PROMPTS[0])
+    await untouched.aclose()
+    assert told(untouched.result) == ("", [], "cancelled", 0)
     assert rest(plain) == 0
 
 
@@ -241,24 +239,22 @@ async def test_several_tasks_may_close_an_async_stream(plain: Engine) -> None:
     assert stream.result.finish_reason == "cancelled"
 
 
-def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
-    async def read() -> None:
-        stream = plain.astream(PROMPTS[0], max_tokens=400)
-        with held(plain):  # so that the text cannot end by itself meanwhile
-            reading = asyncio.create_task(stream.finish())
-            other = asyncio.create_task(plain.astream(PROMPTS[1], max_tokens=20).finish())
-            while not stream.text.is_open:
-                await asyncio.sleep(0)
-            reading.cancel()
-            while not stream.text.is_cancelled:
-                await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert (await other).finish_reason == "length"
-        await stream.aclose()
-        assert stream.result.finish_reason == "cancelled"
-
-    run(read())
+@in_loop
+async def test_cancelling_a_task_cancels_its_text(plain: Engine) -> None:
+    stream = plain.astream(PROMPTS[0], max_tokens=400)
+    with held(plain):  # so that the text cannot end by itself meanwhile
+        reading = asyncio.create_task(stream.finish())
+        other = asyncio.create_task(plain.astream(PROMPTS[1], max_tokens=20).finish())
+        while not stream.text.is_open:
+            await asyncio.sleep(0)
+        reading.cancel()
+        while not stream.text.is_cancelled:
+            await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert (await other).finish_reason == "length"
+    await stream.aclose()
+    assert stream.result.finish_reason == "cancelled"
     assert rest(plain) == 0
 
 
@@ -289,8 +285,9 @@ def test_a_stream_stays_with_its_event_loop(plain: Engine) -> None:
     assert rest(plain) == 0
 
 
-def test_errors_of_async_streams(path: Path) -> None:
-    async def read() -> None:
+@in_loop
+async def test_errors_of_async_streams(path: Path) -> None:
+    with pystaged.load(path, draft=None, policy=ActingPolicy(fail, 3)) as engine:
         with pytest.raises(LookupError, match="the policy failed"):
             await engine.astream(PROMPTS[0], max_tokens=100).finish()
         with pytest.raises(ValueError, match="the prompt is empty"):
@@ -298,9 +295,6 @@ def test_errors_of_async_streams(path: Path) -> None:
         engine.close()
         with pytest.raises(ValueError, match="the engine is closed"):
             engine.astream(PROMPTS[0])
-
-    with pystaged.load(path, draft=None, policy=ActingPolicy(fail, 3)) as engine:
-        run(read())
 
 
 def test_dropped_async_streams_end(plain: Engine) -> None:

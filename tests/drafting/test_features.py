@@ -13,7 +13,7 @@ import pytest
 from support.assistants import Assistant
 from support.decoding import Text, drafted, started, step, stepped
 from support.families import CASES
-from support.feature_drafts import Block, Eagle3, Writable, dspark, load_pair, write_draft
+from support.feature_drafts import Block, Eagle3, dspark, load_pair, write_draft
 from support.random_models import RandomModel, write
 from support.right_drafts import KINDS, TARGET, write_right
 from support.scheduling import ActingPolicy, wait_until
@@ -35,7 +35,7 @@ from pystaged.options.config import SamplingConfig
 
 VOCAB = 300
 CONTEXT = np.random.default_rng(2).integers(3, VOCAB, 90, dtype=np.int32)
-READING: dict[str, Writable | RandomModel] = {  # every token of a text
+READING: dict[str, Any] = {  # every token of a text
     "eagle": Eagle3(taps=[1, 2, 3], own_head=True, draft_vocab=150),
     "eagle 3.1": Eagle3(separate_fc_norm=True, norm_output=True, head_norms=True, layers=2),
     "dflash": Block(block=6),
@@ -49,11 +49,11 @@ READING: dict[str, Writable | RandomModel] = {  # every token of a text
     "mtp of latent attention": replace(CASES["deepseek2"], ahead=1, context=1024),
 }
 GEMMA4 = replace(CASES["gemma4"], context=1024)
-DRAFTS: dict[str, Writable | RandomModel] = READING | {"assistant": Assistant(GEMMA4, width=64)}
+DRAFTS: dict[str, Any] = READING | {"assistant": Assistant(GEMMA4, width=64)}
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, top_k=40, seed=5)}
 
 
-def write_pair_of(draft: Writable | RandomModel, folder: Path, **changed: Any) -> tuple[Path, Path]:
+def write_pair_of(draft: Any, folder: Path, **changed: Any) -> tuple[Path, Path]:
     """A target, and a draft of which these tensors differ; one file where a target has an MTP layer of its own."""
     path = folder / "draft.gguf"
     if isinstance(draft, RandomModel):
@@ -61,7 +61,7 @@ def write_pair_of(draft: Writable | RandomModel, folder: Path, **changed: Any) -
     return write(folder / "target.gguf", target_of(draft)), write_draft(path, draft, changed)
 
 
-def target_of(draft: Writable | RandomModel) -> RandomModel:
+def target_of(draft: Any) -> RandomModel:
     return draft.target if isinstance(draft, Assistant) else TARGET
 
 
@@ -74,11 +74,11 @@ class Pair:
     target_path: Path
     draft_path: Path
 
-    def decoder(self, policy: FixedPolicy | None = None, n_ctx: int = 256) -> Context:
+    def decoder(self, n_ctx: int = 256) -> Context:
         """A decoder whose drafter asks the draft alone."""
         target = Session(self.target, n_ctx)
         proposer = feature_proposer(Session(self.draft, n_ctx, target), self.draft, target)
-        return Context(target, TreeDrafter([proposer], policy or FixedPolicy(3, 4, 12), VOCAB))
+        return Context(target, TreeDrafter([proposer], FixedPolicy(3, 4, 12), VOCAB))
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -133,15 +133,16 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
     started(decoder, CONTEXT)
     drafter = decoder.drafter
     sampling = SAMPLINGS["sampled"]
-    for _ in range(70):
-        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
-        drafter.advance(tokens.tolist())
-        text += tokens.tolist()
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
+            drafter.advance(tokens.tolist())
+            text.extend(tokens.tolist())
+
+    go_on(70)
     same(drafted(drafter, sampling, 20), first_tree(pair, text, sampling, decoder))
-    for _ in range(520):
-        *_, tokens = verify(decoder.target, [text[-1]], [-1], sampling.native)
-        drafter.advance(tokens.tolist())
-        text += tokens.tolist()
+    go_on(520)
     assert drafter.lag() == float("inf")
     assert len(drafted(drafter, sampling, 20)) == 1
     # The target does not read so much again for it, but a text that begins alike goes on from what it had read.

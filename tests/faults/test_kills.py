@@ -22,11 +22,8 @@ from support.random_models import write
 KILLS = int(os.environ.get("PYSTAGED_KILLS", "4"))
 SLOW = ("quantize", "pull")  # start programs, or ask a server
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WORKS]
-BEGIN_BY_REMOVING = (
-    "packed",
-    "prompts",
-    "pull",
-)  # what is there; of the others it stays till a whole one takes its place
+# What is there; of the others it stays till a whole one takes its place.
+BEGIN_BY_REMOVING = ("packed", "prompts", "pull")
 Ask = Callable[[str], tuple[int, float]]
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -156,13 +157,11 @@ def remove_pulled(folder: Path) -> None:
     pull(folder)
 
 
-def _llama(folder: Path) -> None:
-    write(folder / "model.gguf", CASES["llama"])
+def _prepare(folder: Path, case: str = "llama") -> None:
+    write(folder / "model.gguf", CASES[case])
 
 
-def _wide(folder: Path) -> None:
-    write(folder / "model.gguf", CASES["llama-untied"])
-
+_untied = partial(_prepare, case="llama-untied")
 
 WORKS = {
     "convert": Work(
@@ -171,12 +170,12 @@ WORKS = {
         lambda folder: tensors(folder / "out.gguf"),
         (OSError,),
     ),
-    "quantize": Work(_wide, quantize_model, lambda folder: tensors(folder / "out.gguf"), (OSError, ValueError)),
+    "quantize": Work(_untied, quantize_model, lambda folder: tensors(folder / "out.gguf"), (OSError, ValueError)),
     "pull": Work(lambda _: None, remove_pulled, pulled, (OSError,)),
-    "packed": Work(_llama, pack, packed),
-    "memory": Work(_llama, save_memory, memory),
-    "prompts": Work(_llama, keep_prompt, prompt),
-    "table": Work(_llama, save_table, table, (OSError,)),
+    "packed": Work(_prepare, pack, packed),
+    "memory": Work(_prepare, save_memory, memory),
+    "prompts": Work(_prepare, keep_prompt, prompt),
+    "table": Work(_prepare, save_table, table, (OSError,)),
 }
 
 

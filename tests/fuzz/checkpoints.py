@@ -52,7 +52,7 @@ class Checkpoint(Target):
 
     def sound(self) -> Iterator[Case]:
         for name, files in self._bases.items():
-            yield Case(name, sum(map(len, files.values())), partial(self._use, files))
+            yield Case(name, sum(map(len, files.values())), partial(self.use, files))
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
@@ -62,9 +62,9 @@ class Checkpoint(Target):
         words = f"{name}: {file}: {short(files[file])}"
         if r.random() < 0.05:
             del files[file]
-        return Case(words, sum(map(len, files.values())), partial(self._use, files))
+        return Case(words, sum(map(len, files.values())), partial(self.use, files))
 
-    def _use(self, files: Files) -> None:
+    def use(self, files: Files) -> None:
         shutil.rmtree(self._at, ignore_errors=True)
         self._at.mkdir()
         for name, data in files.items():

@@ -32,12 +32,11 @@ class Drafts(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "damaged.gguf"
         self._targets: dict[str, Model] = {}
         self._bases: dict[str, bytes] = {}
         for name, (target, make) in self._files().items():
             self._targets[name] = Model(write(folder / f"{name}.gguf", target), "", 1)
-            self._bases[name] = make(self._path).read_bytes()
+            self._bases[name] = make(self.path).read_bytes()
         self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     @abstractmethod
@@ -50,17 +49,17 @@ class Drafts(Target):
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
-            yield Case(name, len(data), partial(self._use, name, data))
+            yield self.of(name, data, name)
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
         data, step = r.choice(CHANGES)(r, self._parts[name])
-        return Case(f"{name}; {step}", len(data), partial(self._use, name, data))
+        return self.of(f"{name}; {step}", data, name)
 
-    def _use(self, name: str, data: bytes) -> None:
-        self._path.write_bytes(data)
+    def use(self, data: bytes, name: str) -> None:
+        self.path.write_bytes(data)
         target = self._targets[name]
-        draft = Model(self._path, "", 1, target=target)
+        draft = Model(self.path, "", 1, target=target)
         tap(target, draft)
         source = Session(target, 130)
         prefill(source, range(120))  # beyond the window

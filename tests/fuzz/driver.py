@@ -69,7 +69,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cases", type=int, default=1000, help="of each target (1000)")
     parser.add_argument("--from", type=int, default=0, dest="first", metavar="K", help="the first of them (0)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=0, help="end after so many")
     parser.add_argument("--folder", type=Path, help="for files, which are left there; only the last case's are")
     parser.add_argument("--seconds", type=int, default=SECONDS, help=f"after which a case hangs ({SECONDS})")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -80,8 +79,7 @@ def main(arguments: list[str]) -> int:
     if given.child:
         try_cases(targets[0], given.seed, given.first, given.first + given.cases, given.folder, given.seconds)
         return 0
-    options = {"folder": given.folder, "seconds": given.seconds, "minutes": given.minutes or float("inf")}
-    return report(fuzz(targets, given.seed, given.first, given.cases, **options))
+    return report(fuzz(targets, given.seed, given.first, given.cases, folder=given.folder, seconds=given.seconds))
 
 
 # ---- In the child ----
@@ -171,21 +169,13 @@ def reset_peak() -> None:
 
 
 def fuzz(
-    names: list[str],
-    seed: int,
-    first: int,
-    count: int,
-    *,
-    folder: Path | None = None,
-    seconds: int = SECONDS,
-    minutes: float = float("inf"),
+    names: list[str], seed: int, first: int, count: int, *, folder: Path | None = None, seconds: int = SECONDS
 ) -> dict[str, Tally]:
     """Try so many cases of each target, in turns."""
     tallies = {name: Tally() for name in names}
-    end = time.monotonic() + 60 * minutes
     for begin in range(first, first + count, CHUNK):
         for name, tally in tallies.items():
-            if time.monotonic() > end or len(tally.failures) >= MOST_FAILURES:
+            if len(tally.failures) >= MOST_FAILURES:
                 continue
             begun, last = time.monotonic(), min(begin + CHUNK, first + count)
             with tempfile.TemporaryDirectory() as scratch:

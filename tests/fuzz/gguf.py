@@ -39,22 +39,11 @@ from pystaged import _core
 from pystaged.loading.metadata import read_metadata
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+ODD_NUMBERS = [b"\0\x7e", b"\0\x7c", b"\0\xfc", b"\xff\x7b", b"\xff\xff\x7f\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"]
 # Keys that libllama reads and a random model does not have.
 OTHER_KEYS: list[str] = table("other_keys")
 ODD_TEXTS: list[str | bytes] = ["", "gpt2", "llama", "gpt-2", "default", "\u0120", b"\xff\xfe", "x" * 5000]
-ODD_TOKENS: list[str | bytes] = [
-    "",
-    " ",
-    "ab",
-    "a b c",
-    "\u0120",
-    "\u4e2d",
-    "\0",
-    b"\xff",
-    b"\xc3",
-    "x" * 300,
-    "[EMPTY_5]",
-]
+ODD_TOKENS = ["", " ", "ab", "a b c", "\u0120", "\u4e2d", "\0", b"\xff", b"\xc3", "x" * 300, "[EMPTY_5]"]
 
 
 # ---- Each takes a file and gives a damaged one, saying what it did. ----
@@ -87,9 +76,7 @@ def truncate(r: random.Random, file: Parts) -> tuple[bytes, str]:
 
 def change_weights(r: random.Random, file: Parts) -> tuple[bytes, str]:
     data = bytearray(file.data)
-    pattern = r.choice(
-        [b"\0\x7e", b"\0\x7c", b"\0\xfc", b"\xff\x7b", b"\xff\xff\x7f\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"]
-    )
+    pattern = r.choice(ODD_NUMBERS)
     places = [r.randrange(file.start, len(data) - 4) & ~1 for _ in range(r.choice([1, 10, 1000]))]
     for at in places:
         data[at : at + len(pattern)] = pattern
@@ -149,9 +136,8 @@ def change_entry(r: random.Random, file: Parts) -> tuple[bytes, str]:
         entries.append(old)
     else:
         entries[i] = replace(old, key=r.choice([b"", old.key + b"x", old.key.upper(), r.choice(entries).key]))
-    return assemble(
-        entries, file.tensors
-    ), f"{what} {old.key!r} -> {entries[i if i < len(entries) else -1].value[:40]!r}"
+    new = entries[min(i, len(entries) - 1)].value[:40]
+    return assemble(entries, file.tensors), f"{what} {old.key!r} -> {new!r}"
 
 
 def change_tensor(r: random.Random, file: Parts) -> tuple[bytes, str]:
@@ -174,25 +160,16 @@ def change_tensor(r: random.Random, file: Parts) -> tuple[bytes, str]:
             longer = (*shape[:axis], r.choice([0, 1, 32, 33, 64, 96, 256]), *shape[axis + 1 :])
             shape = r.choice([shape[::-1], (*shape, 1), (*shape, 2), longer, longer, ()])
         tensors[i] = Tensor(old.name, shape, kind, r.randbytes(num_bytes(shape, kind)))
-    return assemble(
-        file.entries, tensors
-    ), f"{what} {old.name!r} {old.shape} -> {tensors[i if i < len(tensors) else -1].shape}"
+    new = tensors[min(i, len(tensors) - 1)].shape
+    return assemble(file.entries, tensors), f"{what} {old.name!r} {old.shape} -> {new}"
 
 
 def change_bytes(r: random.Random, file: Parts) -> tuple[bytes, str]:
     return damage(r, file.data), "damaged blindly"
 
 
-CHANGES = [
-    change_field,
-    change_field,
-    truncate,
-    change_weights,
-    change_entry,
-    change_entry,
-    change_tensor,
-    change_bytes,
-]
+CHANGES = [change_field, change_field, truncate, change_weights]
+CHANGES += [change_entry, change_entry, change_tensor, change_bytes]
 
 
 class Gguf(Target):
@@ -200,10 +177,9 @@ class Gguf(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "damaged.gguf"
         self._bases = {name: self._write(name, TYPES[i % len(TYPES)]) for i, name in enumerate(CASES)}
         pieces = RandomModel("llama", layers=1, vocabulary=add_sentencepiece, vocab_size=320)
-        self._bases["sentencepiece"] = write(self._path, pieces).read_bytes()
+        self._bases["sentencepiece"] = write(self.path, pieces).read_bytes()
         self._parts = {name: Parts(data) for name, data in self._bases.items()}
 
     def _write(self, name: str, quantization: str) -> bytes:
@@ -215,12 +191,12 @@ class Gguf(Target):
             model = replace(model, layers=min(model.layers, 4 if any(model.delta_heads) else 2))
         is_odd |= model.metadata.get("embedding_length_per_layer_input", 0) % 32
         model = replace(model, quantization="F32" if is_odd else quantization)
-        return write(self._path, model).read_bytes()
+        return write(self.path, model).read_bytes()
 
     def sound(self) -> Iterator[Case]:
         for name, data in self._bases.items():
             # llama.cpp knows this one by its number of layers, of which there are fewer here.
-            yield self._case(name, data, is_device=name != "deepseek2-lite")
+            yield self.of(name, data, name != "deepseek2-lite")
 
     def case(self, r: random.Random) -> Case:
         name = r.choice(list(self._bases))
@@ -232,18 +208,15 @@ class Gguf(Target):
             except (ValueError, KeyError, IndexError):
                 break  # too damaged already to be taken apart again
             steps.append(step)
-        return self._case("; ".join(steps), data, is_device=r.random() < 0.2)
+        return self.of("; ".join(steps), data, r.random() < 0.2)
 
-    def _case(self, words: str, data: bytes, *, is_device: bool) -> Case:
-        return Case(words, len(data), partial(self._use, data, is_device))
-
-    def _use(self, data: bytes, is_device: bool) -> None:
-        self._path.write_bytes(data)
-        read_metadata(self._path)
+    def use(self, data: bytes, is_device: bool) -> None:
+        self.path.write_bytes(data)
+        read_metadata(self.path)
         errors = []
         for use in (use_tokenizer, partial(use_model, device="ggml-cpu" if is_device else "cpu")):
             try:
-                use(str(self._path))
+                use(str(self.path))
             except (ValueError, OSError) as error:
                 errors.append(error)
         if errors:

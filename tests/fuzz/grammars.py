@@ -67,9 +67,9 @@ class Grammatical(Target):
         return self._case(Grammar(option, text.decode("utf-8", "replace")), r)
 
     def _case(self, grammar: Grammar, r: random.Random) -> Case:
-        return Case(short(repr(grammar)), len(grammar.text), partial(self._use, grammar, r.randrange(2**32)))
+        return Case(short(repr(grammar)), len(grammar.text), partial(self.use, grammar, r.randrange(2**32)))
 
-    def _use(self, grammar: Grammar, seed: int) -> None:
+    def use(self, grammar: Grammar, seed: int) -> None:
         constraint, draw = self._grammars.constraint(grammar), np.random.default_rng(seed)
         for _ in range(MOST_TOKENS):
             if constraint.is_complete:

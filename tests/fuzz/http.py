@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,9 @@ class Http(Target):
 
     def sound(self) -> Iterator[Case]:
         for path, body in BODIES:
-            yield self._case(request("POST", path, json.dumps(body).encode()), well=True)
+            yield self.of(path, request("POST", path, json.dumps(body).encode()), True)
         for path in GETS:
-            yield self._case(request("GET", path, b""), well=True)
+            yield self.of(path, request("GET", path, b""), True)
 
     def case(self, r: random.Random) -> Case:
         path, body = r.choice(BODIES)
@@ -54,9 +53,8 @@ class Http(Target):
         whole = request("POST", path, data)
         what = r.random()
         if what < 0.1:
-            whole = request(
-                r.choice(["GET", "PUT", "OPTIONS", "HEAD", "\0"]), r.choice([*GETS, path, "*", "//", "/%ff%00"]), data
-            )
+            method = r.choice(["GET", "PUT", "OPTIONS", "HEAD", "\0"])
+            whole = request(method, r.choice([*GETS, path, "*", "//", "/%ff%00"]), data)
         elif what < 0.2:
             head, _, rest = whole.partition(b"\r\n")
             whole = b"\r\n".join([head, r.choice(HEADERS).encode("utf-8"), rest])
@@ -68,12 +66,9 @@ class Http(Target):
             parts = damage(r, parts) if r.random() < 0.5 else parts
             whole = request("POST", path, b"")[:-4].replace(b"\r\nContent-Length: 0", b"\r\nTransfer-Encoding: chunked")
             whole += b"\r\n\r\n" + parts + b"0\r\n\r\n"
-        return self._case(whole, leaves=r.random() < 0.1)
+        return self.of(short(whole), whole, False, r.random() < 0.1)
 
-    def _case(self, data: bytes, *, well: bool = False, leaves: bool = False) -> Case:
-        return Case(short(data), len(data), partial(self._use, data, well, leaves))
-
-    def _use(self, data: bytes, well: bool, leaves: bool) -> None:
+    def use(self, data: bytes, well: bool, leaves: bool = False) -> None:
         answer = self._ask(data, SECONDS if well else PATIENCE, leaves=leaves)
         if leaves:
             answer = self._ask(request("GET", "/health", b""))
@@ -83,13 +78,8 @@ class Http(Target):
         status = int(head.split(b" ", 2)[1])
         if status == 500 or (well and status != 200):
             raise AssertionError(f"{answer!r}")
-        if (
-            body
-            and status == 200
-            and b"application/json" in head
-            and b"content-length" in head
-            and b"HTTP/1.1 " not in body
-        ):
+        is_json = b"application/json" in head and b"content-length" in head
+        if body and status == 200 and is_json and b"HTTP/1.1 " not in body:
             json.loads(body)
 
     def _ask(self, data: bytes, patience: float = SECONDS, *, leaves: bool = False) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from support.paths import DATA
@@ -19,25 +18,22 @@ class Receipts(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "text.receipt"
         self._bases = [path.read_bytes() for path in sorted(DATA.glob("*.receipt"))]
 
     def sound(self) -> Iterator[Case]:
         for data in self._bases:
-            yield self._case(data)
+            yield self.of(short(data), data)
 
     def case(self, r: random.Random) -> Case:
-        return self._case(damage_json(r, r.choice(self._bases)))
+        data = damage_json(r, r.choice(self._bases))
+        return self.of(short(data), data)
 
-    def _case(self, data: bytes) -> Case:
-        return Case(short(data), len(data), partial(self._use, data))
-
-    def _use(self, data: bytes) -> None:
-        self._path.write_bytes(data)
-        receipt = Receipt.load(self._path)
+    def use(self, data: bytes) -> None:
+        self.path.write_bytes(data)
+        receipt = Receipt.load(self.path)
         try:
-            receipt.save(self._path)
-            again = Receipt.load(self._path)
+            receipt.save(self.path)
+            again = Receipt.load(self.path)
         except (ValueError, OSError) as error:  # which is no refusal of what was damaged
             raise AssertionError(f"a receipt that was read cannot be written and read again: {error}") from error
         if again != receipt:

@@ -6,7 +6,6 @@ import io
 import random
 import zipfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +23,36 @@ class Table(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._path = folder / "table.npz"
         documents = [np.random.default_rng(0).integers(0, VOCAB, 3000) ** 2 // VOCAB]
         NgramTable.build(documents, vocab_size=VOCAB, vocab_hash=f"{VOCAB}-0123456789abcdef", max_successors=8).save(
-            self._path
+            self.path
         )
-        self._base = self._path.read_bytes()
+        self._base = self.path.read_bytes()
         with zipfile.ZipFile(io.BytesIO(self._base)) as archive:
             self._members = {name: archive.read(name) for name in archive.namelist()}
         self._arrays = dict(np.load(io.BytesIO(self._base)))
 
     def sound(self) -> Iterator[Case]:
-        yield self._case("as it was", self._base)
+        yield self.of("as it was", self._base)
 
     def case(self, r: random.Random) -> Case:
         what = r.choice(["bytes", "member", "array", "array", "array"])
         name = r.choice(list(self._arrays))
         if what == "bytes":
-            return self._case("bytes", damage(r, self._base))
+            return self.of("bytes", damage(r, self._base))
         if what == "member":
             zeros = bytes(r.choice([0, 0, 0, 1 << 24]))
             members = self._members | {f"{name}.npy": damage(r, self._members[f"{name}.npy"]) + zeros}
             packing = r.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-            return self._case(f"the member {name}", zipped(members, packing))
+            return self.of(f"the member {name}", zipped(members, packing))
         array = damaged_array(r, self._arrays[name])
         made = io.BytesIO()
         np.savez_compressed(made, **self._arrays | {name: array})
-        return self._case(f"{name} is {array.dtype}{array.shape}", made.getvalue())
+        return self.of(f"{name} is {array.dtype}{array.shape}", made.getvalue())
 
-    def _case(self, words: str, data: bytes) -> Case:
-        return Case(words, len(data), partial(self._use, data))
-
-    def _use(self, data: bytes) -> None:
-        self._path.write_bytes(data)
-        table = NgramTable.load(self._path)
+    def use(self, data: bytes) -> None:
+        self.path.write_bytes(data)
+        table = NgramTable.load(self.path)
         if table.vocab_size > 10_000:
             return
         last = table.vocab_size - 1
@@ -88,7 +83,7 @@ def damaged_array(r: random.Random, array: Any) -> Any:
     return array.reshape(r.choice([(1, -1), (-1, 1), (1, 1, -1)]))
 
 
-def zipped(members: dict[str, bytes], packing: int) -> bytes:
+def zipped(members: dict[str, bytes], packing: int = zipfile.ZIP_STORED) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", packing) as archive:
         for name, data in members.items():

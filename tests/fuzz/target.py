@@ -6,7 +6,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,13 @@ class Target(ABC):
     """Something that reads what it does not trust.
 
     Args:
-        folder: for files; nobody else writes there.
+        folder: for files; nobody else writes there. Its `path` is for the input.
     """
 
     refusals: tuple[type[Exception], ...] = (ValueError, OSError)
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.path = folder, folder / "damaged"
 
     @abstractmethod
     def sound(self) -> Iterator[Case]:
@@ -43,6 +45,14 @@ class Target(ABC):
     @abstractmethod
     def case(self, r: random.Random) -> Case:
         """A damaged input, drawn from `r` alone."""
+
+    def use(self, data: Any, *how: Any) -> None:
+        """Read an input."""
+        raise NotImplementedError
+
+    def of(self, words: str, data: bytes, *how: Any) -> Case:
+        """A case of bytes that are used so."""
+        return Case(words, len(data), partial(self.use, data, *how))
 
 
 def short(data: bytes | str) -> str:

@@ -70,9 +70,9 @@ class Template(Target):
         return template
 
     def _case(self, template: str, given: Any, words: str) -> Case:
-        return Case(words, len(template) + len(repr(given)), partial(self._use, template, given))
+        return Case(words, len(template) + len(repr(given)), partial(self.use, template, given))
 
-    def _use(self, template: str, given: Any) -> None:
+    def use(self, template: str, given: Any) -> None:
         known = {"messages", "tools", "template", "template_options", "add_generation_prompt"}
         chat = chat_format(template, self._tokenizer)
         chat.variables()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,12 +18,15 @@ import llm
 import pytest
 from llm.parts import AttachmentPart, Message, ReasoningPart, TextPart
 from pydantic import ValidationError
+from support.commands import run_python
 from support.libraries import of_llama_cpp
 from support.paths import table
 from support.scheduling import wait_until
 
 import pystaged
+from pystaged import Engine
 from pystaged.integrations import llm as llm_plugin
+from pystaged.integrations.llm import Pystaged
 from pystaged.loading import cache
 from pystaged.options.config import TextOptions
 
@@ -65,32 +67,24 @@ def model_file(random_gguf: Callable[..., Path]) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recommended is what Engine.chat does by itself."""
-    monkeypatch.setattr(pystaged.Engine, "recommended_sampling", {"temperature": 0.0})
+    monkeypatch.setattr(Engine, "recommended_sampling", {"temperature": 0.0})
 
 
 @pytest.fixture(scope="module")
-def engine(model_file: Path) -> Iterator[pystaged.Engine]:
+def engine(model_file: Path) -> Iterator[Engine]:
     with pystaged.load(model_file, report=lambda _: None) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def model() -> llm_plugin.Pystaged:
-    return llm_plugin.Pystaged(NAME)
+def model() -> Pystaged:
+    return Pystaged(NAME)
 
 
 def run(folder: Path, *arguments: str, after: str = "pass", **environment: str) -> subprocess.CompletedProcess[str]:
     """The program, its settings and logs in a folder."""
     code = PROGRAM.format(standalone=after == "pass", after=after.strip().replace("\n", "\n    "))
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": ""} | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    return run_python(code, *arguments, **{"LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": ""} | environment)
 
 
 def asked(*contents: str, system: str = "") -> list[dict[str, Any]]:
@@ -102,9 +96,7 @@ def asked(*contents: str, system: str = "") -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.8, "top_k": 50, "seed": 3}, {"speculate": False}], ids=["greedy", "T", "plain"]
 )
-def test_the_text_is_the_engines(
-    engine: pystaged.Engine, model: llm_plugin.Pystaged, stream: bool, options: dict[str, Any]
-) -> None:
+def test_the_text_is_the_engines(engine: Engine, model: Pystaged, stream: bool, options: dict[str, Any]) -> None:
     response = model.prompt(QUESTIONS[0], stream=stream, max_tokens=24, **options)
     pieces = list(response)
     result = engine.chat(asked(QUESTIONS[0]), max_tokens=24, **options)
@@ -118,7 +110,7 @@ def test_the_text_is_the_engines(
     json.dumps(told)
 
 
-def test_system_stop_and_thinking_reach_the_engine(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_system_stop_and_thinking_reach_the_engine(engine: Engine, model: Pystaged) -> None:
     whole = engine.chat(asked("Hello", system="Be brief."), max_tokens=24).text
     stop = whole[5:7]
     response = model.prompt("Hello", system="Be brief.", max_tokens=24, stop=stop, think=False)
@@ -128,7 +120,7 @@ def test_system_stop_and_thinking_reach_the_engine(engine: pystaged.Engine, mode
     assert llm_plugin._arguments(engine, prompt)["template_options"] == {"enable_thinking": False}
 
 
-def test_a_conversation_goes_on_as_the_engines(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_a_conversation_goes_on_as_the_engines(engine: Engine, model: Pystaged) -> None:
     first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
     second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=24)
     conversation = model.conversation()
@@ -142,7 +134,7 @@ def test_a_conversation_goes_on_as_the_engines(engine: pystaged.Engine, model: l
     assert usage.details["reused_tokens"] >= first.stats.prompt_tokens + len(first.tokens) - 1
 
 
-def test_a_response_that_was_kept_goes_on(model: llm_plugin.Pystaged) -> None:
+def test_a_response_that_was_kept_goes_on(model: Pystaged) -> None:
     response = model.prompt(QUESTIONS[0], max_tokens=24)
     response.text()
     kept = json.loads(json.dumps(response.to_dict()))
@@ -152,7 +144,7 @@ def test_a_response_that_was_kept_goes_on(model: llm_plugin.Pystaged) -> None:
     assert following[0].usage().input == following[1].usage().input
 
 
-def test_tokens_of_another_vocabulary_are_not_taken(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_tokens_of_another_vocabulary_are_not_taken(engine: Engine, model: Pystaged) -> None:
     def spelled(text: str, vocabulary: str) -> TextPart:
         return TextPart(text, provider_metadata={"pystaged": {"vocabulary": vocabulary, "tokens": [10**6]}})
 
@@ -168,9 +160,7 @@ def test_tokens_of_another_vocabulary_are_not_taken(engine: pystaged.Engine, mod
     [None, [], {}, *({"vocabulary": "", "tokens": tokens} for tokens in (None, [10**6], [-1], ["a"], [True], 5))],
     ids=str,
 )
-def test_what_was_kept_with_an_answer_may_be_anything(
-    engine: pystaged.Engine, model: llm_plugin.Pystaged, ours: Any
-) -> None:
+def test_what_was_kept_with_an_answer_may_be_anything(engine: Engine, model: Pystaged, ours: Any) -> None:
     if ours:
         ours["vocabulary"] = engine.tokenizer.fingerprint
     answer = Message("assistant", [TextPart("Red", provider_metadata={"pystaged": ours})])
@@ -179,7 +169,7 @@ def test_what_was_kept_with_an_answer_may_be_anything(
     assert model.prompt("Go on", messages=messages, max_tokens=4).text() == plain.text
 
 
-def test_an_engine_is_freed_after_its_last_text(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_an_engine_is_freed_after_its_last_text(engine: Engine, model: Pystaged) -> None:
     expected = engine.chat(asked("Hello"), max_tokens=24).text
     first = iter(model.prompt("Hello", max_tokens=24))
     text = next(first)
@@ -203,7 +193,7 @@ def test_an_engine_is_freed_after_its_last_text(engine: pystaged.Engine, model: 
     wait_until(lambda: gc.collect() >= 0 and old() is None)
 
 
-def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
+def test_two_ways_to_load_at_once(engine: Engine) -> None:
     async def both() -> list[str]:
         model = llm_plugin.AsyncPystaged(NAME)
         responses = [model.prompt("Hello", max_tokens=24, n_ctx=n_ctx) for n_ctx in (128, 200)]
@@ -213,7 +203,7 @@ def test_two_ways_to_load_at_once(engine: pystaged.Engine) -> None:
     assert len(llm_plugin._engines) == 1
 
 
-def test_asynchronously(model: llm_plugin.Pystaged) -> None:
+def test_asynchronously(model: Pystaged) -> None:
     async def converse() -> list[str]:
         conversation = llm_plugin.AsyncPystaged(NAME).conversation()
         return [await conversation.prompt(question, max_tokens=16, seed=1).text() for question in QUESTIONS]
@@ -234,13 +224,13 @@ def test_every_option_of_a_text_is_offered() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), table("llm_refused"), ids=str)
-def test_options_that_are_none(model: llm_plugin.Pystaged, options: dict[str, Any], message: str) -> None:
+def test_options_that_are_none(model: Pystaged, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message) as refused:
         model.prompt("Hello", **options)
     assert "Value error" not in str(refused.value)
 
 
-def test_a_bias_comes_as_json(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_a_bias_comes_as_json(engine: Engine, model: Pystaged) -> None:
     first = engine.chat(asked("Hello"), max_tokens=1).tokens[0]
     texts = [model.prompt("Hello", max_tokens=8, logit_bias=bias).text() for bias in ({first: -100}, None)]
     assert texts[0] == engine.chat(asked("Hello"), max_tokens=8, logit_bias={first: -100}).text != texts[1]
@@ -251,7 +241,7 @@ def test_a_bias_comes_as_json(engine: pystaged.Engine, model: llm_plugin.Pystage
     assert options.of_text() == {"logit_bias": {first: -100.0, "e": 1.0}}
 
 
-def test_schemas_and_expressions(engine: pystaged.Engine, model: llm_plugin.Pystaged) -> None:
+def test_schemas_and_expressions(engine: Engine, model: Pystaged) -> None:
     schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"]}
     response = model.prompt("How old?", schema=schema, max_tokens=64)
     assert response.text() == engine.chat(asked("How old?"), json_schema=schema, max_tokens=64).text
@@ -261,20 +251,18 @@ def test_schemas_and_expressions(engine: pystaged.Engine, model: llm_plugin.Pyst
         model.prompt("How old?", schema=schema, regex="[78]").text()
 
 
-def test_answers_are_sampled_as_recommended(
-    engine: pystaged.Engine, model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_sampled_as_recommended(engine: Engine, model: Pystaged, monkeypatch: pytest.MonkeyPatch) -> None:
     usual: Any = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    monkeypatch.setattr(pystaged.Engine, "recommended_sampling", usual)
+    monkeypatch.setattr(Engine, "recommended_sampling", usual)
     response = model.prompt("Hello", max_tokens=24, top_k=9)
     seed = response.json()["seed"]  # type: ignore[index]
     assert response.text() == engine.chat(asked("Hello"), max_tokens=24, seed=seed, **usual | {"top_k": 9}).text
     assert model.prompt("Hello", max_tokens=1).json()["seed"] != seed  # type: ignore[index]
 
 
-def test_what_is_wrong_is_an_error_of_llms(model: llm_plugin.Pystaged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_an_error_of_llms(model: Pystaged, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(llm.ModelError, match="there is no model file nonsense"):
-        llm_plugin.Pystaged("nonsense").prompt("Hello").text()
+        Pystaged("nonsense").prompt("Hello").text()
     with pytest.raises(llm.ModelError, match="context"):
         model.prompt("Hello" * 1000).text()
     with pytest.raises(llm.ModelError, match="there are no messages"):
@@ -306,12 +294,11 @@ from pystaged.loading import cache, names
 cache.files()
 print([name for name in ("numpy", "gguf", "jinja2", "pystaged._core") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 @pytest.mark.slow
-def test_the_program(tmp_path: Path, engine: pystaged.Engine) -> None:
+def test_the_program(tmp_path: Path, engine: Engine) -> None:
     first = engine.chat(asked(QUESTIONS[0], system="S"), max_tokens=24)
     second = engine.chat([*asked(QUESTIONS[0], system="S"), first.message, *asked(QUESTIONS[1])], max_tokens=8)
     greedy = ("-o", "temperature", "0")
@@ -332,17 +319,12 @@ def test_where_ours_cannot_run_llm_can(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llm_finds_the_plugin(tmp_path: Path) -> None:
+def test_llm_finds_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         metadata.distribution("pystaged")
     except metadata.PackageNotFoundError:
         pytest.skip("pystaged is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "llm", "models", "list"],
-        env=os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "pystaged"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    monkeypatch.chdir(tmp_path)
+    code = "from llm.cli import cli; cli(['models', 'list'])"
+    done = run_python(code, LLM_USER_PATH=str(tmp_path), LLM_LOAD_PLUGINS="pystaged")
     assert "Pystaged: pystaged/bundled\n" in done.stdout

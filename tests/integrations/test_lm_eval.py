@@ -33,11 +33,9 @@ def make(random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> I
         "lm_eval.api": {},
         "lm_eval.api.model": {"TemplateLM": object},
         "lm_eval.api.registry": {"register_model": lambda _: lambda kind: kind},
-        "lm_eval.utils": {
-            "get_rolling_token_windows": windows,
-            "make_disjoint_window": lambda pair: (pair[0][:1], pair[1]),
-        },
     }
+    disjoint = {"make_disjoint_window": lambda pair: (pair[0][:1], pair[1])}
+    parts["lm_eval.utils"] = {"get_rolling_token_windows": windows, **disjoint}
     for name, members in parts.items():
         module = ModuleType(name)
         vars(module).update(members)

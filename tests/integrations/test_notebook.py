@@ -77,10 +77,10 @@ def result_of(text: str, cuts: list[int], end: bytes = b"") -> GenerationResult:
     return GenerationResult(text, list(range(len(pieces))), "length", 7, GenerationStats(), stages, pieces)
 
 
-def shown(html: str) -> tuple[str, str]:
-    """Text and line of one result."""
-    _, text, line = Page(html).boxes
-    return text, line
+def shown(html: str) -> str:
+    """The text of one result, which a line follows."""
+    _, text, _ = Page(html).boxes
+    return text
 
 
 @given(
@@ -90,7 +90,7 @@ def shown(html: str) -> tuple[str, str]:
 )
 def test_any_text_is_shown_exactly_and_is_no_markup(text: str, cuts: list[int], end: bytes) -> None:
     html = result_of(text, cuts, end)._repr_html_()
-    assert shown(html)[0] == text
+    assert shown(html) == text
     assert {tag for tag, _ in Page(html).elements} <= {"div", "span"}
     assert {name for _, attributes in Page(html).elements for name in attributes} <= {"class", "dir", "style", "title"}
     assert "\r" not in html  # a page reads it as a line's end, and takes none from &#13;
@@ -103,7 +103,7 @@ def test_no_formula_is_typeset() -> None:
 
 def test_text_before_a_stop_string() -> None:
     result = replace(result_of("red, green and blue", [3, 6, 9]), text="red, gr")
-    assert shown(result._repr_html_())[0] == "red, gr"
+    assert shown(result._repr_html_()) == "red, gr"
 
 
 def test_a_character_belongs_to_the_token_that_completes_it() -> None:
@@ -187,9 +187,8 @@ def test_a_score_shows_itself(engine: pystaged.Engine) -> None:
     assert sorted(alphas) == [alpha for _, alpha in sorted(zip(told, alphas, strict=True), key=lambda each: -each[0])]
     assert len(set(alphas)) > 1
     perplexity = np.exp(-score.total / (len(score.tokens) - 1))
-    assert (
-        page.boxes[2] == f"{len(score.tokens)} tokens, log-probability {score.total:.2f}, perplexity {perplexity:.2f}"
-    )
+    line = f"{len(score.tokens)} tokens, log-probability {score.total:.2f}, perplexity {perplexity:.2f}"
+    assert page.boxes[2] == line
 
 
 def test_scores_of_little(engine: pystaged.Engine) -> None:

@@ -138,7 +138,7 @@ def test_an_application_is_answered_alike(project: pytest.Pytester, monkeypatch:
     project.runpytest_subprocess("-p", "xdist.plugin", "-n4").assert_outcomes(passed=10)
     for kernel in KERNELS:
         monkeypatch.setenv("PYSTAGED_KERNEL", kernel)
-        some = [f"test_it.py::test_answers[{i}]" for i in (4,)] if kernel == "scalar" else []  # it is 50 times slower
+        some = ["test_it.py::test_answers[4]"] if kernel == "scalar" else []  # it is 50 times slower
         project.runpytest_subprocess(*some).assert_outcomes(passed=len(some) or 10)
 
 
@@ -152,10 +152,8 @@ def test_a_difference_is_explained(project: pytest.Pytester) -> None:
         assert hashlib.sha256(json.loads(before)["text"].encode()).hexdigest() == receipt.text_sha256
         other = engine.generate("def f(x):", max_tokens=8)
         at = next(i for i in range(8) if receipt.tokens[i] != other.tokens[i])
-        chances = [
-            engine.score([*receipt.prompt, *other.tokens[:at], token]).logprobs[-1]
-            for token in (receipt.tokens[at], other.tokens[at])
-        ]
+        begun = [*receipt.prompt, *other.tokens[:at]]
+        chances = [engine.score([*begun, token]).logprobs[-1] for token in (receipt.tokens[at], other.tokens[at])]
     # Earlier versions kept log-probabilities, too.
     (project.path / "receipts" / name).write_text(json.dumps(json.loads(before) | {"logprobs": [-1.0] * 8}))
     project.runpytest_subprocess().assert_outcomes(passed=1)

@@ -17,16 +17,21 @@ from pystaged.loading.costs import Costs
 from pystaged.loading.factory import ContextFactory
 
 
+def on_device(path: Path, device: str) -> tuple[bundle.Bundle, list[str]]:
+    """A target alone, and what is said of it."""
+    said: list[str] = []
+    return bundle.Bundle(path, draft=None, num_threads=1, report=said.append, device=device), said
+
+
 def test_auto_does_without_a_device_that_the_model_does_not_fit(
     random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle, "candidates", lambda name, _: ["cpu", "none"] if name == "auto" else [name])
-    said: list[str] = []
-    made = bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto")
+    made, said = on_device(random_gguf("Q8_0"), "auto")
     assert made.device == "cpu"
     assert [line for line in said if line.startswith("passed over: ")]
     with pytest.raises(DeviceError):
-        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="none")
+        on_device(random_gguf("Q8_0"), "none")
 
 
 def test_auto_does_without_a_device_that_has_no_room_for_a_context(
@@ -43,14 +48,11 @@ def test_auto_does_without_a_device_that_has_no_room_for_a_context(
 
     monkeypatch.setattr(bundle, "candidates", lambda *_: ["ggml-cpu", "cpu"])
     monkeypatch.setattr(Costs, "of", cost)
-    said: list[str] = []
-    assert (
-        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto").device == "cpu"
-    )
-    assert said == ["passed over: no room on ggml-cpu"]
+    made, said = on_device(random_gguf("Q8_0"), "auto")
+    assert (made.device, said) == ("cpu", ["passed over: no room on ggml-cpu"])
     full.append("cpu")
     with pytest.raises(DeviceError, match="no room on ggml-cpu"):
-        bundle.Bundle(random_gguf("Q8_0"), draft=None, num_threads=1, report=said.append, device="auto")
+        on_device(random_gguf("Q8_0"), "auto")
 
 
 def test_a_draft_has_as_long_a_context_as_its_target(random_gguf: Callable[..., Path]) -> None:

@@ -38,18 +38,9 @@ pytestmark = pytest.mark.oracle
 Floats = npt.NDArray[np.float32]
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 120).tolist()
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "vocab_size": NUM_TOKENS,
-    "bos_token_id": NUM_TOKENS - 1,
-    "eos_token_id": NUM_TOKENS - 1,
-    "pad_token_id": None,
-}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"intermediate_size": 96, "max_position_embeddings": 256, "vocab_size": NUM_TOKENS}
+ENDS = {"bos_token_id": NUM_TOKENS - 1, "eos_token_id": NUM_TOKENS - 1, "pad_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (kind, changes) for name, kind, changes in table("checkpoints")}
 
 
@@ -60,7 +51,7 @@ def save(folder: Path, case: str) -> Any:
 
     torch.manual_seed(0)
     kind, changes = CASES[case]
-    config = transformers.AutoConfig.for_model(kind, **SMALL | changes)
+    config = transformers.AutoConfig.for_model(kind, **SMALL | ENDS | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # norms and biases do not show mistakes otherwise
@@ -120,9 +111,8 @@ def test_the_text_of_a_model_of_pictures(tmp_path: Path) -> None:
     convert(folder, tmp_path / "text.gguf", about=About("tiny"))
     config = json.loads((folder / "config.json").read_text())
     arrays = family_weights(config, prefix="model.language_model.")
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "gemma3", "tie_word_embeddings": True, "text_config": config})
-    )
+    whole = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": config}
+    (folder / "config.json").write_text(json.dumps(whole))
     write_weights(folder, arrays | {"model.vision_tower.embedding.weight": np.zeros((2, 2), np.float32)})
     convert(folder, tmp_path / "pictures.gguf", about=About("tiny"))
     assert (tmp_path / "pictures.gguf").read_bytes() == (tmp_path / "text.gguf").read_bytes()
@@ -148,9 +138,8 @@ def test_quantizing_loses_nothing_on_the_way(tmp_path: Path, kind: str) -> None:
     for tensor in GGUFReader(tmp_path / "model.gguf").tensors:
         assert tensor.tensor_type == expected.pop(tensor.name).tensor_type
     assert not expected
-    np.testing.assert_array_equal(
-        engine_logits(tmp_path / "model.gguf", TOKENS[:20]), engine_logits(tmp_path / "expected.gguf", TOKENS[:20])
-    )
+    logits = [engine_logits(tmp_path / f"{name}.gguf", TOKENS[:20]) for name in ("model", "expected")]
+    np.testing.assert_array_equal(*logits)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma3_text"])
@@ -161,13 +150,7 @@ def test_large_tensors_are_converted_in_pieces(
     write_checkpoint(folder) if model_type == "gpt2" else write_family(folder, model_type)
     steps: dict[str, list[int]] = {"whole": [], "pieces": []}
     for name, seen in steps.items():
-        convert(
-            folder,
-            tmp_path / name,
-            quantization="F16",
-            about=About("tiny"),
-            progress=lambda *step, s=seen: s.append(step),
-        )
+        convert(folder, tmp_path / name, "F16", about=About("tiny"), progress=lambda *step, s=seen: s.append(step))
         monkeypatch.setattr("pystaged.loading.convert._CHUNK", 1000)
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
     assert len(steps["pieces"]) > 1.5 * len(steps["whole"])
@@ -182,41 +165,24 @@ TEXT = (
 )
 
 
-def split(pattern: str, behavior: str = "Isolated") -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": behavior == "Removed"},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ]
+PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
-def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool = False, **more: Any) -> None:
+def write_gpt2_tokenizer(folder: Path, steps: list[dict[str, Any]], ignore_merges: bool) -> None:
     """GPT-2's tokens, with two that are added, for texts split in another way."""
     tokens, merges = gpt2_vocabulary()
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = {"<|endoftext|>": True, "<|user|>": False}
-    found = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": len(tokens) - 1 + i, "content": content, "special": special} | plain
-            for i, (content, special) in enumerate(added.items())
-        ],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in merges],
-            "ignore_merges": ignore_merges,
-        },
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(found | more), "utf-8")
+    first = {"id": len(tokens) - 1, "content": "<|endoftext|>", "special": True} | PLAIN
+    second = {"id": len(tokens), "content": "<|user|>", "special": False} | PLAIN
+    model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "ignore_merges": ignore_merges}
+    model |= {"merges": [merge.split(" ") for merge in merges]}
+    found = {"version": "1.0", "added_tokens": [first, second], "normalizer": {"type": "NFC"}, "model": model}
+    found |= {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    (folder / "tokenizer.json").write_text(json.dumps(found), "utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pre", "steps", "ignore_merges"), table("pre_tokenizers"))
-def test_texts_are_split_as_the_tokenizer_says(
-    tmp_path: Path, pre: str, steps: list[dict[str, Any]], ignore_merges: bool
-) -> None:
+def test_texts_are_split_as_the_tokenizer_says(tmp_path: Path, pre: str, steps: Any, ignore_merges: bool) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     write_family(tmp_path, "llama")
     write_gpt2_tokenizer(tmp_path, steps, ignore_merges)
@@ -303,10 +269,8 @@ def test_the_template_is_that_of_transformers(tmp_path: Path, files: dict[str, s
         assert PreTrainedTokenizerFast.from_pretrained(folder).chat_template == expected
 
 
-PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-ADDED = [
-    {"id": 790 + i, "content": word, "special": False} | PLAIN for i, word in enumerate(("\u2581\u2581", "<|end|>"))
-]
+WORDS = ("\u2581\u2581", "<|end|>")
+ADDED = [{"id": 790 + i, "content": word, "special": False} | PLAIN for i, word in enumerate(WORDS)]
 GEMMA = {
     "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
     "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},

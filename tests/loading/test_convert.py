@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
-from random_weights import END_OF_TEXT
 from support.checkpoints import NUM_TOKENS, config, weights, write_checkpoint, write_tokenizer_json, write_weights
 from support.convert import change_json, convert, gpt2_vocabulary, llama_tokens, needed_transformers, write_bfloat16
 from support.family_reference import FamilyReference
 from support.logits import engine_logits, llama_logits
 from support.paths import table
+from support.random_models import END_OF_TEXT
 
 from pystaged import _core
 from pystaged.loading.metadata import About
@@ -85,10 +85,8 @@ def test_a_pytorch_model_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
     write_bfloat16(folder / "model.safetensors", exact) if kind == "bfloat16" else write_weights(folder, exact)
     expected, found = tmp_path / "expected.gguf", tmp_path / "found.gguf"
     quantize_checkpoint(folder, expected, "f32")
-    pickled(
-        folder,
-        {name: torch.tensor(array).t().contiguous().t().to(getattr(torch, kind)) for name, array in exact.items()},
-    )
+    tensors = {name: torch.tensor(array).t().contiguous().t() for name, array in exact.items()}
+    pickled(folder, {name: tensor.to(getattr(torch, kind)) for name, tensor in tensors.items()})
     quantize_checkpoint(folder, found, "f32")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "torch", None)

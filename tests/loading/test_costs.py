@@ -11,8 +11,7 @@ from support.random_models import RandomModel, write
 from support.steps import evaluate
 
 from pystaged._core import Model, Session
-from pystaged.decoding.cost import MEASURED_ROWS, PassCost
-from pystaged.decoding.experts import ExpertCost
+from pystaged.decoding.cost import MEASURED_ROWS, ExpertCost, PassCost
 from pystaged.loading import costs
 from pystaged.loading.costs import keep_cost, kept_cost, measure_passes
 

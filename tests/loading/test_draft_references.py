@@ -78,9 +78,8 @@ def test_eagle3_is_that_of_llama_cpp(draft: Eagle3, tmp_path: Path) -> None:
     ids=["DFlash", "causal", "DSpark", "bonus anchor"],
 )
 def test_blocks_are_those_of_llama_cpp(draft: Block, tmp_path: Path) -> None:
-    path = write_draft(
-        tmp_path / "draft.gguf", replace(draft, own_embedding=True, own_head=True, tokenizer=True, mask_token=290)
-    )
+    own = replace(draft, own_embedding=True, own_head=True, tokenizer=True, mask_token=290)
+    path = write_draft(tmp_path / "draft.gguf", own)
     twin = BlockTwin.of(path)
     features = np.random.default_rng(1).standard_normal((9, 128))
     twin.commit(features)

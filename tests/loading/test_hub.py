@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,11 +108,8 @@ def test_pull_a_checkpoint(tiny: Repository, online: Hub, tmp_path: Path, shards
     fields = GGUFReader(path).fields
     assert fields["general.license"].contents() == "mit"
     assert fields["general.source.url"].contents() == f"{online.url}/{TINY}"
-    assert [name for name in dict.fromkeys(seen) if name.endswith(("config.json", "converting", "quantizing"))] == [
-        "downloading config.json",
-        "converting",
-        "quantizing",
-    ]
+    told = [name for name in dict.fromkeys(seen) if name.endswith(("config.json", "converting", "quantizing"))]
+    assert told == ["downloading config.json", "converting", "quantizing"]
     assert leftovers(tmp_path) == []
     fetched = " ".join(request.path for request in online.requests)
     assert "pytorch_model" not in fetched
@@ -144,9 +142,8 @@ def test_pull_a_draft_that_reads_hidden_states(online: Hub, tmp_path: Path, form
     path = hub.pull(f"{TINY}:q4_0")
     assert path.name == "tiny.Q4_0.gguf"
     assert {tensor.tensor_type.name for tensor in GGUFReader(path).tensors} == {"F32", "I64", "Q4_0"}
-    online.repositories[GGUFS] = Repository(
-        {"tiny.gguf": path.read_bytes()}, about={"gguf": {"architecture": "eagle3"}}
-    )
+    about = {"gguf": {"architecture": "eagle3"}}
+    online.repositories[GGUFS] = Repository({"tiny.gguf": path.read_bytes()}, about=about)
     assert hub.pull(GGUFS).read_bytes() == path.read_bytes()
     assert cache.find(f"{TINY}:q4_0") == path
 
@@ -259,13 +256,7 @@ def test_failures_that_stay(online: Hub) -> None:
 
 @pytest.mark.parametrize(("change", "kind", "message"), table("hub_refusals"))
 def test_refusals(
-    tiny: Repository,
-    online: Hub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    kind: str,
-    message: str,
+    tiny: Repository, online: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, kind: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     for name, value in change.items():
@@ -370,13 +361,8 @@ def test_what_belongs_to_a_model_is_taken_by_its_file_alone(online: Hub, random_
 
 def test_types_as_unsloth_names_them(online: Hub, random_gguf: Callable[..., Path]) -> None:
     data = random_gguf("Q8_0").read_bytes()
-    files = [
-        "T-UD-Q4_K_XL.gguf",
-        "T-UD-Q5_K_XL.gguf",
-        "T-Q5_K_XL.gguf",
-        "mmproj-F16.gguf",
-        "T-IQ4_XS-00001-of-00001.gguf",
-    ]
+    files = ["T-UD-Q4_K_XL.gguf", "T-UD-Q5_K_XL.gguf", "T-Q5_K_XL.gguf", "mmproj-F16.gguf"]
+    files += ["T-IQ4_XS-00001-of-00001.gguf"]
     files += [f"BF16/T-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
     online.repositories[GGUFS] = Repository(dict.fromkeys(files, data))
     with pytest.raises(FileNotFoundError, match=rf"no single file that fits Q5_K_XL; name one: .*{files[1]}"):
@@ -398,10 +384,7 @@ def test_what_another_program_downloaded(
 
 @pytest.mark.usefixtures("ggufs")
 def test_a_full_disk(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"no room in .*: 0\.00 GB are needed, 0\.00 GB are free"):
         hub.pull(GGUFS)
     assert downloads(online) == []
@@ -456,12 +439,9 @@ def test_paths_are_never_looked_up(online: Hub, name: str) -> None:
 def test_models(ggufs: Repository) -> None:
     hub.pull(TINY, "q4_0")
     hub.pull(GGUFS)
-    found = cache.files()
+    found, shape = cache.files(), "2 x 64, 2 heads"
     assert list(found) == ["someone/tiny-GGUF:q8_0", "someone/tiny:q4_0"]
-    assert [cache.about(path) for path in found.values()] == [
-        ("Q8_0", "2 x 64, 2 heads", ""),
-        ("Q4_0", "2 x 64, 2 heads", "mit"),
-    ]
+    assert [cache.about(path) for path in found.values()] == [("Q8_0", shape, ""), ("Q4_0", shape, "mit")]
     assert found["someone/tiny-GGUF:q8_0"].read_bytes() == ggufs.files["tiny.Q8_0.gguf"]
     found["someone/tiny:q4_0"].write_bytes(b"no model")
     assert cache.about(found["someone/tiny:q4_0"]) == ("damaged", "", "")
@@ -529,17 +509,14 @@ def test_what_older_versions_kept(ggufs: Repository, random_gguf: Callable[..., 
     shared, mine = hub.pull(GGUFS), tmp_path / "mine.gguf"
     mine.write_bytes(random_gguf("Q4_0").read_bytes())
     old, made = (cache.folder(name) / "tiny.Q8_0.gguf" for name in (GGUFS, "someone/made"))
-    for link, target in ((old, shared), (cache.folder("me/own") / "0.gguf", mine)):
+    own = cache.folder("me/own") / "0.gguf"
+    for link, target in ((old, shared), (own, mine)):
         link.parent.mkdir(parents=True)
         link.with_name("source.json").write_text("{}")
         link.symlink_to(target)
     made.parent.mkdir()
     made.write_bytes(shared.read_bytes())
-    assert cache.files() == {
-        "me/own:0.gguf": cache.folder("me/own") / "0.gguf",
-        "someone/made:q8_0": made,
-        f"{GGUFS}:q8_0": shared,
-    }
+    assert cache.files() == {"me/own:0.gguf": own, "someone/made:q8_0": made, f"{GGUFS}:q8_0": shared}
     assert not old.parent.exists()
     assert [cache.remove("own"), cache.remove("made")] == [0, len(ggufs.files["tiny.Q8_0.gguf"])]
     assert list(cache.folder().iterdir()) == []
@@ -571,9 +548,8 @@ def test_commands(online: Hub, tmp_path: Path) -> None:
     assert run("info", "tiny", **home).returncode == 0
     unfinished = path.with_name(f"{path.name}.{'0' * 16}.part")
     unfinished.write_bytes(bytes(3_000_000))
-    assert ["3.0", "unfinished", "files"] in [
-        line.split() for line in run("models", **home).stdout.decode().splitlines()
-    ]
+    listed = run("models", **home).stdout.decode().splitlines()
+    assert ["3.0", "unfinished", "files"] in [line.split() for line in listed]
     assert run("models", "remove", "--leftovers", **home).stderr == b"removed unfinished files: 1 file, 3.0 MB freed\n"
     assert run("models", "remove", "--costs", **home).stderr.startswith(b"removed costs of passes: ")
     assert not unfinished.exists()

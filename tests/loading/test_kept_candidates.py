@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import assert_refused, here
+from support.commands import assert_refused, here, run_python
 
 import pystaged
 from pystaged._core import RecycledCandidates
@@ -35,11 +33,11 @@ def kept(model: Path, vocabulary: str = "v", clock: Callable[[], float] = lambda
     return KeptCandidates(model, vocabulary, clock)
 
 
-def teach(candidates: RecycledCandidates, seed: int = 0, n: int = 13) -> None:
+def teach(candidates: RecycledCandidates, seed: int = 0) -> None:
     random = np.random.default_rng(seed)
-    before, tokens = (random.integers(0, 100, n, dtype=np.int32) for _ in range(2))
-    ids = np.stack([random.permutation(100)[:KEPT] for _ in range(n)]).astype(np.int32)
-    candidates.learn(before, tokens, ids, -np.sort(random.random((n, KEPT), np.float32), axis=1))
+    before, tokens = (random.integers(0, 100, 13, dtype=np.int32) for _ in range(2))
+    ids = np.stack([random.permutation(100)[:KEPT] for _ in range(13)]).astype(np.int32)
+    candidates.learn(before, tokens, ids, -np.sort(random.random((13, KEPT), np.float32), axis=1))
 
 
 def assert_same(one: RecycledCandidates, other: RecycledCandidates) -> None:
@@ -78,31 +76,27 @@ def test_a_memory_that_is_full_is_small(model: Path) -> None:
     assert_same(kept(model).candidates, memory.candidates)
 
 
-def wait_for_writers() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "pystaged recycled":
-            thread.join()
-
-
 def test_writes_are_rare_while_it_is_used(model: Path) -> None:
     now = 0.0
     memory = kept(model, clock=lambda: now)
+
+    def save_at(moment: float) -> None:
+        nonlocal now
+        now = moment
+        memory.save_now_and_then()
+        for thread in threading.enumerate():
+            if thread.name == "pystaged recycled":
+                thread.join()
+
     teach(memory.candidates)
-    now = 9.0
-    memory.save_now_and_then()
-    wait_for_writers()
+    save_at(9.0)
     assert not RECYCLED.path(model).exists()
-    now = 10.0
-    memory.save_now_and_then()
-    wait_for_writers()
+    save_at(10.0)
     before = RECYCLED.path(model).stat().st_mtime_ns
-    now = 30.0
-    memory.save_now_and_then()  # nothing new
-    wait_for_writers()
+    save_at(30.0)  # nothing new
     assert RECYCLED.path(model).stat().st_mtime_ns == before
     teach(memory.candidates, 1)
-    memory.save_now_and_then()
-    wait_for_writers()
+    save_at(30.0)
     assert_same(kept(model).candidates, memory.candidates)
 
 
@@ -148,7 +142,7 @@ one = np.ones(1, np.int32)
 memory.candidates.learn(one, one, np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32))
 memory.save_now_and_then()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    assert run_python(code).returncode == 0
     assert len(kept(model).candidates.entries()[0]) == 2
 
 
@@ -161,10 +155,8 @@ def test_that_of_another_model_is_not_used(model: Path) -> None:
     assert len(kept(model).candidates.entries()[0]) == 0
 
 
-def test_engines_remember_unless_they_are_told_not_to(
-    random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("model")  # whose cache is a new one
+def test_engines_remember_unless_they_are_told_not_to(random_gguf: Callable[..., Path]) -> None:
     path, policy = random_gguf("Q8_0"), pystaged.FixedPolicy(1, 8, 8)
     prompt, texts = [5, 6, 7] * 6, []
     for recycle in (False, True, True):
@@ -180,8 +172,8 @@ def test_engines_remember_unless_they_are_told_not_to(
 
 
 @pytest.mark.slow
-def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("model")
+def test_commands(random_gguf: Callable[..., Path], tmp_path: Path) -> None:
     path = random_gguf("Q8_0")
     done = here("generate", "abcabcabcabc", "--model", path, "--max-tokens", "4", "--no-recycle")
     assert done.returncode == 0, done.stderr
@@ -198,7 +190,6 @@ def test_commands(random_gguf: Callable[..., Path], tmp_path: Path, monkeypatch:
     assert_refused(here("models", "remove", "--recycled", tmp_path / "no"), "no recycled candidates of")
     done = here("models", "remove", "--packed", "--recycled", path)
     assert (done.returncode, done.stderr) == (0, b"removed recycled candidates: 1 file, 0.0 MB freed\n")
-    assert_refused(
-        here("models", "remove", "--packed", "--recycled", path), "no packed weights and no recycled candidates of"
-    )
+    done = here("models", "remove", "--packed", "--recycled", path)
+    assert_refused(done, "no packed weights and no recycled candidates of")
     assert RECYCLED.all() == []

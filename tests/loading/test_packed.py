@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ OWN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 MIXTURES = ("Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K_S", "Q2_K")
 
 LOADER = """
-import os, sys
+import sys
 from pathlib import Path
 from pystaged import _core
 from pystaged.loading.kept import load_packed
@@ -59,14 +60,16 @@ def logits(model: _core.Model) -> Floats:
     return np.stack([session.logits(row) for row in range(len(tokens))])
 
 
-def loaded(path: Path, said: list[str] | None = None) -> _core.Model:
-    """The model with its weights in the cache. What is said of those goes to `said`, or nothing may be said."""
-    words: list[str] = []
-    model = load_packed(path, "", 2, words.append)
-    if said is None:
-        assert words == []
-    else:
-        said += words
+def told(path: Path) -> tuple[_core.Model, list[str]]:
+    """The model with its weights in the cache, and what is said of those."""
+    said: list[str] = []
+    return load_packed(path, "", 2, said.append), said
+
+
+def loaded(path: Path) -> _core.Model:
+    """The model with its weights in the cache, of which there is nothing to say."""
+    model, said = told(path)
+    assert said == []
     return model
 
 
@@ -116,8 +119,8 @@ def test_a_model_in_several_files(tmp_path: Path, llama: Path) -> None:
     # A file behind the first counts as well.
     info = parts[1].stat()
     os.utime(parts[1], ns=(info.st_atime_ns, info.st_mtime_ns + 1))
-    said: list[str] = []
-    assert loaded(parts[0], said).is_mapped
+    model, said = told(parts[0])
+    assert model.is_mapped
     assert "another file or version" in said[0]
 
 
@@ -163,8 +166,7 @@ def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> No
     spoil(PACKED.path(llama))
     if reason == "cannot open" and os.access(PACKED.path(llama), os.R_OK):
         pytest.skip("nothing is forbidden to this user")
-    said: list[str] = []
-    model = loaded(llama, said)
+    model, said = told(llama)
     assert model.is_mapped
     assert logits(model).tobytes() == expected.tobytes()
     assert len(said) == 1
@@ -174,8 +176,7 @@ def test_damage(llama: Path, spoil: Callable[[Path], object], reason: str) -> No
 
 def test_a_folder_in_its_place(llama: Path) -> None:
     PACKED.path(llama).mkdir(parents=True)
-    said: list[str] = []
-    model = loaded(llama, said)
+    model, said = told(llama)
     assert not model.is_mapped
     assert len(said) == 2
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
@@ -189,8 +190,7 @@ def test_another_models_weights(tmp_path: Path, llama: Path) -> None:
     other.replace(llama)
     os.utime(llama, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert llama.stat().st_size == times.st_size
-    said: list[str] = []
-    model = loaded(llama, said)
+    model, said = told(llama)
     assert "another file or version" in said[0]
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
 
@@ -199,7 +199,9 @@ def test_another_models_weights(tmp_path: Path, llama: Path) -> None:
 
 
 def test_processes_at_once(llama: Path) -> None:
-    expected = logits_of_three(llama)
+    session = _core.Session(_core.Model(str(llama)))
+    evaluate(session, [1, 2, 3], [-1, 0, 1])
+    expected = session.logits(2).tobytes()
     processes = [
         subprocess.Popen([sys.executable, "-c", LOADER, llama], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(3)
@@ -210,20 +212,10 @@ def test_processes_at_once(llama: Path) -> None:
     assert loaded(llama).is_mapped
 
 
-def logits_of_three(path: Path) -> bytes:
-    session = _core.Session(_core.Model(str(path)))
-    evaluate(session, [1, 2, 3], [-1, 0, 1])
-    return session.logits(2).tobytes()
-
-
 def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 1000
-
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda _: Usage)
-        said: list[str] = []
-        model = loaded(llama, said)
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        model, said = told(llama)
     assert said[0].startswith("packed weights are not kept: no room in ")
     assert not model.is_mapped
     assert logits(model).tobytes() == logits(_core.Model(str(llama))).tobytes()
@@ -285,11 +277,7 @@ def test_what_info_says(llama: Path) -> None:
 
 def test_only_our_files_are_listed_and_removed(tmp_path: Path, llama: Path) -> None:
     loaded(llama)
-    kept = [
-        PACKED.folder() / "notes.packed",
-        PACKED.folder() / f"a.{'0' * 16}.txt",
-        PACKED.folder() / f"link.{'0' * 16}.packed",
-    ]
+    kept = [PACKED.folder() / name for name in ("notes.packed", f"a.{'0' * 16}.txt", f"link.{'0' * 16}.packed")]
     for path in kept[:2]:
         path.write_text("somebody's")
     kept[2].symlink_to(llama)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.commands import run_python
 from support.families import models
 from support.random_models import write
 from support.scheduling import wait_until
@@ -25,6 +24,7 @@ from pystaged import FixedPolicy, GenerationResult, ModelError, _core
 from pystaged._core import Session, read_texts, write_texts
 from pystaged.loading import prompt_cache
 
+PathOf = Callable[[str], Path]
 POLICY = FixedPolicy(width=1, depth=0, budget=0)
 PROMPT = np.random.default_rng(7).integers(1, 200, 300).tolist()
 MODELS = models("prompt_cache")
@@ -39,7 +39,7 @@ print(result.stats.reused_tokens, *result.tokens)
 
 
 @pytest.fixture(scope="module")
-def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda name: write(folder / f"{name}.gguf", MODELS[name]))
 
@@ -62,9 +62,7 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 @pytest.mark.parametrize("name", MODELS)
-def test_restored_bytes_give_the_text_of_a_cold_start(
-    path_of: Callable[[str], Path], folder: Path, name: str, kv: str
-) -> None:
+def test_restored_bytes_give_the_text_of_a_cold_start(path_of: PathOf, folder: Path, name: str, kv: str) -> None:
     first = text(path_of(name), PROMPT, folder, kv=kv)
     turn = [*PROMPT, *first.tokens, 5, 6, 7]
     warm, cold = text(path_of(name), turn, folder, kv=kv), text(path_of(name), turn, None, kv=kv)
@@ -74,12 +72,10 @@ def test_restored_bytes_give_the_text_of_a_cold_start(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
-def test_another_process_with_another_kernel_goes_on(path_of: Callable[[str], Path], folder: Path, name: str) -> None:
+def test_another_process_with_another_kernel_goes_on(path_of: PathOf, folder: Path, name: str) -> None:
     def run(tokens: list[int], folder: Path, kernel: str) -> list[int]:
-        words = [sys.executable, "-c", PROGRAM, path_of(name), folder, "q8_0", ",".join(map(str, tokens))]
-        done = subprocess.run(
-            words, env={**os.environ, "PYSTAGED_KERNEL": kernel}, capture_output=True, text=True, check=True
-        )
+        done = run_python(PROGRAM, path_of(name), folder, "q8_0", ",".join(map(str, tokens)), PYSTAGED_KERNEL=kernel)
+        assert done.returncode == 0, done.stderr
         return [int(word) for word in done.stdout.split()]
 
     _, *tokens = run(PROMPT, folder, "scalar")
@@ -89,7 +85,7 @@ def test_another_process_with_another_kernel_goes_on(path_of: Callable[[str], Pa
     assert reused >= len(PROMPT)
 
 
-def test_an_edit_in_the_middle_reuses_what_stands_before_it(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_an_edit_in_the_middle_reuses_what_stands_before_it(path_of: PathOf, folder: Path) -> None:
     text(path_of("llama"), PROMPT, folder)
     edited = [*PROMPT[:200], 3, *PROMPT[201:]]
     warm = text(path_of("llama"), edited, folder)
@@ -97,7 +93,7 @@ def test_an_edit_in_the_middle_reuses_what_stands_before_it(path_of: Callable[[s
     assert warm.tokens == text(path_of("llama"), edited, None).tokens
 
 
-def test_the_text_of_a_draft_is_kept_too(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_the_text_of_a_draft_is_kept_too(path_of: PathOf, folder: Path) -> None:
     options: dict[str, Any] = {"draft": path_of("llama"), "policy": FixedPolicy(width=2, depth=2, budget=4)}
     first = text(path_of("llama"), PROMPT, folder, **options)
     turn = [*PROMPT, *first.tokens, 5]
@@ -106,7 +102,7 @@ def test_the_text_of_a_draft_is_kept_too(path_of: Callable[[str], Path], folder:
     assert warm.stats.reused_tokens >= len(PROMPT)
 
 
-def test_a_text_replaces_those_that_it_begins_with(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_a_text_replaces_those_that_it_begins_with(path_of: PathOf, folder: Path) -> None:
     first = text(path_of("llama"), PROMPT, folder)
     text(path_of("llama"), PROMPT, folder)
     (kept,) = files(folder)
@@ -115,7 +111,7 @@ def test_a_text_replaces_those_that_it_begins_with(path_of: Callable[[str], Path
     assert files(folder) != [kept]
 
 
-def test_a_conversation_is_written_when_it_has_grown(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_a_conversation_is_written_when_it_has_grown(path_of: PathOf, folder: Path) -> None:
     options: dict[str, Any] = {"draft": None, "recycle": False, "policy": POLICY, "prompt_cache": folder}
     with pystaged.load(path_of("llama"), **options) as engine:
         turn = [*PROMPT, *engine.generate(PROMPT, max_tokens=20).tokens]
@@ -129,7 +125,7 @@ def test_a_conversation_is_written_when_it_has_grown(path_of: Callable[[str], Pa
     assert text(path_of("llama"), turn, folder).stats.reused_tokens == len(turn) - 1
 
 
-def test_the_user_alone_can_read_them(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_the_user_alone_can_read_them(path_of: PathOf, folder: Path) -> None:
     text(path_of("llama"), PROMPT, folder)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *files(folder))] == [0o700, 0o600]
     folder.chmod(0o777)
@@ -138,7 +134,7 @@ def test_the_user_alone_can_read_them(path_of: Callable[[str], Path], folder: Pa
 
 
 @pytest.mark.parametrize("harm", ["cut", "longer", "head", "state", "end", "empty"])
-def test_a_damaged_file_is_removed_with_a_line(path_of: Callable[[str], Path], folder: Path, harm: str) -> None:
+def test_a_damaged_file_is_removed_with_a_line(path_of: PathOf, folder: Path, harm: str) -> None:
     model = path_of("llama")
     text(model, PROMPT, folder)
     (path,) = files(folder)
@@ -154,7 +150,7 @@ def test_a_damaged_file_is_removed_with_a_line(path_of: Callable[[str], Path], f
     assert path.read_bytes() != data or harm in ("cut", "longer", "empty")
 
 
-def test_a_file_of_another_model_or_kv_type_is_not_used(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_a_file_of_another_model_or_kv_type_is_not_used(path_of: PathOf, folder: Path) -> None:
     text(path_of("llama"), PROMPT, folder)
     (ours,) = files(folder)
     assert text(path_of("llama"), PROMPT, folder, kv="q8_0").stats.reused_tokens == 0
@@ -164,7 +160,7 @@ def test_a_file_of_another_model_or_kv_type_is_not_used(path_of: Callable[[str],
     assert text(path_of("llama"), PROMPT, folder, report=lambda _: None).stats.reused_tokens == 0
 
 
-def test_the_users_files_stay(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_the_users_files_stay(path_of: PathOf, folder: Path) -> None:
     own = [folder / name for name in ("film.mkv.part", "below/film.part", "summarise.prompt")]
     for path in own:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,7 +173,7 @@ def test_the_users_files_stay(path_of: Callable[[str], Path], folder: Path) -> N
     assert not left.exists()
 
 
-def test_the_texts_used_longest_ago_make_room(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_the_texts_used_longest_ago_make_room(path_of: PathOf, folder: Path) -> None:
     model = path_of("llama")
     text(model, PROMPT, folder)
     (first,) = files(folder)
@@ -191,9 +187,7 @@ def test_the_texts_used_longest_ago_make_room(path_of: Callable[[str], Path], fo
     assert len(files(folder)) == 1
 
 
-def test_a_full_disk_costs_one_line(
-    path_of: Callable[[str], Path], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_one_line(path_of: PathOf, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -207,7 +201,7 @@ def test_a_full_disk_costs_one_line(
     assert list(folder.iterdir()) == []
 
 
-def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_refused(path_of: PathOf, tmp_path: Path) -> None:
     model, file = _core.Model(path_of("llama")), tmp_path / "file"
     session = Session(model)
     prefill(session, PROMPT)
@@ -228,7 +222,7 @@ def test_what_cannot_be_read_or_written_is_refused(path_of: Callable[[str], Path
         write_texts(file, b"head", [session])
 
 
-def test_a_list_may_change_while_its_texts_are_written(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_list_may_change_while_its_texts_are_written(path_of: PathOf, tmp_path: Path) -> None:
     model, file = _core.Model(path_of("llama")), tmp_path / "file"
     file.touch()
     texts = [Session(model)]
@@ -248,6 +242,6 @@ def test_a_list_may_change_while_its_texts_are_written(path_of: Callable[[str], 
     assert again.tokens.tolist() == list(PROMPT)
 
 
-def test_a_model_on_a_device_keeps_none(path_of: Callable[[str], Path], folder: Path) -> None:
+def test_a_model_on_a_device_keeps_none(path_of: PathOf, folder: Path) -> None:
     with pytest.raises(ValueError, match="on the cpu only"):
         text(path_of("llama"), PROMPT, folder, device="ggml-cpu")

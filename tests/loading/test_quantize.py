@@ -190,10 +190,9 @@ def test_the_default_type_never_makes_a_larger_file(source: Path, tmp_path: Path
 
 def test_a_folder_or_a_device_is_not_replaced(source: Path) -> None:
     for out in ("/dev/null", "."):
-        with pytest.raises(OSError, match=r"is not replaced; name a file|\. is a folder; name a file in it"):
-            quantize(source, Path(out), "q4_0")
-        with pytest.raises(OSError, match=r"is not replaced; name a file|\. is a folder; name a file in it"):
-            quantize_checkpoint(source.parent, Path(out), "q4_0")
+        for write, given in ((quantize, source), (quantize_checkpoint, source.parent)):
+            with pytest.raises(OSError, match=r"is not replaced; name a file|\. is a folder; name a file in it"):
+                write(given, Path(out), "q4_0")
 
 
 def test_types_are_numbered_as_gguf_has_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, quants
 from grow import _noise, add_noise, grow_llama, layer_plan
-from random_weights import (
-    write_random_gpt2,
-    write_random_llama,
-)
+from random_weights import copy_tokenizer, write_random
 from support.decoding import generate
 from support.family_reference import FamilyReference
 from support.logits import engine_logits
-from support.random_models import RandomModel, write
+from support.random_models import RandomModel, add_english, write
 
 from pystaged._core import Model, Session, Tokenizer
 from pystaged.decoding.context import Context
@@ -26,18 +24,12 @@ from pystaged.options.config import SamplingConfig
 TOKENS = [5, 17, 256, 0, 299, 42, 42, 7, 130, 298, 61, 3]
 
 
-def random_gpt2(out: Path, quantization: str = "F32", *, tie: bool = True, seed: int = 0, width: int = 64) -> Path:
+def random_gpt2(out: Path, **changes: Any) -> Path:
     """A tiny random model: 2 heads, 2 layers, 300 tokens."""
-    write_random_gpt2(
-        out, width=width, layers=2, heads=2, vocab_size=300, context=32, quantization=quantization, tie=tie, seed=seed
-    )
+    shape: dict[str, Any] = {"width": 64, "layers": 2, "heads": 2, "vocab_size": 300, "context": 32}
+    shape |= {"quantization": "F32", "add_vocabulary": add_english}
+    write_random(out, "gpt2", **shape | changes)
     return out
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A tiny random model in F32."""
-    return random_gpt2(tmp_path / "source.gguf")
 
 
 def metadata(path: Path) -> dict[str, Any]:
@@ -46,17 +38,17 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:
-    files = [random_gpt2(tmp_path / f"{i}.gguf", "Q8_0", seed=seed).read_bytes() for i, seed in enumerate((1, 1, 2))]
-    assert files[0] == files[1]
-    assert files[0] != files[2]
+    files = [random_gpt2(tmp_path / "model.gguf", quantization="Q8_0", seed=seed).read_bytes() for seed in (1, 1, 2)]
+    assert files[0] == files[1] != files[2]
 
 
-def test_vocabulary_is_copied(source: Path, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"width": 32, "layers": 1, "heads": 1, "context": 8, "quantization": "Q4_0"}
-    write_random_gpt2(tmp_path / "copy.gguf", vocab_size=300, vocabulary=source, **shape)
+def test_vocabulary_is_copied(tmp_path: Path) -> None:
+    source = random_gpt2(tmp_path / "source.gguf")
+    copied: dict[str, Any] = {"add_vocabulary": partial(copy_tokenizer, source), "quantization": "Q4_0"}
+    copy = random_gpt2(tmp_path / "copy.gguf", width=32, layers=1, heads=1, **copied)
     tokenizer = {name: value for name, value in metadata(source).items() if name.startswith("tokenizer.")}
     assert len(tokenizer) == 7
-    assert metadata(tmp_path / "copy.gguf").items() >= tokenizer.items()
+    assert metadata(copy).items() >= tokenizer.items()
 
 
 # ---- Llama ----
@@ -66,17 +58,9 @@ GROWN: dict[str, Any] = {"width": 160, "layers": 5, "heads": 8, "kv_heads": 2, "
 
 def random_llama(out: Path, quantization: str = "F32", **shape: Any) -> Path:
     """A tiny random model: 3 heads, which share one of keys and values, 2 layers, 300 tokens."""
-    usual: dict[str, Any] = {
-        "width": 96,
-        "layers": 2,
-        "heads": 3,
-        "kv_heads": 1,
-        "head_dim": 32,
-        "ffn_width": 64,
-        "vocab_size": 300,
-        "context": 64,
-    }
-    write_random_llama(out, **(usual | shape), quantization=quantization)
+    usual: dict[str, Any] = {"width": 96, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 32, "ffn_width": 64}
+    usual |= {"vocab_size": 300, "context": 64, "add_vocabulary": add_english}
+    write_random(out, "llama", **(usual | shape), quantization=quantization)
     return out
 
 
@@ -119,20 +103,13 @@ def test_added_layers_are_silent_but_not_empty(tmp_path: Path) -> None:
         for name in ("attn_norm.weight", "attn_q.weight", "attn_v.weight", "ffn_gate.weight", "ffn_up.weight"):
             assert weights[f"blk.{layer}.{name}"].any()
     old, new = metadata(source), metadata(grown)
-    changed = {
-        "general.name": f"grown from {old['general.name']} (160 wide, 5 layers)",
-        "general.file_type": 7,
-        "llama.embedding_length": 160,
-        "llama.feed_forward_length": 128,
-        "llama.block_count": 5,
-        "llama.attention.head_count": 8,
-        "llama.attention.head_count_kv": 2,
-        "llama.attention.key_length": 32,
-        "llama.attention.value_length": 32,
-        "llama.attention.layer_norm_rms_epsilon": pytest.approx(0.6 * old["llama.attention.layer_norm_rms_epsilon"]),
-        "GGUF.kv_count": new["GGUF.kv_count"],
-        "GGUF.tensor_count": 2 + 5 * 9,
-    }
+    numbers = {"embedding_length": 160, "feed_forward_length": 128, "block_count": 5, "attention.head_count": 8}
+    numbers |= {"attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32}
+    changed: dict[str, Any] = {f"llama.{name}": number for name, number in numbers.items()}
+    changed |= {"general.file_type": 7, "GGUF.kv_count": new["GGUF.kv_count"], "GGUF.tensor_count": 2 + 5 * 9}
+    changed["general.name"] = f"grown from {old['general.name']} (160 wide, 5 layers)"
+    epsilon = "llama.attention.layer_norm_rms_epsilon"
+    changed[epsilon] = pytest.approx(0.6 * old[epsilon])
     assert new == old | changed
 
 
@@ -175,13 +152,13 @@ def test_random_llama_of_any_type(tmp_path: Path, quantization: str) -> None:
 
 def test_a_vocabulary_is_filled_up(tmp_path: Path) -> None:
     source = random_llama(tmp_path / "source.gguf")
-    padded = random_llama(tmp_path / "padded.gguf", vocab_size=310, vocabulary=source)
+    padded = random_llama(tmp_path / "padded.gguf", vocab_size=310, add_vocabulary=partial(copy_tokenizer, source))
     small, large = Tokenizer(str(source)), Tokenizer(str(padded))
     assert large.num_tokens == Model(str(padded)).vocab_size == 310
     assert large.shared_with(small).tolist() == [True] * 300 + [False] * 10
     assert large.encode("the tree then").tolist() == small.encode("the tree then").tolist()
     with pytest.raises(ValueError, match=r"vocab_size is 299, but .* has 300 tokens"):
-        random_llama(tmp_path / "cut.gguf", vocab_size=299, vocabulary=source)
+        random_llama(tmp_path / "cut.gguf", vocab_size=299, add_vocabulary=partial(copy_tokenizer, source))
 
 
 # ---- Noise ----

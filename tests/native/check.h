@@ -52,11 +52,6 @@ float random_float(float deviation = 1) {
     return std::normal_distribution<float>(0, deviation)(random_bits);
 }
 
-// Makes numbers for an Array.
-auto normal(float deviation = 1) {
-    return [=] { return random_float(deviation); };
-}
-
 // Aligned as the engine's own memory is, and not a byte longer than asked for.
 template <class T>
 class Array {
@@ -64,10 +59,6 @@ public:
     explicit Array(size_t size)
         : size_(size), data_(static_cast<T*>(::operator new[](size * sizeof(T), std::align_val_t(64)))) {
         std::fill_n(data_, size, T());
-    }
-    template <class Make>
-    Array(size_t size, const Make& make) : Array(size) {
-        std::generate_n(data_, size, make);
     }
     ~Array() { ::operator delete[](data_, std::align_val_t(64)); }
     Array(const Array&) = delete;

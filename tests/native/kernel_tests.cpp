@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -53,6 +54,11 @@ void operator delete(void* memory, size_t) noexcept {
 
 namespace {
 
+template <class... Arrays>
+void randomize(const Arrays&... arrays) {
+    (std::generate_n(arrays.data(), arrays.size(), [] { return random_float(); }), ...);
+}
+
 // ---- Matrices ----
 
 struct Quantized {
@@ -60,7 +66,6 @@ struct Quantized {
     Array<BlockFactors> factors;
 
     Quantized(int n, int cols) : quants(size_t(n) * cols), factors(size_t(n) * cols / kBlock) {}
-    // Of x[n][cols].
     Quantized(const Kernel& kernel, const float* x, int n, int cols, Packing packing) : Quantized(n, cols) {
         for (int i = 0; i < n; ++i) {
             kernel.quantize(x + size_t(i) * cols, cols, i, rows(n, packing));
@@ -215,10 +220,10 @@ void test_matrix(ggml_type type, int rows, int cols) {
     const int width = matrix.padded_cols(), stride = matrix.padded_rows();
     const Array<float> x(size_t(kMost) * width), bias(stride), residual(size_t(kMost) * stride);
     for (int i = 0; i < kMost; ++i) {
-        std::generate_n(&x[size_t(i) * width], cols, normal());
-        std::generate_n(&residual[size_t(i) * stride], rows, normal());
+        std::generate_n(&x[size_t(i) * width], cols, [] { return random_float(); });
+        std::generate_n(&residual[size_t(i) * stride], rows, [] { return random_float(); });
     }
-    std::generate_n(bias.data(), rows, normal());
+    std::generate_n(bias.data(), rows, [] { return random_float(); });
 
     const Kernel& scalar = find_kernel("scalar");
     const Epilogue how = some_epilogue();
@@ -280,8 +285,8 @@ void test_many_rows(ggml_type type) {
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
     const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
     const int stride = matrix.padded_rows();
-    const Array<float> x(size_t(kMost) * cols, normal()), bias(stride, normal());
-    const Array<float> residual(size_t(kMost) * stride, normal());
+    const Array<float> x(size_t(kMost) * cols), bias(stride), residual(size_t(kMost) * stride);
+    randomize(x, bias, residual);
     const Epilogue how = some_epilogue();
     const Array<float> expected(size_t(kMost) * stride);
     Product alone(1, stride);
@@ -344,8 +349,9 @@ void test_gated(ggml_type type, int rows, int cols) {
 
     const int width = both.padded_cols(), stride = up.padded_rows();
     CHECK(both.padded_rows() == 2 * stride);
-    const Array<float> x(size_t(kMost) * width, normal()), residual(size_t(kMost) * stride, normal());
+    const Array<float> x(size_t(kMost) * width), residual(size_t(kMost) * stride);
     const Array<float> bias(2 * stride), gate_bias(stride), up_bias(stride), none(size_t(kMost) * stride);
+    randomize(x, residual);
     for (int i = 0; i < 2 * stride; ++i) {
         bias[i] = order[i] < 0 ? 0 : random_float();
         if (order[i] >= 0) {
@@ -399,7 +405,8 @@ void test_together() {
     };
     const Case cases[] = {{GGML_TYPE_Q4_K, 70}, {GGML_TYPE_Q6_K, 16},  {GGML_TYPE_IQ4_NL, 200},
                           {GGML_TYPE_F16, 33},  {GGML_TYPE_Q2_K, 100}, {GGML_TYPE_Q8_0, 1}};
-    const Array<float> x(size_t(n) * cols, normal());
+    const Array<float> x(size_t(n) * cols);
+    randomize(x);
     for (const Kernel* kernel : available_kernels()) {
         std::deque<Array<uint8_t>> storage;
         std::deque<PackedMatrix> matrices;
@@ -479,7 +486,8 @@ void test_layout() {
             type < GGML_TYPE_Q4_0 || type == GGML_TYPE_BF16 ? 33 : 3 * static_cast<int>(ggml_blck_size(type));
         std::mt19937 bits(1);  // the same everywhere, which distributions are not
         const size_t row_bytes = ggml_row_size(type, cols);
-        const Array<uint8_t> source(46 * row_bytes, [&] { return static_cast<uint8_t>(bits() >> 24); });
+        const Array<uint8_t> source(46 * row_bytes);
+        std::generate_n(source.data(), source.size(), [&] { return static_cast<uint8_t>(bits() >> 24); });
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
         std::fill_n(storage.data(), storage.size(), uint8_t(255));
         const PackedMatrix matrix(type, cols, reader(source, row_bytes), order, storage.data(), 2);
@@ -518,7 +526,9 @@ void test_matrices() {
 // Exactly as many numbers as there are, with and without bias, also in place.
 void test_norms(const Kernel& kernel, int cols) {
     const Kernel& scalar = find_kernel("scalar");
-    const Array<float> x(cols, normal(3)), weight(cols, normal()), y(cols), twin(cols);
+    const Array<float> x(cols), weight(cols), y(cols), twin(cols);
+    std::generate_n(x.data(), cols, [] { return random_float(3); });
+    std::generate_n(weight.data(), cols, [] { return random_float(); });
     double mean = 0, squares = 0;
     for (int i = 0; i < cols; ++i) {
         mean += x[i] / cols;
@@ -542,7 +552,8 @@ void test_norms(const Kernel& kernel, int cols) {
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, y.data());
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols, x.data());
     CHECK(x.same(y));
-    const Array<float> wide(cols + 40, [] { return 7.0f; });
+    const Array<float> wide(cols + 40);
+    std::fill_n(wide.data(), wide.size(), 7.0f);
     kernel.rms_norm(x.data(), weight.data(), 1e-5f, cols, cols + 40, wide.data());
     CHECK(std::all_of(wide.data() + cols, wide.data() + wide.size(), [](float v) { return v == 0; }));
 }
@@ -550,8 +561,9 @@ void test_norms(const Kernel& kernel, int cols) {
 void test_convolution(const Kernel& kernel, int channels) {
     const int width = 3;
     const size_t stride = padded(channels, kBlock);
-    const Array<float> weights(width * stride, normal()), x(width * channels, normal()), gate(channels, normal());
-    const Array<float> bias(channels, normal()), y(channels), twin(channels);
+    const Array<float> weights(width * stride), x(width * channels), gate(channels), y(channels), twin(channels);
+    const Array<float> bias(channels);
+    randomize(weights, x, gate, bias);
     const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
     Convolution convolution{width, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
     kernel.convolve(convolution);
@@ -570,9 +582,11 @@ void test_convolution(const Kernel& kernel, int channels) {
 // Two steps from one tile, of which the second is made anew from its delta.
 void test_delta(const Kernel& kernel, int keys) {
     const size_t tile = size_t(keys) * kLanes;
-    const Array<float> tiles(3 * tile, normal(0.3f)), key(keys, normal(0.3f)), query(keys, normal(0.3f));
-    const Array<float> value(kLanes, normal(0.3f)), twins(3 * tile);
-    const Array<float> delta(kLanes), out(kLanes), twin_delta(kLanes), twin_out(kLanes);
+    const Array<float> tiles(3 * tile), twins(3 * tile), key(keys), query(keys), value(kLanes), delta(kLanes);
+    const Array<float> out(kLanes), twin_delta(kLanes), twin_out(kLanes);
+    for (const Array<float>* values : {&tiles, &key, &query, &value}) {
+        std::generate_n(values->data(), values->size(), [] { return random_float(0.3f); });
+    }
     std::copy_n(tiles.data(), tiles.size(), twins.data());
     std::vector<double> state(tiles.data(), tiles.data() + tile);
     const float decay = 0.9f, rate = 0.7f, scale = 0.25f;
@@ -608,8 +622,10 @@ void test_delta(const Kernel& kernel, int keys) {
 
 void test_gates(const Kernel& kernel, int n) {
     for (const bool silu : {false, true}) {
-        const auto half = [] { return 0.5f; };
-        const Array<float> gate(n, normal()), x(n, half), twin(n, half);
+        const Array<float> gate(n), x(n), twin(n);
+        std::generate_n(gate.data(), n, [] { return random_float(); });
+        std::fill_n(x.data(), n, 0.5f);
+        std::fill_n(twin.data(), n, 0.5f);
         kernel.open(gate.data(), silu, n, x.data());
         find_kernel("scalar").open(gate.data(), silu, n, twin.data());
         CHECK(x.same(twin));
@@ -620,7 +636,8 @@ void test_gates(const Kernel& kernel, int n) {
 }
 
 void test_rotation(const Kernel& kernel, int half) {
-    const Array<float> x(2 * half, normal()), twin(2 * half), cosines(half), sines(half);
+    const Array<float> x(2 * half), twin(2 * half), cosines(half), sines(half);
+    std::generate_n(x.data(), x.size(), [] { return random_float(); });
     std::copy_n(x.data(), x.size(), twin.data());
     std::vector<double> expected(2 * half);
     for (int i = 0; i < half; ++i) {
@@ -644,9 +661,9 @@ void test_row_functions() {
         for (int cols = 1; cols <= 70; ++cols) {
             const int width = padded(cols, kBlock);
             const Array<float> x(width), weight(width), bias(width), y(width), expected(width);
-            std::generate_n(x.data(), cols, normal(3));
-            std::generate_n(weight.data(), cols, normal());
-            std::generate_n(bias.data(), cols, normal());
+            std::generate_n(x.data(), cols, [] { return random_float(3); });
+            std::generate_n(weight.data(), cols, [] { return random_float(); });
+            std::generate_n(bias.data(), cols, [] { return random_float(); });
             kernel->layer_norm(x.data(), weight.data(), bias.data(), 1e-5f, cols, width, y.data());
             scalar.layer_norm(x.data(), weight.data(), bias.data(), 1e-5f, cols, width, expected.data());
             CHECK(y.same(expected));
@@ -657,7 +674,8 @@ void test_row_functions() {
             test_gates(*kernel, cols);
 
             const Array<uint16_t> halves(cols), twin(cols);
-            const Array<float> floats(cols, [] { return random_float(std::ldexp(1.0f, random_int(-30, 18))); });
+            const Array<float> floats(cols);
+            std::generate_n(floats.data(), cols, [] { return random_float(std::ldexp(1.0f, random_int(-30, 18))); });
             kernel->to_f16(floats.data(), cols, halves.data());
             scalar.to_f16(floats.data(), cols, twin.data());
             CHECK(halves.same(twin));
@@ -670,7 +688,8 @@ void test_row_functions() {
         }
         // Numbers that arithmetic stumbles over.
         for (const float odd : {NAN, INFINITY, -INFINITY, 3e38f, 1e-40f, 0.0f}) {
-            const Array<float> x(64, normal()), maxima(1);
+            const Array<float> x(64), twin(64), maxima(1);
+            std::generate_n(x.data(), 64, [] { return random_float(); });
             x[random_int(0, 63)] = odd;
             for (const Packing packing : {Packing::q8_0, Packing::q4_k, Packing::q6_k, Packing::q3_k, Packing::q2_k}) {
                 const Quantized a(*kernel, x.data(), 1, 64, packing), b(scalar, x.data(), 1, 64, packing);
@@ -706,10 +725,12 @@ double exponential_time(uint32_t word) {
     return -std::log((word + 0.5) * 0x1p-32);
 }
 
+using Words = std::array<uint32_t, 4>;
+
 // Words of Philox4x32-10, the arithmetic of Salmon et al. 2011 word by word.
-std::array<uint32_t, 4> philox(uint64_t seed, int64_t position, uint32_t counter, uint32_t kind) {
+Words philox(uint64_t seed, int64_t position, uint32_t counter, uint32_t kind) {
     uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    std::array<uint32_t, 4> c = {counter, kind, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)};
+    Words c = {counter, kind, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)};
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
         c = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<uint32_t>(b),
@@ -722,13 +743,21 @@ std::array<uint32_t, 4> philox(uint64_t seed, int64_t position, uint32_t counter
 
 // Against libm in double; the same bits from every kernel, in any company; and what the tokens of a run can have.
 void test_noise() {
+    // Their known answers.
+    CHECK((philox(0, 0, 0, 0) == Words{0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}));
+    CHECK((philox(~0ull, -1, ~0u, ~0u) == Words{0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}));
+    CHECK((philox(0x299F31D0A4093822, 0x0370734413198A2E, 0x243F6A88, 0x85A308D3) ==
+           Words{0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1}));
+
     const Kernel& scalar = find_kernel("scalar");
     constexpr int num_runs = 48, num_tokens = num_runs * kRun;
-    std::vector<int32_t> tokens(num_tokens + 1);
+    std::vector<int32_t> tokens(num_tokens);
     std::iota(tokens.begin(), tokens.end(), 0);
-    tokens.back() = INT32_MAX;
-    for (const uint64_t seed : {uint64_t(0), uint64_t(1) << 40, ~uint64_t(0)}) {
-        for (const int64_t position : {int64_t(0), int64_t(7), (int64_t(1) << 50) + 3}) {
+    tokens.push_back(INT32_MAX);
+    std::generate_n(std::back_inserter(tokens), 200, [] { return random_int(0, INT32_MAX); });
+    const auto any = [] { return uint64_t(random_bits()) << 32 | random_bits(); };
+    for (const uint64_t seed : {uint64_t(0), uint64_t(1) << 40, ~uint64_t(0), any(), any()}) {
+        for (const int64_t position : {int64_t(0), int64_t(7), (int64_t(1) << 50) + 3, int64_t(any() >> 2)}) {
             const Array<float> expected(tokens.size()), most(num_runs);
             scalar.noise(seed, position, tokens.data(), static_cast<int>(tokens.size()), expected.data());
             scalar.run_noise(seed, position, num_runs, most.data());
@@ -763,8 +792,9 @@ void test_maxima() {
         const RandomWeights source(GGML_TYPE_Q8_0, rows, cols);
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(GGML_TYPE_Q8_0, rows, cols));
         const PackedMatrix matrix(GGML_TYPE_Q8_0, rows, cols, source.data(), storage.data(), 1);
-        const Array<float> x(n * cols, normal());
-        const Array<float> bias(matrix.padded_rows(), [] { return -std::fabs(random_float()); });
+        const Array<float> x(n * cols), bias(matrix.padded_rows());
+        std::generate_n(x.data(), x.size(), [] { return random_float(); });
+        std::generate_n(bias.data(), bias.size(), [] { return -std::fabs(random_float()); });
         const int stride = padded(rows, kRun), runs = stride / kRun;
         for (const float odd : {0.0f, NAN, INFINITY, -INFINITY}) {
             const int at = random_int(0, rows - 1);
@@ -857,8 +887,9 @@ void test_eight_bit_cache() {
         moved.commit(0, 64);
         stored.commit(0, 64);
         CHECK(moved.cell_bytes() < (dim % kBlock ? 1.2 : 0.57) * KvCache(KvType::f16, 2, dim, 64).cell_bytes());
+        const Array<float> key(dim), value(dim);
         for (int head = 0; head < 2; ++head) {
-            const Array<float> key(dim, normal()), value(dim, normal());
+            randomize(key, value);
             for (const auto& [cache, cell] : {std::pair(&moved, 37), std::pair(&stored, 5), std::pair(&stored, 37)}) {
                 cache->store_key(kernel, head, cell, key.data());
                 cache->store_value(kernel, head, cell, value.data());
@@ -912,7 +943,8 @@ void test_attention(const AttentionCase& c) {
     how.scale = 0.8f / std::sqrt(static_cast<float>(c.dim));
     how.softcap = c.softcap;
     how.window = c.window;
-    const Array<float> q_norm(heads * c.dim, normal()), k_norm(c.kv_heads * c.dim, normal());
+    const Array<float> q_norm(heads * c.dim), k_norm(c.kv_heads * c.dim);
+    randomize(q_norm, k_norm);
     if (c.norms) {
         how.q_norm = q_norm.data();
         how.k_norm = k_norm.data();
@@ -936,9 +968,12 @@ void test_attention(const AttentionCase& c) {
         }
         contexts[i].tail = tails[i].data();
     }
-    const Array<float> qkv(size_t(c.n) * stride, half_exact), cosines(c.n * c.half), sines(c.n * c.half);
-    const Array<float> keys(size_t(c.kv_heads) * cells * c.dim, half_exact), values(keys.size(), half_exact);
-    const Array<float> row_scale(c.n, [] { return 1 + std::fabs(random_float(0.1f)); });
+    const Array<float> qkv(size_t(c.n) * stride), row_scale(c.n), cosines(c.n * c.half), sines(c.n * c.half);
+    const Array<float> keys(size_t(c.kv_heads) * cells * c.dim), values(keys.size());
+    std::generate_n(qkv.data(), qkv.size(), half_exact);
+    std::generate_n(keys.data(), keys.size(), half_exact);
+    std::generate_n(values.data(), values.size(), half_exact);
+    std::generate_n(row_scale.data(), c.n, [] { return 1 + std::fabs(random_float(0.1f)); });
     for (size_t i = 0; i < cosines.size(); ++i) {
         const double angle = random_float(3);
         cosines[i] = static_cast<float>(std::cos(angle));

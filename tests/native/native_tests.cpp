@@ -68,7 +68,7 @@ struct Logits {
 
     explicit Logits(int n) : values(padded(n, kRun)), maxima(padded(n, kRun) / kRun), size(n) {
         std::fill_n(values.data(), values.size(), -INFINITY);
-        std::generate_n(values.data(), n, normal(3));
+        std::generate_n(values.data(), n, [] { return random_float(3); });
     }
     LogitsRow row(const Kernel& kernel) const {
         kernel.run_max(values.data(), static_cast<int>(values.size()), maxima.data());

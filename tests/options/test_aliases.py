@@ -19,7 +19,6 @@ from pystaged.loading import names
 from pystaged.loading.hub import HUB_ID, pull
 from pystaged.options import aliases
 from pystaged.options.config import TextOptions, check_options
-from pystaged.options.validation import plainly
 
 
 def commands(command: Any) -> list[Any]:
@@ -65,9 +64,7 @@ def test_options_that_mean_the_same(arguments: list[str], expected: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    table("explained"),
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ("arguments", "words"), table("explained"), ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_what_is_explained(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
@@ -283,9 +280,8 @@ def test_a_model_that_is_meant(tmp_path: Path, bundled_draft: Path) -> None:
     assert [*names.several([], tmp_path)] == ["model.Q8_0"]
     for number in range(6):
         (tmp_path / f"other{number}.gguf").touch()
-    with pytest.raises(
-        IsADirectoryError, match=rf"{tmp_path} is a folder; name the model in it: {file}, .*other3\.gguf, and 2 more"
-    ):
+    words = rf"{tmp_path} is a folder; name the model in it: {file}, .*other3\.gguf, and 2 more"
+    with pytest.raises(IsADirectoryError, match=words):
         names.resolve(tmp_path)
     parts = [tmp_path / "split" / f"m-{number:05}-of-00002.gguf" for number in (1, 2)]
     parts[0].parent.mkdir()
@@ -319,14 +315,11 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "system.txt"
     file.write_text("Say \u00e9.\n", "utf-8")
     given = ("--chat", "Which?", "--temperature", "0", "--max-tokens", "4", "--json")
-    found, same = (
-        json.loads(here("generate", *given, "--system", system).stdout)["tokens"]
-        for system in (f"@{file}", "Say \u00e9.")
-    )
-    assert found == same
-    done = here("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
-    assert done.returncode != 0
-    assert b"none.txt" in done.stderr
+    done = [here("generate", *given, "--system", system) for system in (f"@{file}", "Say \u00e9.")]
+    assert json.loads(done[0].stdout)["tokens"] == json.loads(done[1].stdout)["tokens"]
+    missing = here("generate", *given, "--system", f"@{tmp_path / 'none.txt'}")
+    assert missing.returncode != 0
+    assert b"none.txt" in missing.stderr
     file.write_bytes(b"\xff")
     assert b"is not UTF-8" in here("generate", *given, "--system", f"@{file}").stderr
 
@@ -336,4 +329,4 @@ def test_a_system_message_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), table("pydantic_words"))
 def test_messages(theirs: str, ours: str) -> None:
-    assert plainly(theirs) == ours
+    assert aliases.plainly(theirs) == ours

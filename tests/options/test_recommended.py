@@ -62,16 +62,9 @@ def test_smollm2_is_said_to_be_a_toy() -> None:
 def test_what_the_makers_recommend() -> None:
     assert recommended_sampling({}) == USUAL
     keys = gguf.Keys.General
-    given = {
-        keys.SAMPLING_TEMP: "0.600000",
-        keys.SAMPLING_TOP_K: "20",
-        keys.SAMPLING_TOP_P: "0.90000004",
-        keys.SAMPLING_MIN_P: "0.000000",
-        keys.SAMPLING_PENALTY_REPEAT: "1.100000",
-        keys.SAMPLING_PENALTY_LAST_N: "-1",
-        keys.SAMPLING_XTC_PROBABILITY: "0.5",
-        keys.SAMPLING_XTC_THRESHOLD: "0.2",
-    }
+    given = {keys.SAMPLING_TEMP: "0.600000", keys.SAMPLING_TOP_K: "20", keys.SAMPLING_TOP_P: "0.90000004"}
+    given |= {keys.SAMPLING_MIN_P: "0.000000", keys.SAMPLING_XTC_PROBABILITY: "0.5", keys.SAMPLING_XTC_THRESHOLD: "0.2"}
+    given |= {keys.SAMPLING_PENALTY_REPEAT: "1.100000", keys.SAMPLING_PENALTY_LAST_N: "-1"}
     expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.0, "repeat_penalty": 1.1}
     expected |= {"repeat_last_n": -1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
     assert recommended_sampling(given) == expected
@@ -87,15 +80,8 @@ def test_what_is_no_sampling_is_passed_over(value: str) -> None:
 
 def test_a_checkpoint_brings_its_own(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c")
-    said = {
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-        "repetition_penalty": 1.05,
-        "do_sample": True,
-        "min_p": None,
-    }
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "min_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(said | {"do_sample": True}))
     convert(folder, tmp_path / "m.gguf")
     found = recommended_sampling(metadata(tmp_path / "m.gguf"))
     assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.05}
@@ -114,9 +100,8 @@ def test_a_sampling_in_words() -> None:
 def test_a_request_sets_what_it_names(engine: pystaged.Engine) -> None:
     """The rest stays as recommended, or as the server was told."""
     with live(engine, defaults={"top_k": 7}) as server:
-        assert server.ask("/props")[1]["default_generation_settings"]["params"] == {
-            **(USUAL | {"top_k": 7, "stop_loops": True, "max_tokens": 512})
-        }
+        params = server.ask("/props")[1]["default_generation_settings"]["params"]
+        assert params == USUAL | {"top_k": 7, "stop_loops": True, "max_tokens": 512}
         for asked, expected in (
             ({}, USUAL | {"top_k": 7}),
             ({"temperature": 0.3}, USUAL | {"top_k": 7, "temperature": 0.3}),
@@ -206,11 +191,10 @@ def test_what_a_grammar_demands_is_no_loop(engine: pystaged.Engine, form: dict[s
 def test_a_loop_of_reasoning_ends_before_a_grammar_begins(engine: pystaged.Engine) -> None:
     tokenizer = engine.tokenizer
     word = tokenizer.token_bytes(65)
-    for end, options, finish in ((b"</think>", {65: 100.0}, "loop"), (word * 2, {65: 100.0}, "stop")):
+    options: Any = {"logit_bias": {65: 100.0}, "ignore_eos": True}
+    for end, finish in ((b"</think>", "loop"), (word * 2, "stop")):
         reasoning = Reasoning(b"<think>", end, (), is_open=True, budget=None)
-        config = GenerationConfig(
-            grammar='root ::= "0, "{140}', stop_loops=True, logit_bias=options, ignore_eos=True, max_tokens=1000
-        )
+        config = GenerationConfig(grammar='root ::= "0, "{140}', stop_loops=True, max_tokens=1000, **options)
         sequence = engine.start("ab", config, TokenRoles(reasoning=reasoning))
         result = Stream(sequence).finish()
         assert result.finish_reason == finish

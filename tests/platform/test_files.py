@@ -82,15 +82,12 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path, writer: subprocess.Popen
     writer.send_signal(signal.SIGKILL)
     writer.communicate(timeout=600)
     assert leftovers(tmp_path) == [part]
-    (tmp_path / "file.of-a-user.part").write_text("kept")
-    (tmp_path / f"other.{'0' * 16}.part").write_text("kept")
+    kept = ["file.of-a-user.part", f"other.{'0' * 16}.part"]
+    for name in kept:
+        (tmp_path / name).write_text("kept")
     with whole_file(path) as new:
         new.write_text("whole")
-    assert sorted(found.name for found in tmp_path.iterdir()) == [
-        "file",
-        "file.of-a-user.part",
-        f"other.{'0' * 16}.part",
-    ]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["file", *kept]
 
 
 def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_context_that_does_not_fit(random_gguf: Callable[..., Path], monkeypat
 
 def test_what_llama_cpp_takes_at_once(random_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cells, lines = list[int](), list[str]()
-    monkeypatch.setattr("pystaged.runtime.reserve", lambda _, num_cells: cells.append(num_cells))
+    monkeypatch.setattr("pystaged.pool.reserve", lambda _, num_cells: cells.append(num_cells))
     options: Any = {"draft": None, "recycle": False, "policy": pystaged.FixedPolicy(1, 1, 1), "report": lines.append}
     pystaged.load(random_gguf(), device="ggml-cpu", **options).close()
     assert lines == []

@@ -37,10 +37,11 @@ def test_the_child_finds_what_the_parent_finds(tmp_path: Path, monkeypatch: pyte
 
 def test_a_child_of_a_parent_that_has_ended_does_nothing(tmp_path: Path) -> None:
     """It asks before it begins, and not only by a thread that may come too late."""
-    code = "import threading; threading.Thread.start = print; from pystaged import process; process.end_with_parent()"
-    command = [sys.executable, "-c", f"{code}; open('late', 'w')"]
-    done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False, timeout=600)
-    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    code = "import threading; threading.Thread.start = print; from pystaged.platform.process import end_with_parent"
+    command = [sys.executable, "-c", f"{code}; end_with_parent(); open('late', 'w')"]
+    options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "timeout": 600}
+    done = subprocess.run(command, cwd=tmp_path, check=False, **options)
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (1, b"", [])
 
 
 HEAPS = """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.commands import run_python
 
 from pystaged.platform import files, system
 
@@ -29,8 +29,9 @@ for name in ("setitimer", "SIGHUP", "SIGALRM", "SIGUSR1"):
 
 
 def python(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", WITHOUT + code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = run_python(WITHOUT + code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_text_is_generated_and_kept(tmp_path: Path) -> None:
@@ -45,23 +46,16 @@ with pystaged.load("bundled", prompt_cache=sys.argv[1], report=lambda line: prin
 
 
 def test_limits_do_nothing() -> None:
-    assert (
-        python("""
+    code = """
 from pystaged.platform import process
 with process.limits(1, 1 << 20):
     print(len(bytes(2 << 20)))
-""")
-        == f"{2 << 20}\n"
-    )
+"""
+    assert python(code) == f"{2 << 20}\n"
 
 
-@pytest.fixture
-def files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_closed_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "POSIX", False)
-
-
-@pytest.mark.usefixtures("files_stay")
-def test_files_are_closed_before_they_are_renamed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with files.whole_file(path) as part:
         assert str(part) not in [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]  # noqa: PTH208
@@ -69,8 +63,8 @@ def test_files_are_closed_before_they_are_renamed(tmp_path: Path) -> None:
     assert path.read_text() == "text"
 
 
-@pytest.mark.usefixtures("files_stay")
-def test_old_parts_alone_are_leftovers(tmp_path: Path) -> None:
+def test_old_parts_alone_are_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "POSIX", False)
     old, new = (tmp_path / f"file.{digit * 16}.part" for digit in "01")
     for part in old, new:
         part.touch()

@@ -33,7 +33,6 @@ from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.platform import seen
 from pystaged.receipts import receipt, repeating
 from pystaged.receipts.receipt import text_hash, token_hash
-from pystaged.runtime import Runtime
 
 PROMPT = "the tree then "
 OPTIONS: dict[str, dict[str, Any]] = samplings("receipts")
@@ -245,8 +244,8 @@ def test_where_and_how_far_it_differs(engine: Engine, sampled: Receipt) -> None:
 def test_a_difference_ends_the_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine.generate(PROMPT, max_tokens=80, ignore_eos=True).receipt
     sequences: list[Any] = []
-    honest = Runtime.start
-    monkeypatch.setattr(Runtime, "start", lambda *args: sequences.append(honest(*args)) or sequences[-1])
+    honest = Engine.start
+    monkeypatch.setattr(Engine, "start", lambda *args: sequences.append(honest(*args)) or sequences[-1])
     monkeypatch.setattr(pystaged.decoding.scheduler, "MOST_UNREAD", 8)
     found = pystaged.repeat(engine, replace(made, tokens=((made.tokens[0] + 1) % 300, *made.tokens[1:])))
     assert found is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 from support.server import Server, live
@@ -31,3 +32,14 @@ def server(engine: Engine) -> Iterator[Server]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def nothing_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pystaged.loading.names.resolve", lambda *_, **__: pytest.fail("a request was resolved"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 from support.chat import write_chat
 from support.conversations import TEMPLATES
-from support.server import Server, live
+from support.server import live
 
 import pystaged
 from pystaged.chat.format import ChatFormat
@@ -18,16 +19,10 @@ from pystaged.engine import Engine
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|end|>", "<|call|>", '<|"|>']
 NAMES = ("qwen3", "qwen3.5", "llama3", "gpt-oss", "gemma4", "mistral", "granite4", "lfm2.5", "gemma3", "phi3")
-SCHEMA = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "properties": {
-        "path": {"type": "string", "description": "The file"},
-        "limit": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 2**53 - 1}, {"type": "null"}]},
-    },
-    "required": ["path"],
-    "additionalProperties": False,
-}
+LIMIT = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 2**53 - 1}, {"type": "null"}]}
+SCHEMA: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}
+SCHEMA |= {"properties": {"path": {"type": "string", "description": "The file"}, "limit": LIMIT}}
+SCHEMA |= {"required": ["path"], "additionalProperties": False}
 
 
 class Called(NamedTuple):
@@ -55,28 +50,24 @@ class Turn(NamedTuple):
     then: str = ""  # the answer after the results
 
 
+def reads(number: int, *keys: str) -> tuple[Called, ...]:
+    """Calls of a turn, with these ids, each of a path of its own."""
+    return tuple(Called(key, f"path{number}{i}", f"result{number}{i}") for i, key in enumerate(keys))
+
+
 SESSION = [
-    Turn("ask0", "say0", calls=(Called("call_1", "path0", "result0"),), then="then0"),
-    Turn(
-        "ask1",
-        calls=(Called("call_2", "path1a", "result1a"), Called("call_3", "path1b", "result1b")),
-        order=(1, 0),
-        then="then1",
-    ),
+    Turn("ask0", "say0", calls=reads(0, "call_1"), then="then0"),
+    Turn("ask1", calls=reads(1, "call_2", "call_3"), order=(1, 0), then="then1"),
     Turn("ask2", calls=(Called("call_4", "path2", "result2", '{"path": "path2'),)),  # cut at the limit
-    Turn("ask3", thought="think3", calls=(Called("call_1", "path3", "result3"),), then="then3"),  # an id again
+    Turn("ask3", thought="think3", calls=reads(3, "call_1"), then="then3"),  # an id again
     Turn("ask4", "say4"),
-    Turn(
-        "ask5",
-        "say5",
-        calls=(Called("call_5", "path5a", "result5a"), Called("call_5", "path5b", "result5b")),
-        then="then5",
-    ),
-    Turn("ask6", calls=(Called("call_6", "path6a", "result6a"), Called("call_7", "path6b", None)), reminder="remind6"),
-    Turn("ask7", calls=tuple(Called(f"call_{8 + i}", f"path7{i}", f"result7{i}") for i in range(3)), order=(2, 0, 1)),
-    Turn("ask8", calls=(Called("", "path8a", "result8a"), Called("", "path8b", "result8b")), reminder="remind8"),
+    Turn("ask5", "say5", calls=reads(5, "call_5", "call_5"), then="then5"),
+    Turn("ask6", calls=(*reads(6, "call_6"), Called("call_7", "path61", None)), reminder="remind6"),
+    Turn("ask7", calls=reads(7, "call_8", "call_9", "call_10"), order=(2, 0, 1)),
+    Turn("ask8", calls=reads(8, "", ""), reminder="remind8"),
     Turn("ask9"),
 ]
+Client = Callable[[list[Turn]], tuple[str, dict[str, Any]]]
 
 
 def words(turns: list[Turn], name: str) -> list[str]:
@@ -105,54 +96,27 @@ def codex(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
     for number, turn in enumerate(turns):
         items.append(message("user", turn.asked))
         if turn.thought:
-            summary = [{"type": "summary_text", "text": turn.thought}]
-            items.append(
-                {
-                    "type": "reasoning",
-                    "id": f"rs_{number}",
-                    "summary": summary,
-                    "content": None,
-                    "encrypted_content": "x",
-                }
-            )
+            thought = {"type": "reasoning", "id": f"rs_{number}", "content": None, "encrypted_content": "x"}
+            items.append(thought | {"summary": [{"type": "summary_text", "text": turn.thought}]})
         if turn.said:
             items.append(message("assistant", turn.said, "output_text"))
         for call in turn.calls:
-            items.append(
-                {
-                    "type": "function_call",
-                    "name": "shell",
-                    "arguments": call.arguments,
-                    "call_id": call.key,
-                    "id": "fc_1",
-                }
-            )
+            function = {"type": "function_call", "name": "shell", "arguments": call.arguments}
+            items.append(function | {"call_id": call.key, "id": "fc_1"})
         items += [{"type": "web_search_call", "id": "ws_1", "status": "completed"}] if turn.calls else []
         for call in results(turn):
             items.append({"type": "function_call_output", "call_id": call.key, "output": call.result})
         items += [message("user", turn.reminder)] if turn.reminder else []
         items += [message("assistant", turn.then, "output_text")] if turn.then else []
     shell = {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": SCHEMA}
-    patch = {
-        "type": "custom",
-        "name": "apply_patch",
-        "description": "Edits.",
-        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
-    }
-    return "/v1/responses", {
-        "model": "gpt-5-codex",
-        "instructions": "You are Codex.",
-        "input": items,
-        "tools": [shell, patch, {"type": "function", "name": "update_plan", "parameters": {}}, {"type": "web_search"}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "session",
-        "text": {"verbosity": "medium"},
-        "max_output_tokens": 1,
-    }
+    syntax = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    patch = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": syntax}
+    plan = {"type": "function", "name": "update_plan", "parameters": {}}
+    body: dict[str, Any] = {"model": "gpt-5-codex", "instructions": "You are Codex.", "input": items}
+    body |= {"tools": [shell, patch, plan, {"type": "web_search"}], "tool_choice": "auto", "parallel_tool_calls": True}
+    body |= {"reasoning": {"effort": "medium", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    body |= {"store": False, "prompt_cache_key": "session", "text": {"verbosity": "medium"}, "max_output_tokens": 1}
+    return "/v1/responses", body
 
 
 def claude_code(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
@@ -176,41 +140,27 @@ def claude_code(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
             given = {"path": call.path} if call.cut else json.loads(call.arguments)  # as far as it could be read
             blocks.append({"type": "tool_use", "id": call.key, "name": "Read", "input": given})
         messages += [{"role": "assistant", "content": blocks}] if blocks else []
-        behind = [
-            {
-                "type": "tool_result",
-                "tool_use_id": call.key,
-                "content": [{"type": "text", "text": call.result}],
-                "is_error": bool(call.cut),
-            }
-            for call in results(turn)
-        ]
+        for call in results(turn):
+            told = [{"type": "text", "text": call.result}]
+            result = {"type": "tool_result", "tool_use_id": call.key, "content": told}
+            behind.append(result | {"is_error": bool(call.cut)})
         if turn.reminder:
             user(turn.reminder)
         elif behind and (turn.then or turn is turns[-1]):
             messages.append({"role": "user", "content": behind})
             behind = []
         messages += [{"role": "assistant", "content": turn.then}] if turn.then else []
-    return "/v1/messages?beta=true", {
-        "model": "claude-opus-4-5",
-        "max_tokens": 1,
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"},
-            {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
-        ],
-        "messages": messages,
-        "tools": [{"name": "Read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}],
-        "thinking": {"type": "adaptive"},
-        "metadata": {"user_id": "user_1"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "output_config": {"effort": "medium"},
-    }
+    header = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"
+    system = {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}
+    body: dict[str, Any] = {"model": "claude-opus-4-5", "max_tokens": 1, "messages": messages}
+    body |= {"system": [{"type": "text", "text": header}, system], "thinking": {"type": "adaptive"}}
+    body["tools"] = [{"name": "Read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
+    body["context_management"] = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    return "/v1/messages?beta=true", body | {"metadata": {"user_id": "user_1"}, "output_config": {"effort": "medium"}}
 
 
 def opencode(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": text} for text in ("You are opencode.", "Here is more.")
-    ]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in ("You are opencode.", "More.")]
     for turn in turns:
         messages.append({"role": "user", "content": [{"type": "text", "text": turn.asked}]})
         answer: dict[str, Any] = {"role": "assistant", "content": turn.said, "tool_calls": []}
@@ -222,16 +172,10 @@ def opencode(turns: list[Turn]) -> tuple[str, dict[str, Any]]:
         messages += [{"role": "tool", "tool_call_id": call.key, "content": call.result} for call in results(turn)]
         messages += [{"role": "user", "content": turn.reminder}] if turn.reminder else []
         messages += [{"role": "assistant", "content": turn.then}] if turn.then else []
-    return "/v1/chat/completions", {
-        "model": "local",
-        "max_tokens": 1,
-        "temperature": 0,
-        "messages": messages,
-        "tools": [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}, {"type": "unknown"}],
-        "tool_choice": "auto",
-        "reasoning_effort": "medium",
-        "stream_options": {"include_usage": True},
-    }
+    read = {"type": "function", "function": {"name": "read", "parameters": SCHEMA}}
+    body = {"model": "local", "max_tokens": 1, "temperature": 0, "messages": messages, "reasoning_effort": "medium"}
+    body |= {"tools": [read, {"type": "unknown"}], "tool_choice": "auto", "stream_options": {"include_usage": True}}
+    return "/v1/chat/completions", body
 
 
 def requests() -> Iterator[list[Turn]]:
@@ -262,10 +206,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 @pytest.mark.parametrize("client", [codex, claude_code, opencode])
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_turns(
-    client: Callable[[list[Turn]], tuple[str, dict[str, Any]]],
-    name: str,
-    engines: Callable[[str], Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    client: Client, name: str, engines: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts: list[str] = []
     encode = ChatFormat.encode
@@ -276,9 +217,7 @@ def test_ten_turns(
 
     monkeypatch.setattr(ChatFormat, "encode", recorded)
     with live(engines(name)) as server:
-        for number, (turns, streams) in enumerate(
-            (turns, streams) for turns in requests() for streams in (False, True)
-        ):
+        for number, (turns, streams) in enumerate(product(requests(), (False, True))):
             path, body = client(turns)
             response = server.send("POST", path, body | {"stream": streams})
             text = response.read().decode()
@@ -295,7 +234,6 @@ def test_ten_turns(
 def test_the_prompt_of_a_request(engines: Callable[[str], Engine]) -> None:
     engine = engines("qwen3")
     _, body = opencode(SESSION)
-    server: Server
     with live(engine) as server:
         status, answer = server.ask("/apply-template", body | {"chat_template_kwargs": {"enable_thinking": False}})
         assert status == 200, answer
@@ -307,13 +245,8 @@ def test_the_prompt_of_a_request(engines: Callable[[str], Engine]) -> None:
 
 
 def test_all_reasoning_of_gpt_oss_is_told(engines: Callable[[str], Engine]) -> None:
-    parts = (
-        "analysis<|message|>One. ",
-        "commentary<|message|>I look. ",
-        "analysis<|message|>Two.",
-        "final<|message|>Four",
-    )
-    answer = "<|end|><|start|>assistant".join(f"<|channel|>{part}" for part in parts)
+    parts = [("analysis", "One. "), ("commentary", "I look. "), ("analysis", "Two."), ("final", "Four")]
+    answer = "<|end|><|start|>assistant".join(f"<|channel|>{channel}<|message|>{said}" for channel, said in parts)
     with live(engines("gpt-oss")) as server:
         body = {"messages": [{"role": "user", "content": "Hello"}], "grammar": f"root ::= {json.dumps(answer)}"}
         message = server.ask("/v1/chat/completions", body)[1]["choices"][0]["message"]

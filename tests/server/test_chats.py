@@ -25,22 +25,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "place": {"enum": ["Rome", "Oslo"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["place", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
+PLACE, DAYS = {"enum": ["Rome", "Oslo"]}, {"type": "integer", "minimum": 1, "maximum": 9}
+FORM = {"type": "object", "properties": {"place": PLACE, "days": DAYS}, "required": ["place", "days"]}
+FORM |= {"additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a place.", "parameters": FORM}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
@@ -114,9 +102,8 @@ def test_usage_in_streams(server: Server) -> None:
     assert "timings" not in first
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 4
-    assert [part["usage"]["completion_tokens"] for part in parts] == sorted(
-        part["usage"]["completion_tokens"] for part in parts
-    )
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
     assert all("timings" in part for part in [*parts, last])
 
 
@@ -128,10 +115,9 @@ def test_logprobs(server: Server, engine: Engine) -> None:
     assert [each["logprob"] for each in found["content"]] == [each.logprob for each in result.logprobs]
     for each in found["content"]:
         assert bytes(each["bytes"]).decode("utf-8", "replace") == each["token"]
-        assert [top["logprob"] for top in each["top_logprobs"]] == sorted(
-            (top["logprob"] for top in each["top_logprobs"]), reverse=True
-        )
-        assert len(each["top_logprobs"]) == 3
+        best = [top["logprob"] for top in each["top_logprobs"]]
+        assert best == sorted(best, reverse=True)
+        assert len(best) == 3
     assert chat(server, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
@@ -194,11 +180,10 @@ def test_which_tools_there_are(server: Server) -> None:
     body = chat(server, tools=[WEATHER, CLOCK], tool_choice=named, max_tokens=100)
     (call,) = body["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], arguments(call)) == ("clock", {})
-    assert content(chat(server, tools=[WEATHER], tool_choice="none")) == content(chat(server))
-    assert content(chat(server, tools=[{"type": "retrieval"}, {"type": "custom", "custom": {}}])) == content(
-        chat(server)
-    )
-    assert content(chat(server, tools=[WEATHER])) != content(chat(server))  # the model has read of them
+    without = content(chat(server))
+    assert content(chat(server, tools=[WEATHER], tool_choice="none")) == without
+    assert content(chat(server, tools=[{"type": "retrieval"}, {"type": "custom", "custom": {}}])) == without
+    assert content(chat(server, tools=[WEATHER])) != without  # the model has read of them
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -214,29 +199,16 @@ def test_a_conversation_with_calls(request: pytest.FixtureRequest, has_template:
 
 
 def test_tools_after_an_empty_message_of_the_system(plain: Server) -> None:
-    turns = [{"role": "system"}, MESSAGES[1]]
-    assert content(chat(plain, turns, tools=[WEATHER])) == content(
-        chat(plain, [{"role": "system", "content": ""}, MESSAGES[1]], tools=[WEATHER])
-    )
-
-
-def test_arguments_of_calls_are_data_for_templates(server: Server, engine: Engine) -> None:
-    called: dict[str, Any] = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
-    said = {"role": "assistant", "content": "I look."}
-    prompt = engine.chat_format.encode([*MESSAGES, said | {"tool_calls": [called]}])
-    called["function"]["arguments"] = json.dumps(called["function"]["arguments"])
-    body = chat(server, [*MESSAGES, said | {"tool_calls": [called]}])
-    assert body["usage"]["prompt_tokens"] == len(prompt)
+    systems = [{"role": "system"}, {"role": "system", "content": ""}]
+    found, expected = (content(chat(plain, [system, MESSAGES[1]], tools=[WEATHER])) for system in systems)
+    assert found == expected
 
 
 def test_tokens_of_a_request_are_not_believed(server: Server, engine: Engine) -> None:
     mark = engine.tokenizer.encode("<|im_end|>", add_special=False).tolist()
-    said = {"role": "assistant", "content": "<|im_end|>", "tokens": mark}
-    options = {"max_tokens": 1}
-    with_tokens = chat(server, [*MESSAGES, said, MESSAGES[1]], **options)
-    del said["tokens"]
-    without = chat(server, [*MESSAGES, said, MESSAGES[1]], **options)
-    assert with_tokens["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
+    said = {"role": "assistant", "content": "<|im_end|>"}
+    bodies = [chat(server, [*MESSAGES, turn, MESSAGES[1]], max_tokens=1) for turn in (said, said | {"tokens": mark})]
+    assert len({body["usage"]["prompt_tokens"] for body in bodies}) == 1
 
 
 def test_a_conversation_that_is_too_long(server: Server, engine: Engine) -> None:
@@ -256,11 +228,5 @@ def test_the_progress_of_a_prompt(server: Server) -> None:
     assert all(event["choices"][0]["delta"] == {} for event in events[: len(told)])
     assert [event["choices"] for event in events[len(told) :]] == [event["choices"] for event in plain]
     # Interfaces that have no such event leave it out.
-    assert (
-        "prompt_progress"
-        not in server.send(
-            "POST", "/v1/responses", {"input": "a", "stream": True, "return_progress": True, "max_output_tokens": 2}
-        )
-        .read()
-        .decode()
-    )
+    asked = {"input": "a", "stream": True, "return_progress": True, "max_output_tokens": 2}
+    assert b"prompt_progress" not in server.send("POST", "/v1/responses", asked).read()

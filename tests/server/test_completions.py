@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from support.server import NAME, Server
 
@@ -35,6 +36,19 @@ def test_every_form_of_a_prompt_gives_the_engines_texts(server: Server, engine: 
     assert texts(complete(server, ids)) == expected[:1]
     assert texts(complete(server, [PROMPT, "another"])) == expected
     assert texts(complete(server, [ids, other])) == expected
+
+
+def test_openais_client(client: openai.OpenAI, engine: Engine) -> None:
+    asked: Any = {"model": NAME, "prompt": "the tree", "temperature": 0, "max_tokens": 12}
+    found = client.completions.create(echo=True, logprobs=2, **asked)
+    assert found.choices[0].text == "the tree" + engine.generate("the tree", max_tokens=12).text
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert found.usage is not None
+    assert len(logprobs.tokens) == found.usage.total_tokens
+    parts = list(client.completions.create(stream=True, **asked))
+    assert "the tree" + "".join(part.choices[0].text for part in parts) == found.choices[0].text
 
 
 def test_sampling_is_the_engines(server: Server, engine: Engine) -> None:
@@ -150,9 +164,8 @@ def test_only_an_echo(server: Server, engine: Engine) -> None:
     assert choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["tokens"]) == len(engine.encode(PROMPT))
     assert body["usage"]["completion_tokens"] == 0
-    (first, last) = (
-        event["choices"][0] for event in server.events(PATH, {"prompt": "x", "echo": True, "max_tokens": 0})
-    )
+    events = server.events(PATH, {"prompt": "x", "echo": True, "max_tokens": 0})
+    first, last = (event["choices"][0] for event in events)
     assert (first["text"], last["text"], last["finish_reason"]) == ("x", "", "length")
 
 
@@ -163,9 +176,8 @@ def test_a_biased_and_a_formed_text(server: Server, engine: Engine) -> None:
         assert token not in body["choices"][0]["token_ids"]
     first, second = engine.generate(PROMPT, max_tokens=8).tokens[0], engine.encode("o", add_special=False)[0]
     spelled = engine.tokenizer.decode([second])
-    ids = complete(server, logit_bias=[[spelled + spelled, -100]], max_tokens=8, pystaged=True)["choices"][0][
-        "token_ids"
-    ]
+    body = complete(server, logit_bias=[[spelled + spelled, -100]], max_tokens=8, pystaged=True)
+    ids = body["choices"][0]["token_ids"]
     assert first in ids
     assert second not in ids
     assert texts(complete(server, grammar='root ::= "a"{5,5}', max_tokens=9)) == ["aaaaa"]
@@ -224,11 +236,8 @@ def test_the_progress_of_a_prompt(server: Server, path: str) -> None:
         told.append([event["prompt_progress"] for event in events if "prompt_progress" in event])
         assert all("prompt_progress" in event for event in events[: len(told[-1])])  # before any text
     cold, warm = told
-    assert [(each["total"], each["cache"], each["processed"]) for each in cold] == [
-        (301, 0, 0),
-        (301, 0, 256),
-        (301, 0, 301),
-    ]
+    assert {(each["total"], each["cache"]) for each in cold} == {(301, 0)}
+    assert [each["processed"] for each in cold] == [0, 256, 301]
     times = [each["time_ms"] for each in cold]
     assert times == sorted(times)
     assert {(each["total"], each["cache"]) for each in warm} == {(304, 301)}

@@ -32,9 +32,8 @@ PROMPTS = ["the tree then ", "a", "over and over and over ", "0123456789" * 12, 
 
 def body(i: int, **options: Any) -> dict[str, Any]:
     """A request whose text is known by its number."""
-    return (
-        {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i} | UNFILTERED | options
-    )
+    asked = {"prompt": PROMPTS[i % 5], "max_tokens": 8 + i % 24, "temperature": i % 3 / 2, "seed": i}
+    return asked | UNFILTERED | options
 
 
 def written(engine: Engine, i: int) -> str:
@@ -108,7 +107,7 @@ def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_a_request_may_take_so_long_and_no_longer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps, over = engine.runtime.stepper.step, count(), threading.Event()
+    step, steps, over = engine._stepper.step, count(), threading.Event()
 
     def step_until_over(texts: Any) -> Any:
         assert next(steps) < 5 or over.wait(600)
@@ -119,7 +118,7 @@ def test_a_request_may_take_so_long_and_no_longer(engine: Engine, monkeypatch: p
             status, answer = server.ask(PATH, endless())
             assert (status, answer["error"]["type"]) == (503, "timeout_error")
         wait_until(lambda: is_idle(engine))
-        monkeypatch.setattr(engine.runtime.stepper, "step", step_until_over)
+        monkeypatch.setattr(engine._stepper, "step", step_until_over)
         data = server.send("POST", PATH, endless(stream=True)).read().decode()
         over.set()
         last = data.rstrip().split("\n\n")[-1]
@@ -407,7 +406,7 @@ def test_two_hundred_requests_of_sixteen_clients(engine: Engine) -> None:
             gap = statistics.quantiles(clients.gaps, n=20)[-1]
             words = f"gaps between tokens: p95 {1e3 * gap:.1f} ms; held: {held[-1] / (1 << 20):.1f} MiB"
             print(words)  # noqa: T201
-        assert engine.runtime.contexts.num_bytes <= engine.kv_memory
+        assert engine._contexts.num_bytes <= engine.kv_memory
     assert held[-1] - held[1] < _MOST_GROWTH
 
 
@@ -442,7 +441,7 @@ def test_forms_that_take_long_keep_nobody_else_waiting(engine: Engine, monkeypat
             assert go_on.wait(600)
             raise GrammarError("no")
 
-    monkeypatch.setattr(engine.runtime, "_constraint", constraint)
+    monkeypatch.setattr(engine, "_constraint", constraint)
     with live(engine, queue=100) as server, ThreadPoolExecutor(48) as pool:
         try:
             chats = [body(i) | {"messages": [{"role": "user", "content": "a"}]} | FORMED[i % 4] for i in range(48)]

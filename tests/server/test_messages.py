@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 from support.scheduling import is_idle, wait_until
-from support.server import NAME, Server, live
+from support.server import NAME, live
 
 from pystaged.engine import Engine
 from pystaged.sampling.definitions import GrammarError
@@ -17,20 +16,14 @@ MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": NAME, "max_tokens": 12, "extra_body": {"temperature": 0}}
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def text_of(message: anthropic.types.Message) -> str:
     (block,) = message.content
     assert block.type == "text"
     return block.text
 
 
-def test_a_whole_answer(client: anthropic.Anthropic, engine: Engine) -> None:
-    found = client.messages.create(messages=MESSAGES, **GREEDY)
+def test_a_whole_answer(claude: anthropic.Anthropic, engine: Engine) -> None:
+    found = claude.messages.create(messages=MESSAGES, **GREEDY)
     expected = engine.chat(MESSAGES, max_tokens=12)
     assert text_of(found) == expected.text
     assert (found.type, found.role, found.model, found.stop_reason) == ("message", "assistant", NAME, "max_tokens")
@@ -40,7 +33,7 @@ def test_a_whole_answer(client: anthropic.Anthropic, engine: Engine) -> None:
     assert usage.output_tokens == 12
 
 
-def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> None:
+def test_parts_and_the_system(claude: anthropic.Anthropic, engine: Engine) -> None:
     turns: Any = [
         {"role": "user", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]},
         {"role": "assistant", "content": "Yes?"},
@@ -48,29 +41,29 @@ def test_parts_and_the_system(client: anthropic.Anthropic, engine: Engine) -> No
     ]
     system: Any = [{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}]
     plain = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}, *turns[1:]]
-    found = client.messages.create(messages=turns, system=system, **GREEDY)
+    found = claude.messages.create(messages=turns, system=system, **GREEDY)
     expected = engine.chat(plain, max_tokens=12)
     assert text_of(found) == expected.text
-    counted = client.messages.count_tokens(messages=turns, system=system, model=NAME)
+    counted = claude.messages.count_tokens(messages=turns, system=system, model=NAME)
     assert counted.input_tokens == expected.stats.prompt_tokens
 
 
-def test_claude_codes_billing_header_is_no_part_of_the_prompt(client: anthropic.Anthropic, engine: Engine) -> None:
+def test_claude_codes_billing_header_is_no_part_of_the_prompt(claude: anthropic.Anthropic, engine: Engine) -> None:
     header = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"
-    plain = client.messages.count_tokens(messages=MESSAGES, system="Be brief", model=NAME).input_tokens
+    plain = claude.messages.count_tokens(messages=MESSAGES, system="Be brief", model=NAME).input_tokens
     blocks: Any = [{"type": "text", "text": header}, {"type": "text", "text": "Be brief"}]
     for system in (blocks, f"{header}\nBe brief"):
-        assert client.messages.count_tokens(messages=MESSAGES, system=system, model=NAME).input_tokens == plain
+        assert claude.messages.count_tokens(messages=MESSAGES, system=system, model=NAME).input_tokens == plain
     alone: Any = blocks[:1]
-    nothing = client.messages.count_tokens(messages=MESSAGES, model=NAME).input_tokens
-    assert client.messages.count_tokens(messages=MESSAGES, system=alone, model=NAME).input_tokens == nothing
+    nothing = claude.messages.count_tokens(messages=MESSAGES, model=NAME).input_tokens
+    assert claude.messages.count_tokens(messages=MESSAGES, system=alone, model=NAME).input_tokens == nothing
     with live(engine, billing_header=True) as server, anthropic.Anthropic(base_url=server.url, api_key="none") as other:
         assert other.messages.count_tokens(messages=MESSAGES, system=blocks, model=NAME).input_tokens > plain
 
 
-def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+def test_errors_are_the_clients_own(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as found:
-        client.messages.create(messages=[{"role": "user", "content": "a" * 999}], **GREEDY)
+        claude.messages.create(messages=[{"role": "user", "content": "a" * 999}], **GREEDY)
     body: Any = found.value.body
     assert (body["type"], body["error"]["code"]) == ("error", "context_length_exceeded")
     assert "prompt is too long: " in body["error"]["message"]
@@ -82,20 +75,20 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     ):
         name = "mcp_servers" if "extra_body" in options else [*options][-1]
         with pytest.raises(anthropic.BadRequestError, match=name):
-            client.messages.create(messages=MESSAGES, **GREEDY | options)
+            claude.messages.create(messages=MESSAGES, **GREEDY | options)
     called: Any = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]
     for turns in ([], [*MESSAGES, {"role": "assistant", "content": called}], [{"role": "system", "content": "a"}]):
         with pytest.raises(anthropic.BadRequestError, match="messages"):
-            client.messages.create(messages=turns, **GREEDY)
+            claude.messages.create(messages=turns, **GREEDY)
 
 
-def test_a_failure_in_the_middle(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+def test_a_failure_in_the_middle(claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     def fail(*_: object) -> Any:
         raise GrammarError("it broke")
 
     monkeypatch.setattr("pystaged.server.messages.MessageAnswer.parts", fail)
     with (
-        client.messages.stream(messages=MESSAGES, **GREEDY) as stream,
+        claude.messages.stream(messages=MESSAGES, **GREEDY) as stream,
         pytest.raises(anthropic.APIError, match="broke"),
     ):
         stream.get_final_message()

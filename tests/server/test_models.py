@@ -65,19 +65,14 @@ def loaded(server: Server) -> list[str]:
 
 
 def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any, bundled_target: Path) -> None:
-    models, loads = several(fit=2)
+    (models, loads), both = several(fit=2), {"one", "two"}
     with pystaged.load(bundled_target, draft=None, policy=FixedPolicy(1, 0, 0)) as plain:
         expected = plain.generate(ASK["prompt"], max_tokens=4).text
     with live_of(models) as server:
         assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == [*NAMES]
         assert [each["name"] for each in server.ask("/api/tags")[1]["models"]] == [*NAMES]
         assert (loaded(server), loads.engines) == ([], [])
-        for name, left in (
-            ("one", {"one"}),
-            ("two", {"one", "two"}),
-            ("one", {"one", "two"}),
-            ("three", {"one", "three"}),
-        ):
+        for name, left in (("one", {"one"}), ("two", both), ("one", both), ("three", {"one", "three"})):
             status, answer = server.ask(PATH, ASK | {"model": name})
             assert (status, answer["model"], answer["choices"][0]["text"]) == (200, name, expected)
             assert set(loaded(server)) == left
@@ -122,20 +117,15 @@ async def test_what_is_loaded_when_the_server_ends_is_closed(several: Any) -> No
         await asked
     models.close()
     go_on.set()
-    while not (loads.engines and loads.engines[0].runtime.contexts.closed):
+    while not (loads.engines and loads.engines[0]._contexts.closed):
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.usefixtures("nothing_is_resolved")
 def test_a_name_is_compared_with_theirs_alone(
     several: Any, bundled_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models, _ = several()
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("a request was resolved")
-
-    with live_of(models) as server, monkeypatch.context() as watched:
-        watched.setattr("pystaged.loading.names.resolve", never)
+    with live_of(several()[0]) as server:
         for name in (str(bundled_target), "bundled", "openai-community/gpt2", "../one", "", "on"):
             status, answer = server.ask(PATH, ASK | {"model": name})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
@@ -144,7 +134,7 @@ def test_a_name_is_compared_with_theirs_alone(
         assert (status, answer["error"]["param"]) == (400, "model")
         assert server.ask("/v1/models/two")[0] == 200
         assert server.ask("/v1/models/four")[0] == 404
-        watched.undo()
+        monkeypatch.undo()  # what is loaded is resolved
         for name in ("two:latest", "Two", "TWO:Latest"):  # as Ollama's clients write
             assert server.ask(PATH, ASK | {"model": name})[1]["model"] == "two"
         shown = [server.ask("/api/show", {"name": name})[0] for name in ("two", "four")]  # Ollama's older key
@@ -277,10 +267,8 @@ def test_the_time_of_loading_is_part_of_an_answers(several: Any, stream: bool) -
         chat: Any = {"messages": [{"role": "user", "content": "Hi"}]}
         for path, asked in (("chat", chat), ("generate", {"prompt": "def f("}), ("embed", {"input": "a"})):
             for name in ("one", "two", "two"):
-                body, known = (
-                    asked | {"model": name, "stream": stream, "options": {"num_predict": 3}},
-                    len(loads.engines),
-                )
+                known = len(loads.engines)
+                body = asked | {"model": name, "stream": stream, "options": {"num_predict": 3}}
                 answer = server.send("POST", f"/api/{path}", body).read().decode()
                 found = json.loads(answer.splitlines()[-1])
                 loading, rest = found["load_duration"], found.get("prompt_eval_duration", 0)

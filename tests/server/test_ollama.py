@@ -84,9 +84,8 @@ def test_a_prompt(server: Server, engine: Engine) -> None:
 
 def test_a_text_that_is_continued_or_filled_in(server: Server, engine: Engine) -> None:
     asked: Any = {"prompt": "the tree", "options": greedy()}
-    assert (
-        ask(server, "/api/generate", raw=True, **asked)["response"] == engine.generate("the tree", max_tokens=12).text
-    )
+    expected = engine.generate("the tree", max_tokens=12).text
+    assert ask(server, "/api/generate", raw=True, **asked)["response"] == expected
     filled = engine.infill("the tree", "the end", max_tokens=12).text
     assert ask(server, "/api/generate", suffix="the end", **asked)["response"] == filled
 
@@ -137,20 +136,15 @@ def test_results_go_back_to_their_calls(server: Server) -> None:
         {"role": "tool", "content": "1"},
     ]
     found = ask(server, "/api/chat", messages=messages, options=greedy())
-    ids = [f"call_1_{i}" for i in range(2)]
+    told = [
+        {"id": f"call_1_{i}", "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+        for i, name in enumerate(("one", "two"))
+    ]
     ours = [
         *ASKED,
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {"id": key, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
-                for key, name in zip(ids, ("one", "two"), strict=True)
-            ],
-        },
-        {"role": "tool", "content": "2", "tool_call_id": ids[1], "name": "two"},
-        {"role": "tool", "content": "1", "tool_call_id": ids[0], "name": "one"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": told},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1_1", "name": "two"},
+        {"role": "tool", "content": "1", "tool_call_id": "call_1_0", "name": "one"},
     ]
     asked = {"messages": ours, "temperature": 0, "max_tokens": 12}
     status, body = server.ask("/v1/chat/completions", asked)
@@ -244,12 +238,9 @@ def test_an_error_in_a_stream_is_a_line(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_that_only_load_the_model(server: Server, stream: bool) -> None:
-    for path, said in (
-        ("/api/generate", {"response": ""}),
-        ("/api/chat", {"message": {"role": "assistant", "content": ""}}),
-    ):
+    for path, said in (("generate", {"response": ""}), ("chat", {"message": {"role": "assistant", "content": ""}})):
         for kept in (-1, 0):  # the only model of a server stays
-            found = ask(server, path, stream=stream, keep_alive=kept)
+            found = ask(server, f"/api/{path}", stream=stream, keep_alive=kept)
             assert said.items() <= found.items()
             assert (found["done"], found["done_reason"]) == (True, "load")
             assert len(server.ask("/api/ps")[1]["models"]) == 1

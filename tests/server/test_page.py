@@ -133,16 +133,8 @@ HOSTILE = [
     "`<i>` **<a href=javascript:hit()>** | <b> |\n|---|---|\n| <svg/onload=hit()> | x |",
 ]
 # Never closed, or repeated. The driver gives up on a page that takes half a minute.
-LONG = [
-    "*a " * 20000,
-    "`" * 20000,
-    "[" * 20000,
-    "a**" * 20000,
-    "a~~" * 20000,
-    "| a " * 5000 + "\n" + "|---" * 5000,
-    "> " * 9000,
-    "- a\n" * 9000,
-]
+LONG = [mark * 20000 for mark in ("*a ", "`", "[", "a**", "a~~")]
+LONG += ["| a " * 5000 + "\n" + "|---" * 5000, "> " * 9000, "- a\n" * 9000]
 # In place of the server: what it is to send is given bit by bit.
 STAND_IN = """
 window.fetch = (path, options) => {
@@ -207,13 +199,13 @@ def test_stop(page: Page, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     # Of a text that does not end before it is stopped.
     texts = (engine.chat(asked, max_tokens=900, sampling=sampling(engine, seed)) for seed in range(1000))
     text = next(text for text in texts if len(text.tokens) > 300)
-    step, steps, stopped = engine.runtime.stepper.step, count(), threading.Event()
+    step, steps, stopped = engine._stepper.step, count(), threading.Event()
 
     def step_until_stopped(texts: Any) -> Any:
         assert next(steps) < 40 or stopped.wait(600)
         return step(texts)
 
-    monkeypatch.setattr(engine.runtime.stepper, "step", step_until_stopped)
+    monkeypatch.setattr(engine._stepper, "step", step_until_stopped)
     page.choose(temperature="1", max_tokens="900", seed=str(text.seed))
     page.ask("go on")
     page.wait(lambda: page.all(".assistant .words span"))
@@ -470,10 +462,8 @@ def test_markdown(page: Page) -> None:
     ]:
         assert part in plain
     # Who proposed which letter is kept through markup.
-    assert (
-        '<strong><span class="target" data-step="0">bo</span><span class="draft" data-step="1">ld</span></strong>'
-        in html
-    )
+    bold = '<span class="target" data-step="0">bo</span><span class="draft" data-step="1">ld</span>'
+    assert f"<strong>{bold}</strong>" in html
     font = "return getComputedStyle(document.querySelector(arguments[0])).fontFamily"
     assert [each.is_selected() for each in page.all(".task input")] == [False, True]
     assert all("monospace" in page.script(font, f".words {each}") for each in ("pre code", "h3 code"))
@@ -637,9 +627,7 @@ def test_the_tree_of_any_step(page: Page) -> None:
 
 def test_everything_has_a_name_and_fits(page: Page, server: Server) -> None:
     page.seed(ASKED, written("a", trees=[[["q", -1, "target", True]]]))
-    page.script(
-        "document.getElementById('model').textContent = 'a-model-of-a-very-long-name-that-no-phone-has-room-for'"
-    )
+    page.script("at('model').textContent = 'a-model-of-a-very-long-name-that-no-phone-has-room-for'")
     width = page.script("return innerWidth")
     for panel in ("settings", "tree"):
         page.one(f"#show-{panel}").click()

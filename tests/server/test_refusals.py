@@ -14,14 +14,10 @@ _NEEDED: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
     "/v1/responses": {"input": "a"},
 }
+_BREAKER = "e" + "x y " * 1_000_000
 _LARGE: list[list[Any]] = [
     ["/v1/completions", {"stop": [" " * 600_000, " " * 599_999]}, "stop", "stop has "],
-    [
-        "/v1/completions",
-        {"dry_multiplier": 1, "dry_sequence_breakers": ["e" + "x y " * 1_000_000]},
-        "dry_sequence_breakers",
-        "",
-    ],
+    ["/v1/completions", {"dry_multiplier": 1, "dry_sequence_breakers": [_BREAKER]}, "dry_sequence_breakers", ""],
 ]
 
 

@@ -64,11 +64,8 @@ def ask(server: Server, **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(path: str, number: signal.Signals) -> None:
-    with serving(path, "--max-tokens", "6", "--seed", "42", "--temperature", "0.5", *UNFILTERED) as (
-        process,
-        server,
-        said,
-    ):
+    options = ("--max-tokens", "6", "--seed", "42", "--temperature", "0.5", *UNFILTERED)
+    with serving(path, *options) as (process, server, said):
         assert any("gpt2" in line for line in said)
         body = ask(server)
         assert (body["seed"], body["usage"]["completion_tokens"]) == (42, 6)
@@ -103,8 +100,7 @@ def test_texts_in_progress_may_end(path: str) -> None:
         assert process.stderr is not None
         said = process.stderr.readline()
         assert said == "requests in progress: 1; waiting 30 s at most, Ctrl-C again ends at once\n"
-        data = response.read().decode()
-        assert data.endswith("data: [DONE]\n\n")
+        assert response.read().endswith(b"data: [DONE]\n\n")
         assert process.wait(SECONDS) == 0
 
 
@@ -126,17 +122,15 @@ def test_ctrl_c_that_comes_twice_is_one(path: str) -> None:
 
 
 def test_signals_in_a_moment_are_one(engine: pystaged.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Running(application(Models.of(engine, Settings("tiny"))), 1)
+    server, other = (Running(application(Models.of(engine, Settings("tiny"))), 1) for _ in range(2))
     for _ in range(2):
         server.handle_exit(signal.SIGINT, None)
     assert (server.should_exit, server.force_exit) == (True, False)
+    for sent in (signal.SIGTERM, signal.SIGINT):  # which are never one
+        other.handle_exit(sent, None)
+    assert other.force_exit
     monkeypatch.setattr(run_server, "_ONE_PRESS", -1.0)
     server.handle_exit(signal.SIGINT, None)
-    assert server.force_exit
-    monkeypatch.undo()
-    server = Running(application(Models.of(engine, Settings("tiny"))), 1)
-    for sent in (signal.SIGTERM, signal.SIGINT):  # which are never one
-        server.handle_exit(sent, None)
     assert server.force_exit
 
 

@@ -191,19 +191,11 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
         for i in range(100)
     ]
     (folder / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
-    task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
-        ],
-    }
+    task: dict[str, Any] = {"task": "tiny", "dataset_path": "json", "test_split": "test"}
+    task |= {"output_type": "multiple_choice", "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}}}
+    task |= {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    scores = ("acc", "acc_norm")
+    task["metric_list"] = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in scores]
     (folder / "tiny.yaml").write_text(json.dumps(task))
     return folder, items
 
@@ -216,14 +208,12 @@ def sums(engine: Engine, item: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("way", ["single", "batched", "gguf", "own, 1", "own, 16"])
-def test_lm_eval(
-    server: Server, engine: Engine, items: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str
-) -> None:
+def test_lm_eval(server: Server, engine: Engine, items: Items, tmp_path: Path, way: str) -> None:
     folder, asked = items
     program, environment = "lm_eval", {}
     if way.startswith("own"):
         program, environment = "pystaged.integrations.lm_eval", {"PYTHONPATH": str(Path(pystaged.__file__).parents[1])}
-        arguments = f"model={engine.runtime.bundle.path},recycle=False,draft=none"
+        arguments = f"model={engine._bundle.path},recycle=False,draft=none"
         model = ["--model", "pystaged", "--model_args", arguments, "--batch_size", way.rpartition(" ")[2]]
     elif way == "gguf":
         model = ["--model", "gguf", "--model_args", f"base_url={server.url}"]
@@ -271,9 +261,7 @@ def test_llama_cpp(tmp_path: Path) -> None:
         file.write('    items[:] = [each for each in items if not any(n in each.nodeid + "[" for n in left_out)]\n')
     options = ["-q", "-p", "no:cacheprovider", "--deselect", TWICE, *(f"unit/test_{name}.py" for name in FILES)]
     told: Any = {"defaults": {"max_tokens": 64, "seed": 42}, "metrics_prefix": "llamacpp:"}
-    with (
-        pystaged.load(paths.smollm2(), n_ctx=256, recycle=False, report=lambda _: None) as engine,
-        live(engine, **told) as server,
-    ):
+    model = pystaged.load(paths.smollm2(), n_ctx=256, recycle=False, report=lambda _: None)
+    with model as engine, live(engine, **told) as server:
         said = run("requests", "-m", "pytest", *options, folder=folder, DEBUG_EXTERNAL="1", PORT=str(server.port))
     assert re.search(r"\b[6-9]\d passed", said), said

@@ -28,15 +28,9 @@ OPEN = (
     "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{# <tool_call> #}"
 )
 MARKS = ["<|im_start|>", "<|im_end|>"]
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "place": {"type": "string", "enum": ["Rome", "Oslo"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["place"],
-    "additionalProperties": False,
-}
+PLACE, DAYS = {"type": "string", "enum": ["Rome", "Oslo"]}, {"type": "integer", "minimum": 1, "maximum": 9}
+PARAMETERS: Any = {"type": "object", "properties": {"place": PLACE, "days": DAYS}, "required": ["place"]}
+PARAMETERS |= {"additionalProperties": False}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 RESPONSE_TOOL: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 MESSAGE_TOOL: Any = {"name": "weather", "input_schema": PARAMETERS}
@@ -82,12 +76,6 @@ def opened(load: Load) -> Iterator[Server]:
     """A server of a model whose answers begin inside of reasoning."""
     with live(load(OPEN, MARKS)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def claude(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, text: str, *, streams: bool, **options: Any) -> Any:
@@ -148,14 +136,8 @@ def test_reasoning_text_and_parallel_calls(client: openai.OpenAI, claude: anthro
 
 
 def test_the_order_of_events(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    asked: Any = {
-        "model": NAME,
-        "max_tokens": 500,
-        "messages": ASKED,
-        "tools": [MESSAGE_TOOL],
-        "extra_body": says(ANSWER),
-    }
-    told = list(claude.messages.create(stream=True, **asked))
+    asked: Any = {"model": NAME, "max_tokens": 500, "messages": ASKED, "tools": [MESSAGE_TOOL]}
+    told = list(claude.messages.create(stream=True, extra_body=says(ANSWER), **asked))
     assert (told[0].type, told[-2].type, told[-1].type) == ("message_start", "message_delta", "message_stop")
     blocks: list[list[Any]] = []
     for event in told[1:-2]:
@@ -182,14 +164,9 @@ def test_the_order_of_events(client: openai.OpenAI, claude: anthropic.Anthropic)
                 names.append(name)
     added, parts, done = "output_item.added", "content_part", "output_item.done"
     call = [added, "function_call_arguments.delta", "function_call_arguments.done", done]
-    assert list(items.values()) == [
-        *(
-            [added, f"{parts}.added", f"{kind}.delta", f"{kind}.done", f"{parts}.done", done]
-            for kind in ("reasoning_text", "output_text")
-        ),
-        call,
-        call,
-    ]
+    texts = ("reasoning_text", "output_text")
+    said = [[added, f"{parts}.added", f"{kind}.delta", f"{kind}.done", f"{parts}.done", done] for kind in texts]
+    assert list(items.values()) == [*said, call, call]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -284,19 +261,16 @@ def test_arguments_that_are_no_json_reach_no_client_that_fails_at_them(claude: a
     assert found.content[0].input == {"place": "Rome"}
 
 
-THOUGHT = "<think>\nI have to add.\n\nFour; five.\n</think>\n\nThe answer is 4.\nNo more; END"
+REASONING, WHOLE = "I have to add.\n\nFour; five.", "The answer is 4.\nNo more; END"
+THOUGHT = f"<think>\n{REASONING}\n</think>\n\n{WHOLE}"
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("stop", "shown"),
     [
-        ("Four", "The answer is 4.\nNo more; END"),
-        ("\n\n", "The answer is 4.\nNo more; END"),
-        ("\n", "The answer is 4."),
-        ("</think>", "The answer is 4.\nNo more; END"),
-        (" END", "The answer is 4.\nNo more;"),
-        (";", "The answer is 4.\nNo more"),
+        *((stop, WHOLE) for stop in ("Four", "\n\n", "</think>")),
+        *(("\n", "The answer is 4."), (" END", "The answer is 4.\nNo more;"), (";", "The answer is 4.\nNo more")),
     ],
 )
 def test_stop_strings_stop_the_text_alone(
@@ -305,19 +279,18 @@ def test_stop_strings_stop_the_text_alone(
     for tools in ([CHAT_TOOL], openai.omit):
         choice = chat(client, THOUGHT, streams=streams, stop=[stop, "END!"], tools=tools)
         assert (choice.message.content, choice.finish_reason) == (shown, "stop")
-        assert choice.message.reasoning_content == "I have to add.\n\nFour; five."
+        assert choice.message.reasoning_content == REASONING
     found = message(claude, THOUGHT, streams=streams, stop_sequences=[stop])
-    assert (found.content[0].thinking, found.content[1].text) == ("I have to add.\n\nFour; five.", shown)
-    is_met = shown != "The answer is 4.\nNo more; END"
-    assert (found.stop_reason, found.stop_sequence) == (("stop_sequence", stop) if is_met else ("end_turn", None))
+    assert (found.content[0].thinking, found.content[1].text) == (REASONING, shown)
+    ended = ("end_turn", None) if shown == WHOLE else ("stop_sequence", stop)
+    assert (found.stop_reason, found.stop_sequence) == ended
     if not streams:
         options = says(THOUGHT) | {"stop": [stop], "num_predict": -1}
         _, told = server.ask("/api/chat", {"messages": ASKED, "options": options, "stream": False})
-        assert told["message"] == {"role": "assistant", "content": shown, "thinking": "I have to add.\n\nFour; five."}
+        assert told["message"] == {"role": "assistant", "content": shown, "thinking": REASONING}
     body = says(THOUGHT, reasoning_format="none")
-    assert (
-        chat(client, "", streams=streams, stop="Four", extra_body=body).message.content == "<think>\nI have to add.\n\n"
-    )
+    whole = chat(client, "", streams=streams, stop="Four", extra_body=body)
+    assert whole.message.content == "<think>\nI have to add.\n\n"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -351,9 +324,8 @@ def test_tools_beside_a_form_of_the_answer(server: Server, bias: dict[str, int])
         assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == ({"sum": 4}, "stop")
     text = {"format": {"type": "json_schema", "name": "x", "schema": FORM}}
     body: Any = {"input": "Hello", "tools": [RESPONSE_TOOL], "text": text, "max_output_tokens": 300}
-    item = server.ask("/v1/responses", body | {"parallel_tool_calls": False, "temperature": 0, "logit_bias": bias})[1][
-        "output"
-    ][0]
+    body |= {"parallel_tool_calls": False, "temperature": 0, "logit_bias": bias}
+    item = server.ask("/v1/responses", body)[1]["output"][0]
     assert item["type"] == ("function_call" if "<" in bias else "message")
     options: Any = {"temperature": 0, "num_predict": 300, "logit_bias": bias}
     told = {"messages": ASKED, "tools": [CHAT_TOOL], "format": FORM, "options": options, "stream": False}
@@ -374,15 +346,9 @@ def test_a_call_that_must_be(client: openai.OpenAI, claude: anthropic.Anthropic,
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     assert client.responses.create(input="Hello", tool_choice=allowed, **given).output[0].type == "function_call"
     tool: Any = {"type": "tool", "name": "weather"} if named else {"type": "any"}
-    found = claude.messages.create(
-        model=NAME,
-        max_tokens=200,
-        messages=ASKED,
-        tools=[MESSAGE_TOOL, {"type": "web_search_20250305", "name": "web_search"}],
-        tool_choice=tool | {"disable_parallel_tool_use": True},
-        extra_body=greedy,
-    )
-    (block,) = found.content
+    asked: Any = {"tools": [MESSAGE_TOOL, {"type": "web_search_20250305", "name": "web_search"}], "extra_body": greedy}
+    asked["tool_choice"] = tool | {"disable_parallel_tool_use": True}
+    (block,) = message(claude, "", streams=False, **asked).content
     assert block.type == "tool_use"
     assert block.input["place"] in ("Rome", "Oslo")
 
@@ -486,15 +452,8 @@ def test_reasoning_is_switched_by_each_interface(load: Load) -> None:
 
 
 def test_a_call_that_must_be_after_open_reasoning(opened: Server) -> None:
-    body = {
-        "messages": ASKED,
-        "tools": [CHAT_TOOL],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "reasoning_budget_tokens": 5,
-        "max_tokens": 200,
-        "temperature": 0,
-    }
+    body: Any = {"messages": ASKED, "tools": [CHAT_TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    body |= {"reasoning_budget_tokens": 5, "max_tokens": 200, "temperature": 0}
     choice = opened.ask("/v1/chat/completions", body)[1]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
@@ -554,9 +513,6 @@ def test_what_is_written_is_taken_back(client: openai.OpenAI, claude: anthropic.
 
 def test_a_schema_for_messages(claude: anthropic.Anthropic) -> None:
     form = {"format": {"type": "json_schema", "schema": PARAMETERS | {"required": ["place", "days"]}}}
-    found = claude.messages.create(
-        model=NAME, max_tokens=200, messages=ASKED, extra_body={"temperature": 0, "output_config": form}
-    )
-    (block,) = found.content
+    (block,) = message(claude, "", streams=False, extra_body={"temperature": 0, "output_config": form}).content
     assert block.type == "text"
     assert json.loads(block.text).keys() == {"place", "days"}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from support.paths import table
-from support.random_models import add_vocabulary, gguf_file
+from support.random_models import add_key, add_vocabulary, gguf_file
 
 LAYERS, WIDTH = 2, 64
 # Keys of every file, those that libllama asks for (other numbers are 2), and mixtures of experts.
@@ -79,12 +79,7 @@ class Asking:
         rng = np.random.default_rng(0)
         with gguf_file(self.path, self.family) as writer:
             for key, value in self.keys.items():
-                name = f"{self.family}.{key}"
-                add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-                if isinstance(value, list):
-                    writer.add_array(name, value)
-                else:
-                    add[type(value)](name, value)
+                add_key(writer, f"{self.family}.{key}", value)
             add_vocabulary(writer, 300)
             for name, shape in self.shapes.items():
                 writer.add_tensor(name, _weights(rng, name, shape))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from support.feature_drafts import Array
-from support.random_models import RandomModel
+from support.random_models import RandomModel, Tensors
 
 
 @dataclass
@@ -73,15 +73,8 @@ class Assistant:
 
     def tensors(self) -> dict[str, Array]:
         """Matrices [outputs, inputs], norms around 1; before they are quantized."""
-        random, of_target = np.random.default_rng(self.seed), self.target.width
-        found: dict[str, Array] = {}
-
-        def matrix(name: str, rows: int, cols: int) -> None:
-            found[f"{name}.weight"] = (random.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
-
-        def norm(name: str, size: int, scale: float = 1) -> None:
-            found[f"{name}.weight"] = (scale * (1 + 0.1 * random.standard_normal(size))).astype(np.float32)
-
+        found, of_target = Tensors(self.seed), self.target.width
+        matrix, norm = found.matrix, found.norm
         matrix("token_embd", self.target.vocab_size, self.width)
         matrix("nextn.pre_projection", self.width, 2 * of_target)
         matrix("nextn.post_projection", of_target, self.width)
@@ -91,7 +84,7 @@ class Assistant:
             block, dim = f"blk.{layer}.", self.head_dim(layer)
             for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
                 norm(block + name, self.width)
-            norm(block + "attn_q_norm", dim, 1 / np.sqrt(dim))  # as nothing else scales scores
+            norm(block + "attn_q_norm", dim, scale=1 / np.sqrt(dim))  # as nothing else scales scores
             norm(block + "layer_output_scale", 1)
             matrix(block + "attn_q", self.heads * dim, self.width)
             matrix(block + "attn_output", self.width, self.heads * dim)

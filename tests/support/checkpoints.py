@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from random_weights import END_OF_TEXT, synthetic_vocabulary
 from safetensors.numpy import save_file
 
 from pystaged.loading.shapes import Shape
 from support.paths import table
+from support.random_models import END_OF_TEXT, byte_alphabet, synthetic_merges
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -59,13 +59,18 @@ def weights(
     return arrays
 
 
+def _added(token: int, content: str) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": content, "special": True} | plain
+
+
 def write_tokenizer_json(folder: Path, num_tokens: int = NUM_TOKENS, **changes: object) -> None:
     """tokenizer.json of a made-up vocabulary; `changes` are of its outermost keys."""
-    tokens, merges = synthetic_vocabulary(num_tokens)
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    merges = synthetic_merges(num_tokens)
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
     found = {
         "version": "1.0",
-        "added_tokens": [{"id": num_tokens - 1, "content": END_OF_TEXT, "special": True} | plain],
+        "added_tokens": [_added(num_tokens - 1, END_OF_TEXT)],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
         "model": {
@@ -97,9 +102,9 @@ def family_config(model_type: str, **changes: object) -> dict[str, Any]:
     return CONFIGS["others"] | {"model_type": model_type, "vocab_size": NUM_TOKENS} | changes
 
 
-def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int = 0) -> Arrays:
+def family_weights(config: dict[str, Any], *, prefix: str = "model.") -> Arrays:
     """Tensors of such a model, around 0 but for the norms', which are around 1."""
-    generator, shape = np.random.default_rng(seed), Shape.of(config, Path("config.json"))
+    generator, shape = np.random.default_rng(0), Shape.of(config, Path("config.json"))
     arrays: Arrays = {}
     for wanted in shape.tensors(NUM_TOKENS):
         name = ("" if wanted.source.startswith("lm_head.") else prefix) + wanted.source
@@ -110,21 +115,21 @@ def family_weights(config: dict[str, Any], *, prefix: str = "model.", seed: int 
 
 def write_family(folder: Path, model_type: str, *, shards: int = 1, **changes: object) -> Path:
     """A whole checkpoint; `changes` are of config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
     shape = family_config(model_type, **changes)
-    (folder / "config.json").write_text(json.dumps(shape))
-    write_tokenizer_json(folder)
-    write_weights(folder, family_weights(shape), shards)
-    return folder
+    return _write(folder, shape, family_weights(shape), shards)
 
 
 def write_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **changes: object) -> Path:
-    """A whole checkpoint; `changes` are of config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """One of GPT-2."""
     shape = config(**changes)
+    return _write(folder, shape, weights(shape, seed=seed), shards)
+
+
+def _write(folder: Path, shape: dict[str, Any], arrays: Arrays, shards: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     write_tokenizer_json(folder)
-    write_weights(folder, weights(shape, seed=seed), shards)
+    write_weights(folder, arrays, shards)
     return folder
 
 
@@ -134,10 +139,9 @@ def write_sentencepiece(folder: Path, pieces: Sequence[str], **changes: object) 
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     vocab = {token: i for i, token in enumerate(tokens)}
     splits = [(piece[:i], piece[i:]) for piece in pieces for i in range(1, len(piece))]
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     found = {
         "version": "1.0",
-        "added_tokens": [{"id": i, "content": tokens[i], "special": True} | plain for i in range(3)],
+        "added_tokens": [_added(i, tokens[i]) for i in range(3)],
         "normalizer": {
             "type": "Sequence",
             "normalizers": [

@@ -43,6 +43,7 @@ def run_python(script: str, *arguments: object, **environment: str) -> subproces
     """A script in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
         env=os.environ | environment,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Texts that stay as they are: tests/data/corpus.jsonl has the receipts, and how each text was made.
 
-`PYTHONPATH=tests:models python -m support.corpus` lists the entries that this version makes otherwise;
+`PYTHONPATH=tests python -m support.corpus` lists the entries that this version makes otherwise;
 with --write it makes those anew and leaves the others alone. An entry has
 
     name, model     the model: smollm2, bundled, or a case of families.py with a type of its matrices

@@ -79,7 +79,7 @@ def started(context: Context, prompt: NDArray[np.int32], **options: Any) -> int:
     """Read a prompt; returns the number of tokens that the context held already."""
     text = _texts[context] = text_of(prompt, queue=Said(), **options).begin(context)
     while request := text._next_read():
-        fulfil(request, context.clocks)
+        fulfil([request], context.clocks)
         text.request = request
         text.take()
         if text.error is not None:

@@ -18,6 +18,7 @@ from support.paths import table
 
 _LAYER: dict[str, str] = dict(table("layer_names"))
 _OTHERS = {"output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens"}
+_OTHERS |= {name: f"markov_head.{name}" for name in ("markov_w1", "markov_w2")}
 _RANDOM = np.random.default_rng(3)
 EMBEDDING, HEAD = (_RANDOM.standard_normal((300, 64)).astype(np.float32) for _ in range(2))  # a target's
 
@@ -79,9 +80,7 @@ class Form:
                 elif stem == "enc.output_norm":
                     stem = "input_norm" if eagle3 else "hidden_norm"
                 else:
-                    stem = {"markov_w1": "markov_head.markov_w1", "markov_w2": "markov_head.markov_w2"}.get(
-                        stem, _OTHERS.get(stem, stem)
-                    )
+                    stem = _OTHERS.get(stem, stem)
                 found[f"{stem}.{end}"] = values
         for old, new in self.names.items():
             found = {name.replace(old, new): values for name, values in found.items()}

@@ -8,40 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGMLQuantizationType, quants
 
 from pystaged._core import Model
-from support.random_models import add_key, add_vocabulary, gguf_file
+from support.family_reference import Contents, Reference
+from support.random_models import Tensors, add_key, add_vocabulary, gguf_file
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-AnyTwin = TypeVar("AnyTwin", bound="_Twin")
 MASK = "tokenizer.ggml.mask_token_id"
-
-
-class Writable(Protocol):
-    """What a draft's file is made of."""
-
-    architecture: ClassVar[str]
-    quantization: str
-    metadata: dict[str, Any]
-
-    @property
-    def tokenizer(self) -> bool: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def keys(self) -> dict[str, Any]:
-        """Keys of the file, without the architecture's name."""
-
-    def tensors(self) -> dict[str, Array]:
-        """Matrices [outputs, inputs], norms around 1, token ids; before they are quantized."""
 
 
 @dataclass
@@ -121,18 +101,18 @@ class Eagle3(RandomDraft):
         return super().keys() | {name: getattr(self, name) for name in own}
 
     def tensors(self) -> dict[str, Array]:
-        made = _Maker(self)
+        made = _Made(self)
         taps, wide = len(self.taps), len(self.taps) * self.target_width
-        made.matrix("fc.weight", self.width, wide)
+        made.matrix("fc", self.width, wide)
         if self.norm_before_fc:
-            made.norm("enc.output_norm.weight", wide)
+            made.norm("enc.output_norm", wide)
         if self.separate_fc_norm:
-            made.norm("fc_norm.weight", taps, self.target_width)
+            made.norm("fc_norm", taps, self.target_width)
         for layer in range(self.layers):
             if not layer:
-                made.norm("blk.0.attn_norm_2.weight", self.width)
+                made.norm("blk.0.attn_norm_2", self.width)
             made.layer(layer, self.width if layer else 2 * self.width, self.head_norms)
-        return made.tensors
+        return made
 
 
 @dataclass
@@ -163,15 +143,15 @@ class Block(RandomDraft):
         }
 
     def tensors(self) -> dict[str, Array]:
-        made, rank = _Maker(self), self.markov_rank
-        made.matrix("fc.weight", self.width, len(self.taps) * self.target_width)
-        made.norm("enc.output_norm.weight", self.width)
+        made, rank = _Made(self), self.markov_rank
+        made.matrix("fc", self.width, len(self.taps) * self.target_width)
+        made.norm("enc.output_norm", self.width)
         for layer in range(self.layers):
             made.layer(layer, self.width, True)
         if rank:
-            made.matrix("markov_w1.weight", self.vocab_size, rank)
-            made.matrix("markov_w2.weight", self.num_rows, rank, scale=4)
-        return made.tensors
+            made.matrix("markov_w1", self.vocab_size, rank)
+            made.matrix("markov_w2", self.num_rows, rank, scale=4)
+        return made
 
 
 def dspark(**options: Any) -> Block:
@@ -179,10 +159,11 @@ def dspark(**options: Any) -> Block:
     return Block(**{"from_anchor": True, "markov_rank": 16} | options)
 
 
-def write_draft(path: Path, draft: Writable, changed: Mapping[str, Array | None] | None = None) -> Path:
+def write_draft(path: Path, draft: Any, changed: Mapping[str, Array | None] | None = None) -> Path:
     """Write a draft; the same seed gives the same file.
 
     Args:
+        draft: a RandomDraft or an Assistant: what it has as keys(), without the architecture's name, and as tensors().
         changed: tensors that differ, by name; None to leave one out.
     """
     kind = GGMLQuantizationType[draft.quantization]
@@ -214,84 +195,45 @@ def tap(target: Model, draft: Model) -> None:
     target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
 
 
-class _Maker:
-    """Makes random tensors by name."""
+class _Made(Tensors):
+    """What all drafts have; layers are added."""
 
     def __init__(self, draft: RandomDraft) -> None:
-        self._draft, self._random = draft, np.random.default_rng(draft.seed)
-        self.tensors: dict[str, Array] = {}
+        super().__init__(draft.seed)
+        self._draft = draft
         if draft.own_embedding:
-            self.matrix("token_embd.weight", draft.vocab_size, draft.width)
-        self.norm("output_norm.weight", draft.width)
+            self.matrix("token_embd", draft.vocab_size, draft.width)
+        self.norm("output_norm", draft.width)
         if draft.own_head:
-            self.matrix("output.weight", draft.num_rows, draft.width)
+            self.matrix("output", draft.num_rows, draft.width)
         if draft.num_rows < draft.vocab_size:
-            kept = self._random.choice(draft.vocab_size, draft.num_rows, replace=False)
-            self.tensors["d2t"] = np.sort(kept).astype(np.int64)
+            kept = self.random.choice(draft.vocab_size, draft.num_rows, replace=False)
+            self["d2t"] = np.sort(kept).astype(np.int64)
         if draft.rope_factors:
-            factors = np.linspace(1, 8, draft.head_dim // 2)
-            self.tensors["rope_freqs.weight"] = factors.astype(np.float32)
-
-    def matrix(self, name: str, rows: int, cols: int, scale: float = 1) -> None:
-        values = scale * self._random.standard_normal((rows, cols)) / np.sqrt(cols)
-        self.tensors[name] = values.astype(np.float32)
-
-    def norm(self, name: str, *shape: int) -> None:
-        self.tensors[name] = (1 + 0.1 * self._random.standard_normal(shape)).astype(np.float32)
+            self["rope_freqs.weight"] = np.linspace(1, 8, draft.head_dim // 2).astype(np.float32)
 
     def layer(self, layer: int, inputs: int, head_norms: bool) -> None:
         m = self._draft
         block, q, kv = f"blk.{layer}", m.heads * m.head_dim, m.kv_heads * m.head_dim
-        self.norm(f"{block}.attn_norm.weight", m.width)
+        self.norm(f"{block}.attn_norm", m.width)
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            self.matrix(f"{block}.attn_{name}.weight", rows, inputs)
+            self.matrix(f"{block}.attn_{name}", rows, inputs)
         for name in ("q", "k") if head_norms else ():
-            self.norm(f"{block}.attn_{name}_norm.weight", m.head_dim)
-        self.matrix(f"{block}.attn_output.weight", m.width, q)
-        self.norm(f"{block}.ffn_norm.weight", m.width)
-        self.matrix(f"{block}.ffn_gate.weight", m.ffn_width, m.width)
-        self.matrix(f"{block}.ffn_up.weight", m.ffn_width, m.width)
-        self.matrix(f"{block}.ffn_down.weight", m.width, m.ffn_width)
+            self.norm(f"{block}.attn_{name}_norm", m.head_dim)
+        self.matrix(f"{block}.attn_output", m.width, q)
+        self.norm(f"{block}.ffn_norm", m.width)
+        self.matrix(f"{block}.ffn_gate", m.ffn_width, m.width)
+        self.matrix(f"{block}.ffn_up", m.ffn_width, m.width)
+        self.matrix(f"{block}.ffn_down", m.width, m.ffn_width)
 
 
-@dataclass
-class Contents:
-    """A draft's file: keys without the architecture's name, and tensors in doubles or int64."""
-
-    architecture: str
-    keys: dict[str, Any]
-    tensors: dict[str, Array]
-
-    @classmethod
-    def made(cls, draft: Eagle3 | Block) -> Contents:
-        """Of a draft that no file holds, unquantized."""
-        doubles = {name: each if name == "d2t" else each.astype(np.float64) for name, each in draft.tensors().items()}
-        return cls(draft.architecture, draft.keys() | draft.metadata, doubles)
-
-    @classmethod
-    def of(cls, path: Path) -> Contents:
-        reader = GGUFReader(path)
-        found = {name: value.contents() for name, value in reader.fields.items()}
-        architecture = found["general.architecture"]
-        tensors = {}
-        for tensor in reader.tensors:
-            if tensor.tensor_type in (GGMLQuantizationType.I32, GGMLQuantizationType.I64):
-                tensors[tensor.name] = np.array(tensor.data, np.int64)
-            else:
-                tensors[tensor.name] = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-        keys = {name.removeprefix(f"{architecture}."): value for name, value in found.items()}
-        return cls(architecture, keys, tensors)
-
-
-class _Twin:
+class _Twin(Reference):
     """What both kinds compute alike.
 
     Args:
         embedding, head: the target's, [V, H_t]; used where the file has none of its own.
         adjacent: the rotary pairs' layout, a file's by default; else halves of a head.
     """
-
-    are_adjacent: bool  # in files
 
     def __init__(
         self,
@@ -301,94 +243,50 @@ class _Twin:
         *,
         adjacent: bool | None = None,
     ) -> None:
-        self.keys, self.tensors = contents.keys, contents.tensors
-        self.width, self.layers = self.keys["embedding_length"], self.keys["block_count"]
-        self.heads, self.kv_heads = self.keys["attention.head_count"], self.keys["attention.head_count_kv"]
-        self.dim = self.keys["attention.key_length"]
-        self.d2t: npt.NDArray[np.int64] | None = self.tensors.get("d2t")
+        super().__init__(contents)
+        self.layers = self.keys["block_count"]
+        self.d2t: npt.NDArray[np.int64] | None = self.weights.get("d2t")
         if head is not None and self.d2t is not None:
             head = head[self.d2t]
         self.embedding = self._own("token_embd.weight", embedding)
         self.head = self._own("output.weight", head)
-        self._adjacent = self.are_adjacent if adjacent is None else adjacent
-        self._epsilon = self.keys["attention.layer_norm_rms_epsilon"]
-        pairs = np.arange(self.keys.get("rope.dimension_count", self.dim) // 2)
-        frequencies = self.keys["rope.freq_base"] ** (-pairs / len(pairs))
-        if self.keys.get("rope.scaling.type") == "linear":
-            frequencies /= self.keys["rope.scaling.factor"]
-        self._frequencies = frequencies / self.tensors.get("rope_freqs.weight", 1)
+        self.adjacent = self.adjacent if adjacent is None else adjacent
         self.clear()
 
     @classmethod
-    def of(cls: type[AnyTwin], path: Path, embedding: Array | None = None, head: Array | None = None) -> AnyTwin:
+    def of(cls, path: Path, embedding: Array | None = None, head: Array | None = None) -> Any:
         """The twin of a file."""
         return cls(Contents.of(path), embedding, head)
 
     def clear(self) -> None:
         """Forget all rows."""
-        raise NotImplementedError
+        empty = np.empty((0, self.kv_heads, self.dim))
+        self.kept = [(empty, empty)] * self.layers  # keys and values of rows, by layer
 
     def _own(self, name: str, borrowed: Array | None) -> Doubles:
-        found = self.tensors.get(name, borrowed)
+        found = self.weights.get(name, borrowed)
         if found is None:
             raise ValueError(f"the draft borrows {name} from its target, and none is given")
         return np.asarray(found, np.float64)
 
-    def logits(self, vectors: Doubles) -> Doubles:
-        """Logits [n, V_d] of vectors [n, H] behind the last norm."""
-        return vectors @ self.head.T
+    def longer(self, layer: int, x: Doubles, positions: npt.ArrayLike) -> tuple[Doubles, Doubles]:
+        """A layer's keys and values with those of these inputs [n, H or 2H] behind the kept ones."""
+        k, v = (self.linear(f"blk.{layer}.attn_{part}", x).reshape(len(x), self.kv_heads, self.dim) for part in "kv")
+        new = self.turned(f"blk.{layer}.attn_k", k, positions), v
+        k, v = (np.concatenate(each) for each in zip(self.kept[layer], new, strict=True))
+        return k, v
 
-    def norm(self, vectors: Doubles, name: str) -> Doubles:
-        """RMS norm over the last axis."""
-        scale = np.sqrt((vectors**2).mean(-1, keepdims=True) + self._epsilon)
-        return np.asarray(vectors / scale * self.tensors[f"{name}.weight"])
-
-    def keys_values(self, layer: int, x: Doubles, positions: npt.ArrayLike) -> tuple[Doubles, Doubles]:
-        """K and V [n, kv heads, head width] of a layer's inputs [n, H or 2H]."""
-        return (
-            self._rotated(layer, "k", x, self.kv_heads, positions),
-            (x @ self._matrix(layer, "attn_v").T).reshape(len(x), self.kv_heads, self.dim),
-        )
-
-    def attention(
-        self, layer: int, x: Doubles, positions: npt.ArrayLike, k: Doubles, v: Doubles, seen: npt.NDArray[np.bool_]
+    def behind(
+        self, layer: int, x: Doubles, read: Doubles, positions: npt.ArrayLike, seen: npt.NDArray[np.bool_], keep: bool
     ) -> Doubles:
-        """What attention adds [n, H]; `seen` [n, m] says which of m keys each row sees."""
-        q = self._rotated(layer, "q", x, self.heads, positions)
-        found = np.empty((len(x), self.heads, self.dim))
-        for h in range(self.heads):
-            g = h // (self.heads // self.kv_heads)
-            scores = np.where(seen, q[:, h] @ k[:, g].T / np.sqrt(self.dim), -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            found[:, h] = weights / weights.sum(-1, keepdims=True) @ v[:, g]
-        return np.asarray(found.reshape(len(x), -1) @ self._matrix(layer, "attn_output").T)
-
-    def feed_forward(self, layer: int, r: Doubles) -> Doubles:
-        """What the feed-forward part adds [n, H]."""
-        z = self.norm(r, f"blk.{layer}.ffn_norm")
-        gate = z @ self._matrix(layer, "ffn_gate").T
-        hidden = gate / (1 + np.exp(-gate)) * (z @ self._matrix(layer, "ffn_up").T)
-        return np.asarray(hidden @ self._matrix(layer, "ffn_down").T)
-
-    def _matrix(self, layer: int, name: str) -> Doubles:
-        return np.asarray(self.tensors[f"blk.{layer}.{name}.weight"])
-
-    def _rotated(self, layer: int, part: str, x: Doubles, heads: int, positions: npt.ArrayLike) -> Doubles:
-        found = (x @ self._matrix(layer, f"attn_{part}").T).reshape(len(x), heads, self.dim)
-        if f"blk.{layer}.attn_{part}_norm.weight" in self.tensors:
-            found = self.norm(found, f"blk.{layer}.attn_{part}_norm")
-        half = len(self._frequencies)
-        angles = np.asarray(positions, np.float64)[:, None, None] * self._frequencies
-        first, second = (
-            (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-            if self._adjacent
-            else (slice(0, half), slice(half, 2 * half))
-        )
-        a, b = found[..., first], found[..., second]
-        turned = found.copy()
-        turned[..., first] = a * np.cos(angles) - b * np.sin(angles)
-        turned[..., second] = a * np.sin(angles) + b * np.cos(angles)
-        return turned
+        """What is behind a layer [n, H] of rows x that it reads in this form; `seen` says which rows each sees."""
+        k, v = self.longer(layer, read, positions)
+        if keep:
+            self.kept[layer] = k, v
+        q = self.linear(f"blk.{layer}.attn_q", read).reshape(len(x), self.heads, self.dim)
+        q = self.turned(f"blk.{layer}.attn_q", q, positions)
+        r = x + self.attended(f"blk.{layer}.attn_output", q, k, v, seen)
+        return r + self.feed_forward(f"blk.{layer}.", self.norm(f"blk.{layer}.ffn_norm", r))
 
 
 class Eagle3Twin(_Twin):
@@ -398,30 +296,25 @@ class Eagle3Twin(_Twin):
     chain: row P reads the features of position P and the token of position P + 1.
     """
 
-    are_adjacent = True
-
     def clear(self) -> None:
-        self.crop(0)
+        super().clear()
+        self._parents: list[int] = []
+        self._depths: list[int] = []
 
     def crop(self, rows: int) -> None:
         """Keep the first rows only."""
-        if not rows:
-            self._parents: list[int] = []
-            self._depths: list[int] = []
-            empty = np.empty((0, self.kv_heads, self.dim))
-            self._kept = [(empty, empty)] * self.layers
         self._parents, self._depths = self._parents[:rows], self._depths[:rows]
-        self._kept = [(k[:rows], v[:rows]) for k, v in self._kept]
+        self.kept = [(k[:rows], v[:rows]) for k, v in self.kept]
 
     def fuse(self, features: Array) -> Doubles:
         """g [n, H] of features [n, taps * H_t]."""
         x = np.asarray(features, np.float64)
         if self.keys.get("norm_before_fc"):
-            x = self.norm(x, "enc.output_norm")
-        if "fc_norm.weight" in self.tensors:
+            x = self.norm("enc.output_norm", x)
+        if "fc_norm.weight" in self.weights:
             taps = len(self.keys["target_layers"])
-            x = self.norm(x.reshape(len(x), taps, -1), "fc_norm").reshape(len(x), -1)
-        return np.asarray(x @ self.tensors["fc.weight"].T)
+            x = self.norm("fc_norm", x.reshape(len(x), taps, -1)).reshape(len(x), -1)
+        return self.linear("fc", x)
 
     def add(
         self, vectors: Doubles, tokens: Sequence[int], parents: Sequence[int] | None = None
@@ -447,18 +340,14 @@ class Eagle3Twin(_Twin):
         positions = self._depths[start:]
         y = np.asarray(vectors, np.float64)
         for layer in range(self.layers):
-            residual, read = y, self.norm(y, f"blk.{layer}.attn_norm{'' if layer else '_2'}")
+            residual, read = y, self.norm(f"blk.{layer}.attn_norm{'' if layer else '_2'}", y)
             if not layer:
                 residual = read if self.keys.get("norm_before_residual") else y
-                embedded = self.norm(self.embedding[np.asarray(tokens)], "blk.0.attn_norm")
+                embedded = self.norm("blk.0.attn_norm", self.embedding[np.asarray(tokens)])
                 read = np.concatenate([embedded, read], -1)
-            new = self.keys_values(layer, read, positions)
-            k, v = (np.concatenate(each) for each in zip(self._kept[layer], new, strict=True))
-            self._kept[layer] = k, v
-            r = residual + self.attention(layer, read, positions, k, v, seen)
-            y = r + self.feed_forward(layer, r)
-        out = self.norm(y, "output_norm")
-        return self.logits(out), out if self.keys.get("norm_output") else y
+            y = self.behind(layer, residual, read, positions, seen, keep=True)
+        out = self.norm("output_norm", y)
+        return out @ self.head.T, out if self.keys.get("norm_output") else y
 
     def commit(self, features: Array, tokens: Sequence[int]) -> tuple[Doubles, Doubles]:
         """The same for a chain of rows with the target's features [n, taps * H_t]."""
@@ -467,12 +356,6 @@ class Eagle3Twin(_Twin):
 
 class BlockTwin(_Twin):
     """The arithmetic of DFlash and DSpark."""
-
-    are_adjacent = False
-
-    def clear(self) -> None:
-        empty = np.empty((0, self.kv_heads, self.dim))
-        self.kept = [(empty, empty)] * self.layers
 
     @property
     def mask_token(self) -> int:
@@ -485,28 +368,17 @@ class BlockTwin(_Twin):
 
     def fuse(self, features: Array) -> Doubles:
         """c [n, H] of features [n, taps * H_t]."""
-        return self.norm(np.asarray(features, np.float64) @ self.tensors["fc.weight"].T, "enc.output_norm")
+        return self.norm("enc.output_norm", self.linear("fc", np.asarray(features, np.float64)))
 
-    def commit(self, features: Array) -> list[tuple[Doubles, Doubles]]:
-        """Append K and V of the next positions' features [n, taps * H_t] to every layer's; the appended ones."""
-        c = self.fuse(features)
-        start = len(self.kept[0][0])
-        new = [self.keys_values(layer, c, np.arange(start, start + len(c))) for layer in range(self.layers)]
-        self.kept = [
-            (np.concatenate([k, more_k]), np.concatenate([v, more_v]))
-            for (k, v), (more_k, more_v) in zip(self.kept, new, strict=True)
-        ]
-        return new
+    def commit(self, features: Array) -> None:
+        """Append K and V of the next positions' features [n, taps * H_t] to every layer's."""
+        c, start = self.fuse(features), len(self.kept[0][0])
+        self.kept = [self.longer(layer, c, np.arange(start, start + len(c))) for layer in range(self.layers)]
 
-    def block(self, last: int, places: int | None = None) -> tuple[Doubles, Doubles]:
-        """Logits [places, V_d] without a Markov head's correction, and y [places, H] behind the last norm.
-
-        Args:
-            last: the last committed token, whose features are not in the context yet.
-            places: block_size if None.
-        """
-        places = places or int(self.keys["block_size"])
-        context = len(self.kept[0][0])
+    def block(self, last: int) -> tuple[Doubles, Doubles]:
+        """Logits [places, V_d] without a Markov head's correction, and y [places, H] behind the last norm; `last` is
+        the last committed token, whose features are not in the context yet."""
+        places, context = int(self.keys["block_size"]), len(self.kept[0][0])
         tokens = [last] + [self.mask_token] * (places - 1)
         positions = np.arange(context, context + places)
         seen = np.ones((places, context + places), bool)
@@ -514,16 +386,12 @@ class BlockTwin(_Twin):
             seen = np.tri(places, context + places, context, dtype=bool)
         x = self.embedding[np.array(tokens)]
         for layer in range(self.layers):
-            read = self.norm(x, f"blk.{layer}.attn_norm")
-            new = self.keys_values(layer, read, positions)
-            k, v = (np.concatenate(each) for each in zip(self.kept[layer], new, strict=True))
-            r = x + self.attention(layer, read, positions, k, v, seen)
-            x = r + self.feed_forward(layer, r)
-        y = self.norm(x, "output_norm")
-        return self.logits(y), y
+            x = self.behind(layer, x, self.norm(f"blk.{layer}.attn_norm", x), positions, seen, keep=False)
+        y = self.norm("output_norm", x)
+        return y @ self.head.T, y
 
     def correction(self, token: int) -> Doubles:
         """What a Markov head adds to the logits [V_d] behind a target's token; zeros without one."""
-        if "markov_w1.weight" not in self.tensors:
+        if "markov_w1.weight" not in self.weights:
             return np.zeros(len(self.head))
-        return np.asarray(self.tensors["markov_w2.weight"] @ self.tensors["markov_w1.weight"][token])
+        return self.linear("markov_w2", self.weights["markov_w1.weight"][token])

@@ -113,12 +113,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_GET(self) -> None:
-            self.respond()
-
-        def do_HEAD(self) -> None:
-            self.respond()
-
-        def respond(self) -> None:
             path = unquote(urlsplit(self.path).path)
             fault = hub.take_fault(self.command, path)
             if fault and fault.status:
@@ -133,6 +127,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send(data, {"ETag": f'"{found[1]}"'}, fault)
             else:
                 self.refuse(404, "")
+
+        do_HEAD = do_GET
 
         def allowed(self, name: str) -> bool:
             repository = hub.repositories.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -13,7 +14,6 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType, quants
-from random_weights import END_OF_TEXT, byte_alphabet
 
 Floats = npt.NDArray[np.float32]
 
@@ -23,6 +23,10 @@ SPACES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
 DELTA_NETS = {"qwen35", "qwen35moe", "qwen3next"}
 SHORT_CONVOLUTIONS = {"lfm2", "lfm2moe"}
 SHARED_GATE = {"qwen2moe", "qwen35moe", "qwen3next"}
+END_OF_TEXT = "<|endoftext|>"
+SPACE = "\u0120"  # how GPT-2 spells the byte 0x20
+# Roughly as often as in English, so that merges apply to real text.
+LETTERS = "eeeeeeeeettttttaaaaaoooooiiiiinnnnnsssshhhhrrrrdddlllccuummwwffggyyppbvkjxqz"
 TAPS, LONG_TAPS = 3, 4  # of short convolutions, and of those before other recurrences
 
 
@@ -198,11 +202,7 @@ def write(path: Path, model: RandomModel, change: Change | None = None) -> Path:
         else:
             add_vocabulary(writer, m.vocab_size, m.marks)
         for name, values in found.items():
-            if (
-                values.ndim >= 2
-                and not name.startswith("position")
-                and not re.search(r"norm|conv1d|\.conv\.|ssm_[ad]$|bias$|gate_inp", name)
-            ):
+            if values.ndim >= 2 and not re.search(r"^position|norm|conv1d|\.conv\.|ssm_[ad]$|bias$|gate_inp", name):
                 own = [kind for part, kind in m.types.items() if part in name]
                 kind = GGMLQuantizationType[own[0] if own else m.quantization]
                 writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -289,6 +289,18 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def add_pairs(
+    writer: GGUFWriter, tokens: Sequence[str], kinds: Sequence[int] = (), merges: Sequence[str] = (), pre: str = "gpt-2"
+) -> None:
+    """A byte-pair vocabulary of these tokens; without merges, one of the first two that applies to none."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    if kinds:
+        writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_token_merges(merges or [f"{tokens[0]} {tokens[1]}"])
+
+
 def add_vocabulary(
     writer: GGUFWriter,
     size: int,
@@ -297,20 +309,44 @@ def add_vocabulary(
     pre: str = "gpt-2",
     begins: int | None = None,
     ends: int | None = None,
+    merges: Sequence[str] | None = None,
 ) -> None:
-    """A byte-level BPE vocabulary: 256 bytes, made-up tokens, marks in place of some of those, and the end of text."""
+    """A byte-level BPE vocabulary: 256 bytes, what merges make, marks in place of some of that, and the end of text."""
     tokens = byte_alphabet()
-    made_up = [f"{a}{b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if merges is None:
+        merges = [f"{a} {b}" for a in "etaoinshr" for b in tokens[:94]][: size - 257]
     marks = {**(marks or {}), size - 1: END_OF_TEXT}
-    names = dict(enumerate([*tokens, *made_up])) | marks
-    writer.add_token_list([names[token] for token in range(size)])
-    writer.add_token_types([int(TokenType.CONTROL if token in marks else TokenType.NORMAL) for token in range(size)])
-    kept = [token for i, token in enumerate(made_up) if 256 + i not in marks]
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in kept] or [f"a {END_OF_TEXT}"])
+    names = dict(enumerate([*tokens, *(merge.replace(" ", "") for merge in merges)])) | marks
+    kinds = [TokenType.CONTROL if token in marks else TokenType.NORMAL for token in range(size)]
+    kept = [merge for i, merge in enumerate(merges) if 256 + i not in marks] or [f"a {END_OF_TEXT}"]
+    add_pairs(writer, [names[token] for token in range(size)], kinds, kept, pre=pre)
     writer.add_bos_token_id(size - 1 if begins is None else begins)
     writer.add_eos_token_id(size - 1 if ends is None else ends)
+
+
+def add_english(writer: GGUFWriter, size: int) -> None:
+    """The vocabulary of synthetic_merges."""
+    add_vocabulary(writer, size, merges=synthetic_merges(size))
+
+
+def synthetic_merges(vocab_size: int) -> list[str]:
+    """Merges of a made-up byte-level vocabulary, each making a token; those of a smaller one are the first of a larger
+    one's."""
+    merges, known, stems = list[str](), set(byte_alphabet()), [SPACE, *LETTERS]
+    choose = random.Random(0).choice
+    while len(merges) < vocab_size - 257:
+        left, right = choose(stems), choose(LETTERS)
+        if left + right not in known:
+            known.add(left + right)
+            stems.append(left + right)
+            merges.append(f"{left} {right}")
+    return merges
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters GPT-2 spells bytes with, in its vocabulary's order: bytes that stand for themselves first."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
 
 
 def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, marks: Sequence[str] = ()) -> None:
@@ -335,21 +371,30 @@ def add_sentencepiece(writer: GGUFWriter, size: int, byte_tokens: bool = True, m
     writer.add_token_types([int(kind) for kind in types])
 
 
+class Tensors(dict[str, Any]):
+    """Random tensors by name, drawn in the order in which they are added: matrices and biases around 0, norms around
+    1."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def matrix(self, name: str, rows: int, cols: int, bias: bool = False, scale: float = 1) -> None:
+        values = scale * self.random.standard_normal((rows, cols)) / np.sqrt(cols)
+        self._add(name, values, bias, (rows,))
+
+    def norm(self, name: str, *shape: int, bias: bool = False, scale: float = 1) -> None:
+        self._add(name, scale * (1 + 0.1 * self.random.standard_normal(shape)), bias, shape)
+
+    def _add(self, name: str, values: npt.NDArray[np.float64], bias: bool, shape: tuple[int, ...]) -> None:
+        self[f"{name}.weight"] = values.astype(np.float32)
+        if bias:
+            self[f"{name}.bias"] = (self.random.standard_normal(shape) * 0.1).astype(np.float32)
+
+
 def tensors(m: RandomModel) -> dict[str, Floats]:
     """All tensors of a model, outputs before inputs."""
-    generator = np.random.default_rng(m.seed)
-    found: dict[str, Floats] = {}
-
-    def matrix(name: str, rows: int, cols: int, bias: bool = False) -> None:
-        found[f"{name}.weight"] = (generator.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
-        if bias:
-            found[f"{name}.bias"] = (generator.standard_normal(rows) * 0.1).astype(np.float32)
-
-    def norm(name: str, *shape: int, bias: bool = False) -> None:
-        found[f"{name}.weight"] = (1 + 0.1 * generator.standard_normal(shape)).astype(np.float32)
-        if bias:
-            found[f"{name}.bias"] = (generator.standard_normal(shape) * 0.1).astype(np.float32)
-
+    found = Tensors(m.seed)
+    generator, matrix, norm = found.random, found.matrix, found.norm
     family, layer_norm = m.family, m.family in LAYER_NORM
     matrix("token_embd", m.vocab_size, m.width)
     own = int(m.metadata.get("embedding_length_per_layer_input", 0))
@@ -384,9 +429,8 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
             norm(f"{block}.post_ffw_norm", m.width)
         if layer >= m.layers:
             matrix(f"{block}.nextn.eh_proj", m.width, 2 * m.width)
-            norm(f"{block}.nextn.enorm", m.width)
-            norm(f"{block}.nextn.hnorm", m.width)
-            norm(f"{block}.nextn.shared_head_norm", m.width)
+            for name in ("enorm", "hnorm", "shared_head_norm"):
+                norm(f"{block}.nextn.{name}", m.width)
         if layer in m.recurrent and family in DELTA_NETS:
             key_heads, value_heads, size = m.delta_heads
             channels = (2 * key_heads + value_heads) * size
@@ -454,11 +498,11 @@ def tensors(m: RandomModel) -> dict[str, Floats]:
                 matrix(f"{block}.attn_qkv", q + 2 * kv, m.width, m.biases or family == "gpt2")
             else:
                 gates = q if family in DELTA_NETS else 0
-                for part, rows in (("q", q + gates), ("k", kv), ("v", kv)):
-                    if part == "q" or (
-                        m.stores_keys(layer) and (part == "k" or m.windowed(layer) or not m.keys_are_values)
-                    ):
-                        matrix(f"{block}.attn_{part}", rows, m.width, m.biases)
+                matrix(f"{block}.attn_q", q + gates, m.width, m.biases)
+                if m.stores_keys(layer):
+                    matrix(f"{block}.attn_k", kv, m.width, m.biases)
+                    if m.windowed(layer) or not m.keys_are_values:
+                        matrix(f"{block}.attn_v", kv, m.width, m.biases)
             matrix(f"{block}.attn_output", m.width, q, other)
             if family == "gpt-oss":
                 found[f"{block}.attn_sinks.weight"] = generator.standard_normal(m.heads).astype(np.float32)

@@ -33,14 +33,14 @@ def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 def is_idle(engine: Engine) -> bool:
     """Whether no text is running or waiting; ended ones may have unread pieces."""
-    scheduler = engine.runtime.scheduler
+    scheduler = engine._scheduler
     return scheduler._is_waiting and not scheduler._texts and scheduler._inbox.empty()
 
 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
     """No text goes on for as long as the context lasts."""
-    stepper, go_on, stands = engine.runtime.stepper, threading.Event(), threading.Event()
+    stepper, go_on, stands = engine._stepper, threading.Event(), threading.Event()
     step = stepper.step
 
     def wait(texts: Any) -> Any:
@@ -50,7 +50,7 @@ def held(engine: Engine) -> Iterator[None]:
 
     stepper.step = wait  # type: ignore[method-assign]
     try:
-        wait_until(lambda: engine.runtime.scheduler._is_waiting or stands.is_set())  # perhaps for readers
+        wait_until(lambda: engine._scheduler._is_waiting or stands.is_set())  # perhaps for readers
         yield
     finally:
         stepper.step = step  # type: ignore[method-assign]
