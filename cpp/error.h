@@ -23,6 +23,18 @@ std::string say(const Parts&... parts) {
     return text;
 }
 
+// Throws an Error where the condition does not hold; it says these parts, if there are any.
+template <class Error = std::invalid_argument, class... Parts>
+void require(bool holds, const Parts&... parts) {
+    if (!holds) {
+        if constexpr (sizeof...(parts) > 0) {
+            throw Error(say(parts...));
+        } else {
+            throw Error();
+        }
+    }
+}
+
 // A model file that is missing, damaged, or of a kind this engine does not run.
 struct ModelError : std::runtime_error {
     using std::runtime_error::runtime_error;

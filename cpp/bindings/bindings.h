@@ -36,6 +36,8 @@ struct Path {
 Path to_path(const py::object& path);
 // Throws what a signal handler of Python's raised.
 void check_signals();
+// Of a call that needs no interpreter.
+inline constexpr py::call_guard<py::gil_scoped_release> kReleased;
 // The result of act(), which needs no interpreter.
 template <class Act>
 auto without_interpreter(const Act& act) {

@@ -21,19 +21,15 @@ std::vector<int32_t> to_ints(const py::object& values, const char* name) {
         }
     }
     const char kind = array && array->size() > 0 ? array->dtype().kind() : 'i';
-    if (!array || array->ndim() != 1 || (kind != 'i' && kind != 'u')) {
-        throw py::type_error(std::string(name) + " must be a one-dimensional array or list of integers");
-    }
-    if (kind == 'u' && array->attr("max")().cast<uint64_t>() > INT32_MAX) {
-        throw py::value_error(say(name, " holds a number that is out of range"));
-    }
+    require<py::type_error>(array && array->ndim() == 1 && (kind == 'i' || kind == 'u'), name,
+                            " must be a one-dimensional array or list of integers");
+    require(kind == 'i' || array->attr("max")().cast<uint64_t>() <= INT32_MAX, name,
+            " holds a number that is out of range");
     const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(*array);
     std::vector<int32_t> result(wide.size());
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
         const int64_t value = wide.data()[i];
-        if (value < INT32_MIN || value > INT32_MAX) {
-            throw py::value_error(say(name, " holds ", value, ", which is out of range"));
-        }
+        require(value >= INT32_MIN && value <= INT32_MAX, name, " holds ", value, ", which is out of range");
         result[i] = static_cast<int32_t>(value);
     }
     return result;
@@ -58,17 +54,13 @@ py::dict to_dict(const std::vector<std::pair<std::string, std::string>>& texts) 
 
 Path to_path(const py::object& path) {
     const std::string bytes = py::module_::import("os").attr("fsencode")(path).cast<py::bytes>();
-    if (bytes.find('\0') != std::string::npos) {
-        throw py::value_error("the path holds a null character");
-    }
+    require(bytes.find('\0') == std::string::npos, "the path holds a null character");
     return {bytes};
 }
 
 void check_signals() {
     py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) {
-        throw py::error_already_set();
-    }
+    require<py::error_already_set>(PyErr_CheckSignals() == 0);
 }
 
 }  // namespace pystaged

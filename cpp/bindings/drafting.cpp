@@ -11,8 +11,7 @@ using Longs = py::array_t<int64_t, py::array::c_style>;
 
 // The keys, candidates and chances of those that are not free.
 py::tuple to_arrays(const std::vector<RecycledCandidates::Entry>& slots) {
-    const auto n = static_cast<py::ssize_t>(
-        std::count_if(slots.begin(), slots.end(), [](const auto& entry) { return entry.key >= 0; }));
+    const py::ssize_t n = std::ranges::count_if(slots, [](const auto& entry) { return entry.key >= 0; });
     constexpr py::ssize_t kept = RecycledCandidates::num_candidates;
     py::array_t<int64_t> keys(n);
     py::array_t<int32_t> tokens({n, kept});
@@ -41,11 +40,10 @@ void add_drafting(py::module_& m) {
             "learn",
             [](RecycledCandidates& self, const Ints& before, const Ints& tokens, const Ints& candidates,
                const Floats& logits) {
-                if (before.ndim() != 1 || tokens.ndim() != 1 || before.size() != tokens.size() ||
-                    candidates.ndim() != 2 || logits.ndim() != 2 || candidates.shape(0) != tokens.size() ||
-                    logits.shape(0) != tokens.size() || logits.shape(1) != candidates.shape(1)) {
-                    throw py::value_error("there must be a token before, a token, candidates and logits of each row");
-                }
+                require(before.ndim() == 1 && tokens.ndim() == 1 && before.size() == tokens.size() &&
+                            candidates.ndim() == 2 && logits.ndim() == 2 && candidates.shape(0) == tokens.size() &&
+                            logits.shape(0) == tokens.size() && logits.shape(1) == candidates.shape(1),
+                        "there must be a token before, a token, candidates and logits of each row");
                 self.learn(static_cast<size_t>(tokens.size()), before.data(), tokens.data(),
                            static_cast<int>(candidates.shape(1)), candidates.data(), logits.data());
             },
@@ -69,11 +67,10 @@ void add_drafting(py::module_& m) {
             "restore",
             [](RecycledCandidates& self, const Longs& keys, const Ints& candidates, const Floats& chances) {
                 constexpr int kept = RecycledCandidates::num_candidates;
-                if (keys.ndim() != 1 || candidates.ndim() != 2 || chances.ndim() != 2 ||
-                    candidates.shape(0) != keys.size() || chances.shape(0) != keys.size() ||
-                    candidates.shape(1) != kept || chances.shape(1) != kept) {
-                    throw py::value_error("there must be a key, candidates and chances of each entry");
-                }
+                require(keys.ndim() == 1 && candidates.ndim() == 2 && chances.ndim() == 2 &&
+                            candidates.shape(0) == keys.size() && chances.shape(0) == keys.size() &&
+                            candidates.shape(1) == kept && chances.shape(1) == kept,
+                        "there must be a key, candidates and chances of each entry");
                 std::vector<RecycledCandidates::Entry> entries(keys.size());
                 for (py::ssize_t i = 0; i < keys.size(); ++i) {
                     entries[i].key = keys.at(i);

@@ -26,9 +26,8 @@ void add_kernels(py::module_& m) {
         },
         py::arg("root") = "", py::arg("cpus") = py::none());
     m.def("gumbel", py::vectorize(&gumbel), py::arg("seed"), py::arg("position"), py::arg("token"));
-    m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"),
-          py::call_guard<py::gil_scoped_release>());
-    m.def("dot_rate", &dot_rate, py::arg("kernel"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
+    m.def("read_bandwidth", &read_bandwidth, py::arg("num_bytes"), py::arg("num_threads"), kReleased);
+    m.def("dot_rate", &dot_rate, py::arg("kernel"), py::arg("num_threads"), kReleased);
 }
 
 }  // namespace pystaged

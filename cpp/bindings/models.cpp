@@ -13,9 +13,7 @@ namespace pystaged {
 namespace {
 
 KvType to_kv_type(const std::string& name) {
-    if (name != "f16" && name != "q8_0") {
-        throw py::value_error(say("keys and values are stored as f16 or q8_0, not ", name));
-    }
+    require(name == "f16" || name == "q8_0", "keys and values are stored as f16 or q8_0, not ", name);
     return name == "f16" ? KvType::f16 : KvType::q8_0;
 }
 
@@ -32,8 +30,7 @@ void add_models(py::module_& m) {
         return result;
     });
     m.def(
-        "file_identity", [](const Path& path) { return GgufFile(path.bytes).identity(); }, py::arg("path"),
-        py::call_guard<py::gil_scoped_release>());
+        "file_identity", [](const Path& path) { return GgufFile(path.bytes).identity(); }, py::arg("path"), kReleased);
     m.def(
         "quantize",
         [](const Path& source, const Path& out, int file_type, bool allow_requantize, bool dry_run) {
@@ -44,10 +41,9 @@ void add_models(py::module_& m) {
             return llama_model_quantize(source.bytes.c_str(), out.bytes.c_str(), &params) == 0;
         },
         py::arg("source"), py::arg("out"), py::arg("file_type"), py::arg("allow_requantize"), py::arg("dry_run"),
-        py::call_guard<py::gil_scoped_release>());
+        kReleased);
     m.def("rpc_version", &rpc_version);
-    m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"),
-          py::call_guard<py::gil_scoped_release>());
+    m.def("serve_devices", &serve_devices, py::arg("endpoint"), py::arg("device"), py::arg("num_threads"), kReleased);
 
     py::class_<Tokenizer>(m, "Tokenizer")
         .def(py::init([](const Path& path) {
@@ -81,9 +77,7 @@ void add_models(py::module_& m) {
             "sequences_of",
             [](const Tokenizer& self, const py::str& text) {
                 const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
-                if (bytes.empty()) {
-                    throw py::value_error("the text is empty");
-                }
+                require(!bytes.empty(), "the text is empty");
                 const py::gil_scoped_release release;
                 return self.sequences_of(bytes);
             },
@@ -124,9 +118,8 @@ void add_models(py::module_& m) {
         .def(py::init([](const Path& path, const std::string& kernel, int num_threads, const std::string& device,
                          const std::function<void()>& progress, const std::string& kv, const Path& packed,
                          std::shared_ptr<Model> target, bool other_pairs, bool other_feedback) {
-                 if ((other_pairs || other_feedback) && !target) {
-                     throw py::value_error("another form is for drafts that read a target's hidden states");
-                 }
+                 require((!other_pairs && !other_feedback) || target,
+                         "another form is for drafts that read a target's hidden states");
                  const KvType type = to_kv_type(kv);
                  const py::gil_scoped_release release;
                  return std::make_shared<Model>(
@@ -157,7 +150,7 @@ void add_models(py::module_& m) {
         .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.packed_problem()); })
         .def(
             "save_packed", [](const Model& self, const Path& path) { self.save_packed(path.bytes, check_signals); },
-            py::arg("path"), py::call_guard<py::gil_scoped_release>())
+            py::arg("path"), kReleased)
         .def_property_readonly(
             "devices",
             [](const Model& self) {

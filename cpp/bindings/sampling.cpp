@@ -13,9 +13,7 @@ LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<i
                      presence_penalty, frequency_penalty,     repeat_last_n, dry_multiplier,
                      dry_base,         dry_allowed_length,    dry_last_n,    {}};
     for (const std::vector<int32_t>& breaker : dry_breakers) {
-        if (breaker.empty()) {
-            throw py::value_error("a breaker of dry_breakers has no tokens");
-        }
+        require(!breaker.empty(), "a breaker of dry_breakers has no tokens");
         rules.dry_breakers.emplace(breaker[0], std::vector<int32_t>(breaker.begin() + 1, breaker.end()));
     }
     check(rules);
@@ -41,6 +39,13 @@ Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, u
     return sampling;
 }
 
+// Pickles as a tuple of the arguments it is made of.
+template <class T, class... Fields, class FieldsOf>
+auto pickled(T (*make)(Fields...), const FieldsOf& fields_of) {
+    return py::pickle(fields_of,
+                      [make](const std::tuple<std::decay_t<Fields>...>& fields) { return std::apply(make, fields); });
+}
+
 }  // namespace
 
 void add_sampling(py::module_& m) {
@@ -51,36 +56,22 @@ void add_sampling(py::module_& m) {
              py::arg("repeat_last_n") = 64, py::arg("dry_multiplier") = 0.0f, py::arg("dry_base") = 1.75f,
              py::arg("dry_allowed_length") = 2, py::arg("dry_penalty_last_n") = -1,
              py::arg("dry_breakers") = std::vector<std::vector<int32_t>>())
-        .def(py::pickle(
-            [](const LogitRules& r) {
-                return py::make_tuple(r.bias, r.end_tokens, r.min_length, r.repeat_penalty, r.presence_penalty,
-                                      r.frequency_penalty, r.repeat_last_n, r.dry_multiplier, r.dry_base,
-                                      r.dry_allowed_length, r.dry_last_n, breakers_of(r));
-            },
-            [](const py::tuple& r) {
-                return make_rules(r[0].cast<std::vector<std::pair<int32_t, float>>>(),
-                                  r[1].cast<std::vector<int32_t>>(), r[2].cast<int64_t>(), r[3].cast<float>(),
-                                  r[4].cast<float>(), r[5].cast<float>(), r[6].cast<int>(), r[7].cast<float>(),
-                                  r[8].cast<float>(), r[9].cast<int>(), r[10].cast<int>(),
-                                  r[11].cast<std::vector<std::vector<int32_t>>>());
-            }));
+        .def(pickled(&make_rules, [](const LogitRules& r) {
+            return std::make_tuple(r.bias, r.end_tokens, r.min_length, r.repeat_penalty, r.presence_penalty,
+                                   r.frequency_penalty, r.repeat_last_n, r.dry_multiplier, r.dry_base,
+                                   r.dry_allowed_length, r.dry_last_n, breakers_of(r));
+        }));
 
     py::class_<Sampling>(m, "Sampling")
         .def(py::init(&make_sampling), py::arg("temperature") = 0.0f, py::arg("top_k") = 0, py::arg("top_p") = 1.0f,
              py::arg("min_p") = 0.0f, py::arg("seed") = 0, py::kw_only(), py::arg("typical_p") = 1.0f,
              py::arg("xtc_probability") = 0.0f, py::arg("xtc_threshold") = 0.1f, py::arg("temperature_last") = false,
              py::arg("logprobs") = -1, py::arg("rules") = std::shared_ptr<LogitRules>())
-        .def(py::pickle(
-            [](const Sampling& s) {
-                return py::make_tuple(s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.typical_p, s.xtc_probability,
-                                      s.xtc_threshold, s.temperature_last, s.logprobs,
-                                      std::const_pointer_cast<LogitRules>(s.rules));
-            },
-            [](const py::tuple& s) {
-                return make_sampling(s[0].cast<float>(), s[1].cast<int>(), s[2].cast<float>(), s[3].cast<float>(),
-                                     s[4].cast<uint64_t>(), s[5].cast<float>(), s[6].cast<float>(), s[7].cast<float>(),
-                                     s[8].cast<bool>(), s[9].cast<int>(), s[10].cast<std::shared_ptr<LogitRules>>());
-            }));
+        .def(pickled(&make_sampling, [](const Sampling& s) {
+            return std::make_tuple(s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.typical_p, s.xtc_probability,
+                                   s.xtc_threshold, s.temperature_last, s.logprobs,
+                                   std::const_pointer_cast<LogitRules>(s.rules));
+        }));
 }
 
 }  // namespace pystaged

@@ -27,16 +27,14 @@ Masks to_masks(const MaskArray& array) {
     if (!array) {
         return {};
     }
-    if (array->ndim() != 2 || array->shape(1) < 1 || array->shape(1) > std::numeric_limits<int>::max()) {
-        throw py::value_error("masks must be two-dimensional: a row of words for each that is judged");
-    }
+    require(array->ndim() == 2 && array->shape(1) >= 1 && array->shape(1) <= std::numeric_limits<int>::max(),
+            "masks must be two-dimensional: a row of words for each that is judged");
     return {{array->data(), array->data() + array->size()}, static_cast<int>(array->shape(1))};
 }
 
 void check_count(const Session& session, const char* name, int least, int count) {
-    if (count < least || count > session.model().numbers().vocab_rows) {
-        throw py::value_error(say(name, " must be between ", least, " and the size of the vocabulary"));
-    }
+    require(count >= least && count <= session.model().numbers().vocab_rows, name, " must be between ", least,
+            " and the size of the vocabulary");
 }
 
 // A property that waits for its turn without the interpreter.
@@ -45,11 +43,14 @@ auto waiting(T (Session::*get)()) {
     return [get](Session& self) { return without_interpreter([&] { return (self.*get)(); }); };
 }
 
-// float32[rows, width].
+// [rows, width].
+template <class T>
+py::array_t<T> to_matrix(size_t rows, size_t width, const T* values) {
+    return py::array_t<T>({static_cast<py::ssize_t>(rows), static_cast<py::ssize_t>(width)}, values);
+}
+
 py::array to_matrix(const HiddenRows& hidden) {
-    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(hidden.rows.size()),
-                                         static_cast<py::ssize_t>(hidden.width)};
-    return py::array_t<float>(shape, hidden.values().data());
+    return to_matrix(hidden.rows.size(), hidden.width, hidden.values().data());
 }
 
 // The path, the tokens, and the log-probabilities where there are any: of the tokens, and of the k likeliest in place
@@ -76,9 +77,7 @@ py::tuple to_tuple(const Followed& followed) {
 
 // [rows, k] each.
 py::tuple to_candidates(const Outcome& outcome, size_t num_rows, int k) {
-    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_rows), k};
-    return py::make_tuple(py::array_t<int32_t>(shape, outcome.tokens.data()),
-                          py::array_t<float>(shape, outcome.scores.data()));
+    return py::make_tuple(to_matrix(num_rows, k, outcome.tokens.data()), to_matrix(num_rows, k, outcome.scores.data()));
 }
 
 py::object to_result(const Work& work, const Outcome& outcome) {
@@ -98,9 +97,7 @@ py::list run_works(const py::object& works) {
     std::vector<const Work*> native;
     std::function<void()> interrupted;
     for (const py::handle work : held) {
-        if (!py::isinstance<Work>(work)) {
-            throw py::type_error("run takes a sequence of Work");
-        }
+        require<py::type_error>(py::isinstance<Work>(work), "run takes a sequence of Work");
         native.push_back(&work.cast<const Work&>());
         if (native.back()->kind == Work::Kind::read) {
             interrupted = check_signals;
@@ -123,9 +120,7 @@ void add_sessions(py::module_& m) {
         .def("__getitem__",
              [](const HiddenRows& self, const py::slice& slice) {
                  size_t start = 0, stop = 0, step = 0, length = 0;
-                 if (!slice.compute(self.rows.size(), &start, &stop, &step, &length)) {
-                     throw py::error_already_set();
-                 }
+                 require<py::error_already_set>(slice.compute(self.rows.size(), &start, &stop, &step, &length));
                  HiddenRows part{self.width, {}, self.of_draft};
                  for (size_t i = 0; i < length; ++i, start += step) {
                      part.rows.push_back(self.rows[start]);
@@ -137,9 +132,8 @@ void add_sessions(py::module_& m) {
                  if (self.rows.empty() || other.rows.empty()) {
                      return self.rows.empty() ? other : self;
                  }
-                 if (self.width != other.width || self.of_draft != other.of_draft) {
-                     throw py::value_error("hidden rows of different models do not go together");
-                 }
+                 require(self.width == other.width && self.of_draft == other.of_draft,
+                         "hidden rows of different models do not go together");
                  HiddenRows both = self;
                  both.rows.insert(both.rows.end(), other.rows.begin(), other.rows.end());
                  return both;
@@ -169,22 +163,21 @@ void add_sessions(py::module_& m) {
             },
             py::arg("sampling"), py::arg("root") = 0)
         .def(
-            "commit", [](Session& self, const IntsOf<kPath>& path) { self.commit(path); }, py::arg("path"),
-            py::call_guard<py::gil_scoped_release>())
-        .def("discard", &Session::discard, py::call_guard<py::gil_scoped_release>())
+            "commit", [](Session& self, const IntsOf<kPath>& path) { self.commit(path); }, py::arg("path"), kReleased)
+        .def("discard", &Session::discard, kReleased)
         .def(
             "keep_states",
             [](Session& self, const IntsOf<kLengths>& lengths, int most, int anchor) {
                 self.keep_states(lengths, most, anchor);
             },
-            py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1, py::call_guard<py::gil_scoped_release>())
-        .def("reachable", &Session::reachable, py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("rewind", &Session::rewind, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+            py::arg("lengths"), py::arg("most"), py::arg("anchor") = -1, kReleased)
+        .def("reachable", &Session::reachable, py::arg("length"), kReleased)
+        .def("rewind", &Session::rewind, py::arg("length"), kReleased)
         .def(
             "fork", [](Session& self, int length) { return std::shared_ptr<Session>(self.fork(length)); },
-            py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("stretch", &Session::stretch, py::arg("length"), py::call_guard<py::gil_scoped_release>())
-        .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
+            py::arg("length"), kReleased)
+        .def("stretch", &Session::stretch, py::arg("length"), kReleased)
+        .def("close", &Session::close, kReleased)
         .def(
             "logits",
             [](Session& self, int row) {
@@ -200,15 +193,13 @@ void add_sessions(py::module_& m) {
                                [](Session& self) {
                                    const UsedExperts used = waiting<UsedExperts>(&Session::experts)(self);
                                    const size_t width = self.model().numbers().experts.num_bytes();
-                                   const std::vector<py::ssize_t> shape{
-                                       static_cast<py::ssize_t>(width > 0 ? used.bits.size() / width : 0),
-                                       static_cast<py::ssize_t>(width)};
-                                   return py::make_tuple(py::array_t<uint8_t>(shape, used.bits.data()), used.distinct);
+                                   const size_t rows = width > 0 ? used.bits.size() / width : 0;
+                                   return py::make_tuple(to_matrix(rows, width, used.bits.data()), used.distinct);
                                })
         .def_property_readonly("hidden", waiting<HiddenRows>(&Session::hidden))
         .def(
             "hidden_of", [](Session& self, const IntsOf<kRows>& rows) { return self.hidden(rows); }, py::arg("rows"),
-            py::call_guard<py::gil_scoped_release>())
+            kReleased)
         .def_property_readonly("num_pending", waiting(&Session::num_pending))
         .def_property_readonly("closed", waiting(&Session::closed))
         .def_property_readonly("n_ctx", &Session::context)
@@ -272,9 +263,7 @@ void add_sessions(py::module_& m) {
             const py::tuple held(sessions);  // see run_works()
             std::vector<Session*> native;
             for (const py::handle session : held) {
-                if (!py::isinstance<Session>(session)) {
-                    throw py::type_error("sessions must be of type Session");
-                }
+                require<py::type_error>(py::isinstance<Session>(session), "sessions must be of type Session");
                 native.push_back(&session.cast<Session&>());
             }
             const std::string file = to_path(path).bytes, begin = head;  // what it calls may change the list

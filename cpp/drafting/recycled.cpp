@@ -1,10 +1,10 @@
 #include "drafting/recycled.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <stdexcept>
-#include <string>
 
+#include "error.h"
 #include "machine/math.h"
 
 namespace pystaged {
@@ -19,13 +19,9 @@ constexpr int kKept = RecycledCandidates::num_candidates;
 }  // namespace
 
 RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 2) {
-    if (slots < 2 || slots > size_t{1} << 30 || (slots & (slots - 1)) != 0) {
-        throw std::invalid_argument("slots must be a power of two, 2 to 2**30");
-    }
-    shift_ = 64;
-    for (size_t rest = slots; rest > 1; rest /= 2) {
-        --shift_;
-    }
+    require(slots >= 2 && slots <= size_t{1} << 30 && std::has_single_bit(slots),
+            "slots must be a power of two, 2 to 2**30");
+    shift_ = std::countl_zero(slots) + 1;
     Entry none;
     none.tokens.fill(-1);
     none.chances.fill(0);
@@ -61,8 +57,7 @@ RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t to
             if (candidate < 0) {
                 continue;
             }
-            const auto same = std::find_if(known.chances.begin(), known.chances.end(),
-                                           [&](const auto& each) { return each.first == candidate; });
+            const auto same = std::ranges::find(known.chances, candidate, &std::pair<int32_t, float>::first);
             if (same != known.chances.end()) {
                 same->second += weight * entry->chances[j];
             } else {
@@ -77,14 +72,10 @@ RecycledCandidates::Known RecycledCandidates::chances(int32_t before, int32_t to
 
 void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* tokens, int k, const int32_t* candidates,
                                const float* logits) {
-    if (k < 1 || k > kKept) {
-        throw std::invalid_argument("there must be 1 to " + std::to_string(kKept) + " candidates of a row, not " +
-                                    std::to_string(k));
-    }
+    require(k >= 1 && k <= kKept, "there must be 1 to ", kKept, " candidates of a row, not ", k);
     for (size_t i = 0; i < n; ++i) {
-        if (tokens[i] < 0 || before[i] < -1 || before[i] == INT32_MAX) {
-            throw std::invalid_argument("a token must not be negative, nor one before it below -1 or above all others");
-        }
+        require(tokens[i] >= 0 && before[i] >= -1 && before[i] < INT32_MAX,
+                "a token must not be negative, nor one before it below -1 or above all others");
     }
     std::vector<size_t> taken;
     std::array<float, kKept> chances;
@@ -103,7 +94,7 @@ void RecycledCandidates::learn(size_t n, const int32_t* before, const int32_t* t
         }
         for (const int64_t key : {int64_t{tokens[i]}, key_of(before[i], tokens[i])}) {
             const size_t slot = slot_of(key);
-            if (std::find(taken.begin(), taken.end(), slot) == taken.end()) {
+            if (std::ranges::find(taken, slot) == taken.end()) {
                 taken.push_back(slot);
                 blend(key, k, candidates + i * k, chances.data());
             }
@@ -151,9 +142,8 @@ void RecycledCandidates::restore(std::vector<Entry> entries) {
             sum += entry.chances[j];
             least = std::min(least, entry.chances[j]);
         }
-        if (entry.key < 0 || least < 0 || !(sum > 0) || !std::isfinite(sum)) {
-            throw std::invalid_argument("an entry needs a key and chances that are not negative, and candidates");
-        }
+        require(entry.key >= 0 && least >= 0 && sum > 0 && std::isfinite(sum),
+                "an entry needs a key and chances that are not negative, and candidates");
         for (int j = 0; j < kKept; ++j) {
             // Chances that were too small for how they were kept are 0.
             entry.chances[j] /= sum;

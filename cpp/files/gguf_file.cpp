@@ -98,7 +98,7 @@ std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
         return "no GGUF file: it does not begin with the letters GGUF; name such a file, or the folder of a checkpoint";
     }
     // Without the function of ggml that says so.
-    const size_t colon = reason.rfind("gguf_init", 0) == 0 ? reason.find(": ") : std::string::npos;
+    const size_t colon = reason.starts_with("gguf_init") ? reason.find(": ") : std::string::npos;
     const std::string words = colon == std::string::npos ? reason : reason.substr(colon + 2);
     return "truncated or damaged, get it again" + (words.empty() ? "" : " (" + words + ")");
 }
@@ -113,29 +113,24 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
         file_ = std::make_unique<File>(path, File::Use::kRead);
         stream = file_->stream();
     } catch (const std::system_error& error) {
-        fail(std::string("cannot open: ") + error.what());
+        fail("cannot open: ", error.what());
     }
-    if (!file_->is_regular()) {
-        fail("cannot open: it is no regular file");
-    }
+    require(file_->is_regular(), "cannot open: it is no regular file");
     const size_t bytes_here = file_->size();
-    std::string reason;
     {
-        LogCapture log;
+        const LogCapture log;
         context_.reset(gguf_init_from_file_ptr(stream.get(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
-        reason = log.first_error();
-    }
-    if (!context_) {
-        fail(whats_wrong(stream.get(), bytes_here, reason));
+        if (!context_) {
+            fail(whats_wrong(stream.get(), bytes_here, log.first_error()));
+        }
     }
     const size_t start = gguf_get_data_offset(context_.get());
     for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
         const size_t offset = gguf_get_tensor_offset(context_.get(), i);
         const size_t bytes = gguf_get_tensor_size(context_.get(), i);
-        if (start > bytes_here || offset > bytes_here - start || bytes > bytes_here - start - offset) {
-            fail(std::string("tensor '") + gguf_get_tensor_name(context_.get(), i) +
-                 "' lies beyond the end of the file; it is truncated or damaged, get it again");
-        }
+        require(start <= bytes_here && offset <= bytes_here - start && bytes <= bytes_here - start - offset, "tensor '",
+                gguf_get_tensor_name(context_.get(), i),
+                "' lies beyond the end of the file; it is truncated or damaged, get it again");
     }
     if (first) {
         open_shards();
@@ -153,9 +148,7 @@ void GgufFile::open_shards() {
         return std::string(text);
     };
     const std::string own = suffix(1);
-    if (path_.size() < own.size() || path_.compare(path_.size() - own.size(), own.size(), own) != 0) {
-        fail("the model lies in " + std::to_string(count) + " files; name the first, which ends in '" + own + "'");
-    }
+    require(path_.ends_with(own), "the model lies in ", count, " files; name the first, which ends in '", own, "'");
     for (int64_t i = 2; i <= count; ++i) {
         const std::string path = path_.substr(0, path_.size() - own.size()) + suffix(i);
         shards_.push_back(std::unique_ptr<GgufFile>(new GgufFile(path, false)));
@@ -165,9 +158,7 @@ void GgufFile::open_shards() {
     const std::vector<std::string> names = tensor_names();
     std::unordered_set<std::string> seen;
     for (const std::string& name : names) {
-        if (!seen.insert(name).second) {
-            fail("tensor '" + name + "' stands in two of the model's files; get them again");
-        }
+        require(seen.insert(name).second, "tensor '", name, "' stands in two of the model's files; get them again");
     }
     integer("split.tensors.count", names.size(), names.size(), names.size());
 }
@@ -198,73 +189,39 @@ uint64_t GgufFile::identity() const {
     return digest(parts.data(), parts.size() * sizeof(parts[0]));
 }
 
-void GgufFile::fail(const std::string& what) const {
-    throw ModelError(path_ + ": " + what);
-}
-
-void GgufFile::refuse(const std::string& what) const {
-    throw UnsupportedModelError(path_ + ": " + what);
-}
-
-int64_t GgufFile::key(const std::string& name) const {
-    return gguf_find_key(context_.get(), name.c_str());
-}
-
-std::string GgufFile::text(const std::string& name) const {
+int64_t GgufFile::key(const std::string& name, gguf_type type, const std::string& words) const {
     const int64_t id = key(name);
-    if (id < 0) {
-        fail("metadata '" + name + "' is missing");
-    }
-    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_STRING) {
-        fail("metadata '" + name + "' is not a string");
-    }
-    return gguf_get_val_str(context_.get(), id);
+    require(id < 0 || gguf_get_kv_type(context_.get(), id) == type, "metadata '", name, "' is not ", words);
+    return id;
 }
 
-std::string GgufFile::text(const std::string& name, const std::string& otherwise) const {
-    return key(name) < 0 ? otherwise : text(name);
+std::string GgufFile::text(const std::string& name, const std::optional<std::string>& otherwise) const {
+    const int64_t id = key(name, GGUF_TYPE_STRING, "a string");
+    require(id >= 0 || otherwise, "metadata '", name, "' is missing");
+    return id < 0 ? *otherwise : gguf_get_val_str(context_.get(), id);
 }
 
-int64_t GgufFile::integer(const std::string& name, int64_t least, int64_t most) const {
+int64_t GgufFile::integer(const std::string& name, int64_t least, int64_t most,
+                          std::optional<int64_t> otherwise) const {
     const int64_t id = key(name);
-    if (id < 0) {
-        fail("metadata '" + name + "' is missing");
+    if (id < 0 && otherwise) {
+        return *otherwise;
     }
+    require(id >= 0, "metadata '", name, "' is missing");
     const std::optional<int64_t> value = integer_at(context_.get(), id);
-    if (!value) {
-        fail("metadata '" + name + "' is not an integer");
-    }
-    if (*value < least || *value > most) {
-        fail("metadata '" + name + "' is " + std::to_string(*value) + ", outside " + std::to_string(least) + " to " +
-             std::to_string(most));
-    }
+    require(value.has_value(), "metadata '", name, "' is not an integer");
+    require(*value >= least && *value <= most, "metadata '", name, "' is ", *value, ", outside ", least, " to ", most);
     return *value;
 }
 
-int64_t GgufFile::integer(const std::string& name, int64_t least, int64_t most, int64_t otherwise) const {
-    return key(name) < 0 ? otherwise : integer(name, least, most);
-}
-
 float GgufFile::real(const std::string& name, float otherwise) const {
-    const int64_t id = key(name);
-    if (id < 0) {
-        return otherwise;
-    }
-    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_FLOAT32) {
-        fail("metadata '" + name + "' is not a 32-bit float");
-    }
-    return gguf_get_val_f32(context_.get(), id);
+    const int64_t id = key(name, GGUF_TYPE_FLOAT32, "a 32-bit float");
+    return id < 0 ? otherwise : gguf_get_val_f32(context_.get(), id);
 }
 
 bool GgufFile::flag(const std::string& name, bool otherwise) const {
-    const int64_t id = key(name);
-    if (id < 0) {
-        return otherwise;
-    }
-    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_BOOL) {
-        fail("metadata '" + name + "' is not a boolean");
-    }
-    return gguf_get_val_bool(context_.get(), id);
+    const int64_t id = key(name, GGUF_TYPE_BOOL, "a boolean");
+    return id < 0 ? otherwise : gguf_get_val_bool(context_.get(), id);
 }
 
 std::vector<std::pair<std::string, std::string>> GgufFile::spelled() const {
@@ -294,9 +251,8 @@ std::optional<std::vector<int64_t>> GgufFile::integers(const std::string& name) 
     }
     const size_t size = gguf_get_arr_n(context, id);
     const gguf_type type = gguf_get_arr_type(context, id);
-    if (type != GGUF_TYPE_INT32 && type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_BOOL) {
-        fail("metadata '" + name + "' is not an array of 32-bit integers or booleans");
-    }
+    require(type == GGUF_TYPE_INT32 || type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_BOOL, "metadata '", name,
+            "' is not an array of 32-bit integers or booleans");
     const auto* data = static_cast<const uint8_t*>(gguf_get_arr_data(context, id));
     std::vector<int64_t> values(size);
     for (size_t i = 0; i < size; ++i) {
@@ -312,13 +268,12 @@ std::optional<std::vector<int64_t>> GgufFile::integers(const std::string& name) 
 }
 
 std::optional<std::pair<int64_t, size_t>> GgufFile::array(const std::string& name, gguf_type type) const {
-    const int64_t id = key(name);
+    const std::string words = say("an array of ", gguf_type_name(type));
+    const int64_t id = key(name, GGUF_TYPE_ARRAY, words);
     if (id < 0) {
         return std::nullopt;
     }
-    if (gguf_get_kv_type(context_.get(), id) != GGUF_TYPE_ARRAY || gguf_get_arr_type(context_.get(), id) != type) {
-        fail("metadata '" + name + "' is not an array of " + gguf_type_name(type));
-    }
+    require(gguf_get_arr_type(context_.get(), id) == type, "metadata '", name, "' is not ", words);
     return std::make_pair(id, gguf_get_arr_n(context_.get(), id));
 }
 
@@ -328,7 +283,7 @@ const char* GgufFile::array_text(int64_t key_id, size_t index) const {
 
 bool GgufFile::has_tensor(const std::string& name) const {
     return gguf_find_tensor(context_.get(), name.c_str()) >= 0 ||
-           std::any_of(shards_.begin(), shards_.end(), [&](const auto& shard) { return shard->has_tensor(name); });
+           std::ranges::any_of(shards_, [&](const auto& shard) { return shard->has_tensor(name); });
 }
 
 std::vector<std::string> GgufFile::tensor_names() const {
@@ -352,9 +307,7 @@ TensorView GgufFile::tensor(const std::string& name) const {
             return view;
         }
     }
-    if (id < 0) {
-        fail("tensor '" + name + "' is missing");
-    }
+    require(id >= 0, "tensor '", name, "' is missing");
     TensorView view{name, gguf_get_tensor_type(context_.get(), id), {}, 0, 0};
     std::memcpy(view.ne, gguf_get_tensor_ne(context_.get(), id), sizeof(view.ne));
     view.bytes = gguf_get_tensor_size(context_.get(), id);
@@ -372,9 +325,7 @@ TensorView GgufFile::tensor(const std::string& name, std::vector<int64_t> shape)
         found += (i ? " x " : "") + std::to_string(view.ne[i]);
         wanted += (i ? " x " : "") + std::to_string(shape[i]);
     }
-    if (!same) {
-        fail("tensor '" + name + "' has shape " + found + " where " + wanted + " is needed");
-    }
+    require(same, "tensor '", name, "' has shape ", found, " where ", wanted, " is needed");
     return view;
 }
 
@@ -393,10 +344,8 @@ Memory GgufFile::read(const TensorView& tensor, int num_threads) const {
 void GgufFile::read(const TensorView& tensor, size_t first, size_t bytes, uint8_t* out) const {
     const GgufFile& file = holder(tensor);
     file.read_bytes(tensor.at + first, bytes, out, "tensor '" + tensor.name + "'");
-    if (!ggml_validate_row_data(tensor.type, out, bytes)) {
-        file.fail("tensor '" + tensor.name +
-                  "' holds weights that are not finite numbers; the file is damaged, get it again");
-    }
+    file.require(ggml_validate_row_data(tensor.type, out, bytes), "tensor '", tensor.name,
+                 "' holds weights that are not finite numbers; the file is damaged, get it again");
 }
 
 void GgufFile::prefetch(const TensorView& tensor) const {
@@ -405,11 +354,10 @@ void GgufFile::prefetch(const TensorView& tensor) const {
 
 void GgufFile::read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const {
     try {
-        if (file_->read(out, bytes, at) < bytes) {
-            fail(what + " cannot be read: the file became shorter while it was read");
-        }
+        require(file_->read(out, bytes, at) == bytes, what,
+                " cannot be read: the file became shorter while it was read");
     } catch (const std::system_error& error) {
-        fail(what + " cannot be read: " + error.what());
+        fail(what, " cannot be read: ", error.what());
     }
 }
 

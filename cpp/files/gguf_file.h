@@ -36,10 +36,8 @@ public:
     uint64_t identity() const;
 
     // Metadata. Each throws ModelError when the key is there with another type, or missing without a default.
-    std::string text(const std::string& key) const;
-    std::string text(const std::string& key, const std::string& otherwise) const;
-    int64_t integer(const std::string& key, int64_t least, int64_t most) const;
-    int64_t integer(const std::string& key, int64_t least, int64_t most, int64_t otherwise) const;
+    std::string text(const std::string& key, const std::optional<std::string>& otherwise = {}) const;
+    int64_t integer(const std::string& key, int64_t least, int64_t most, std::optional<int64_t> otherwise = {}) const;
     float real(const std::string& key, float otherwise) const;
     bool flag(const std::string& key, bool otherwise) const;
     // The numbers or booleans of an array; nothing where the key is missing or no array.
@@ -66,26 +64,24 @@ public:
     void prefetch(const TensorView& tensor) const;
 
     // Throw ModelError, UnsupportedModelError.
-    [[noreturn]] void fail(const std::string& what) const;
     template <class... Parts>
     [[noreturn]] void fail(const Parts&... parts) const {
-        fail(say(parts...));
+        throw ModelError(say(path_, ": ", parts...));
     }
     template <class... Parts>
     void require(bool holds, const Parts&... parts) const {
-        if (!holds) {
-            fail(parts...);
-        }
+        pystaged::require<ModelError>(holds, path_, ": ", parts...);
     }
-    [[noreturn]] void refuse(const std::string& what) const;
     template <class... Parts>
     [[noreturn]] void refuse(const Parts&... parts) const {
-        refuse(say(parts...));
+        throw UnsupportedModelError(say(path_, ": ", parts...));
     }
 
 private:
     GgufFile(const std::string& path, bool first);
-    int64_t key(const std::string& name) const;
+    int64_t key(const std::string& name) const { return gguf_find_key(context_.get(), name.c_str()); }
+    // That of a value of this type, or less than 0 where there is none. Throws ModelError for another type.
+    int64_t key(const std::string& name, gguf_type type, const std::string& words) const;
     void open_shards();
 
     struct Free {

@@ -13,57 +13,49 @@
 
 namespace pystaged {
 
-#if defined(__APPLE__)
-
 namespace {
+
+#if defined(__APPLE__)
+constexpr const char *kDotprod = "hw.optional.arm.FEAT_DotProd", *kI8mm = "hw.optional.arm.FEAT_I8MM";
 
 bool has(const char* feature) {
     int value = 0;
     size_t size = sizeof(value);
     return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
 }
+#elif defined(__linux__)
+struct Feature {
+    unsigned long word, bit;
+};
+constexpr Feature kDotprod{AT_HWCAP, HWCAP_ASIMDDP}, kI8mm{AT_HWCAP2, HWCAP2_I8MM};
+
+bool has(Feature feature) {
+    return getauxval(feature.word) & feature.bit;
+}
+#elif defined(_WIN32)
+// PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE and PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE, which older headers lack
+constexpr DWORD kDotprod = 43, kI8mm = 66;
+
+bool has(DWORD feature) {
+    return IsProcessorFeaturePresent(feature);
+}
+#else
+constexpr bool kDotprod = false, kI8mm = false;
+
+bool has(bool feature) {
+    return feature;
+}
+#endif
 
 }  // namespace
 
 bool cpu_has_dotprod() {
-    return has("hw.optional.arm.FEAT_DotProd");
+    return has(kDotprod);
 }
 
 bool cpu_has_i8mm() {
-    return has("hw.optional.arm.FEAT_I8MM");
+    return has(kI8mm);
 }
-
-#elif defined(__linux__)
-
-bool cpu_has_dotprod() {
-    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-}
-
-bool cpu_has_i8mm() {
-    return getauxval(AT_HWCAP2) & HWCAP2_I8MM;
-}
-
-#elif defined(_WIN32)
-
-bool cpu_has_dotprod() {
-    return IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
-}
-
-bool cpu_has_i8mm() {
-    return IsProcessorFeaturePresent(66);  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
-}
-
-#else
-
-bool cpu_has_dotprod() {
-    return false;
-}
-
-bool cpu_has_i8mm() {
-    return false;
-}
-
-#endif
 
 const char* cpu_kernel() {
     return cpu_has_i8mm() ? "neon-i8mm" : cpu_has_dotprod() ? "neon-dotprod" : "neon";

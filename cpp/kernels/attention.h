@@ -4,7 +4,7 @@
 #include "matmul.h"
 #include "rows.h"
 
-// What one number of a HeadChunk sees; positions count from the chunk's first.
+// What one query of a HeadChunk sees; positions count from the chunk's first.
 struct AttendRow {
     const float* q;
     float* partial;
@@ -17,12 +17,12 @@ inline int clipped(int position) {
     return position < 0 ? 0 : position > kChunk ? kChunk : position;
 }
 
-inline AttendRow attend_row(const HeadChunk& p, int number) {
-    const int row = number / p.group;
+inline AttendRow attend_row(const HeadChunk& p, int query) {
+    const int row = query / p.group;
     const RowContext& context = p.rows[row];
     AttendRow r;
-    r.q = p.q + row * p.q_stride + size_t(number % p.group) * p.head_dim;
-    r.partial = p.partials + number * partial_stride(p.value_dim);
+    r.q = p.q + row * p.q_stride + size_t(query % p.group) * p.head_dim;
+    r.partial = p.partials + query * partial_stride(p.value_dim);
     r.scale = p.row_scale ? p.scale * p.row_scale[row] : p.scale;
     r.first = clipped(p.window > 0 ? context.length - p.window - p.begin : 0);
     r.direct = clipped(context.direct - p.begin);
@@ -271,11 +271,11 @@ void score_tails(const Keys& keys, const AttendRow* row, float* scores, float* l
 }
 
 template <int rows>
-void attend_rows(const HeadChunk& p, int number) {
+void attend_rows(const HeadChunk& p, int query) {
     AttendRow row[rows];
     int first = kChunk, last = 0;  // of what lies in cells of the same numbers
     for (int r = 0; r < rows; ++r) {
-        row[r] = attend_row(p, number + r);
+        row[r] = attend_row(p, query + r);
         first = row[r].first < first ? row[r].first : first;
         last = row[r].direct > last ? row[r].direct : last;
     }
@@ -311,24 +311,23 @@ void attend_rows(const HeadChunk& p, int number) {
 }
 
 template <int rows>
-void attend_tile(const HeadChunk& p, int number, int n) {
+void attend_tile(const HeadChunk& p, int query, int n) {
     if constexpr (rows > 1) {
         if (n < rows) {
-            attend_tile<rows - 1>(p, number, n);
+            attend_tile<rows - 1>(p, query, n);
             return;
         }
     }
-    attend_rows<rows>(p, number);
+    attend_rows<rows>(p, query);
 }
 
 // In tiles of nearly the same size.
 void attend(const HeadChunk& p) {
     static_assert(kAttendRows <= kMostAttendRows, "attention_scratch() has room for so many rows");
-    for (int number = p.first; number < p.last;) {
-        const int left = p.last - number, tiles = (left + kAttendRows - 1) / kAttendRows,
-                  n = (left + tiles - 1) / tiles;
-        attend_tile<kAttendRows>(p, number, n);
-        number += n;
+    for (int query = p.first; query < p.last;) {
+        const int left = p.last - query, tiles = (left + kAttendRows - 1) / kAttendRows, n = (left + tiles - 1) / tiles;
+        attend_tile<kAttendRows>(p, query, n);
+        query += n;
     }
 }
 

@@ -124,6 +124,17 @@ inline Bytes shift(Bytes a) {
     return {left >= 0 ? _mm256_slli_epi16(a.x, left & 15) : _mm256_srli_epi16(a.x, -left & 15)};
 }
 
+template <int rows, int units>
+[[gnu::always_inline]] inline void to_floats(const __m256i (&sums)[rows][units], F (&out)[rows][units]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+        for (int u = 0; u < units; ++u) {
+            out[r][u] = {_mm256_cvtepi32_ps(sums[r][u])};
+        }
+    }
+}
+
 inline __m256i broadcast4(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof(four));

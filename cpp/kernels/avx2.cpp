@@ -33,13 +33,7 @@ inline void dot_wide(const Bytes* const (&words)[units], const int8_t* x, F (&ou
             }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-        for (int u = 0; u < units; ++u) {
-            out[r][u] = {_mm256_cvtepi32_ps(sum[r][u])};
-        }
-    }
+    to_floats(sum, out);
 }
 
 template <int bits, int count, int rows, int units>
@@ -94,13 +88,7 @@ inline void dot_words(const Bytes* const (&words)[units], const int8_t* x, const
             }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-        for (int u = 0; u < units; ++u) {
-            out[r][u] = {_mm256_cvtepi32_ps(sum[r][u])};
-        }
-    }
+    to_floats(sum, out);
 }
 
 // Bytes at even and at odd places as 16-bit numbers.
@@ -140,7 +128,6 @@ using ManyRowsQuants = Wide<Quants>;
 
 }  // namespace
 
-extern const Kernel kAvx2Kernel;
 constexpr Kernel kAvx2Kernel = make_kernel("avx2", cpu_has_avx2);
 
 }  // namespace pystaged

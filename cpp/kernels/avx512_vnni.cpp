@@ -147,7 +147,6 @@ using ManyRowsQuants = Quants;
 
 }  // namespace
 
-extern const Kernel kAvx512VnniKernel;
 constexpr Kernel kAvx512VnniKernel = make_kernel("avx512-vnni", cpu_has_avx512_vnni);
 
 }  // namespace pystaged

@@ -43,13 +43,7 @@ inline void dot_words(const Bytes* const (&words)[units], const int8_t* x, const
             }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-        for (int u = 0; u < units; ++u) {
-            out[r][u] = {_mm256_cvtepi32_ps(sum[r][u])};
-        }
-    }
+    to_floats(sum, out);
 }
 
 template <class Quants>
@@ -67,7 +61,6 @@ bool supported() {
 
 }  // namespace
 
-extern const Kernel kAvxVnniKernel;
 constexpr Kernel kAvxVnniKernel = make_kernel("avx-vnni", supported);
 
 }  // namespace pystaged

@@ -1,3 +1,4 @@
+#include <functional>
 #include <stdexcept>
 
 #include "kernel.h"
@@ -9,31 +10,20 @@
 
 namespace pystaged {
 
-extern const Kernel PYSTAGED_KERNELS;  // those of this build, best first
-
-namespace {
-
-template <class... Kernels>
-std::vector<const Kernel*> supported(const Kernels&... kernels) {
-    std::vector<const Kernel*> found;
-    for (const Kernel* kernel : {&kernels...}) {
-        if (kernel->supported()) {
-            found.push_back(kernel);
-        }
-    }
-    return found;
-}
-
 #if !defined(__x86_64__) && !defined(__aarch64__)
-const char* cpu_kernel() {
+static const char* cpu_kernel() {
     return "scalar";
 }
 #endif
 
-}  // namespace
-
 std::vector<const Kernel*> available_kernels() {
-    return supported(PYSTAGED_KERNELS);
+    std::vector<const Kernel*> found;
+    for (const Kernel& kernel : std::initializer_list<std::reference_wrapper<const Kernel>>{PYSTAGED_KERNELS}) {
+        if (kernel.supported()) {
+            found.push_back(&kernel);
+        }
+    }
+    return found;
 }
 
 const Kernel& find_kernel(const std::string& name) {

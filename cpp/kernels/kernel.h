@@ -212,10 +212,10 @@ static constexpr size_t partial_stride(int value_dim) {
     return padded(value_dim, kLanes) + kLanes;
 }
 
-// One chunk of one head of keys and values, for rows of one pass, each with the `group` query heads that share them.
-// Row and query head together count as one: number i is query head i % group of row i / group.
+// One chunk of one head of keys and values, for rows of one pass, each with the `group` query heads that share them (a
+// GQA group). Each query head of each row has a query: query i is that of head i % group of row i / group.
 struct HeadChunk {
-    int first = 0, last = 0;  // numbers to attend for
+    int first = 0, last = 0;  // queries to attend for
     int begin = 0;            // the chunk's first position, a multiple of kChunk
     int group = 1;
     int head_dim = 0, value_dim = 0;   // of queries and keys, and of values
@@ -230,15 +230,15 @@ struct HeadChunk {
     const uint8_t* k = nullptr;  // as the cache lays them out
     const uint8_t* v = nullptr;
     float* scratch = nullptr;   // [attention_scratch(head_dim)]
-    float* partials = nullptr;  // [numbers][partial_stride(value_dim)]
+    float* partials = nullptr;  // [queries][partial_stride(value_dim)]
 };
 
-// A causal convolution of one row, channel by channel: the sum over the taps of weight[i] * input[i], from the oldest
+// A causal convolution of one row, channel by channel: the sum over its width of weight[i] * input[i], from the oldest
 // input on, times gate[i], or through SiLU where there is no gate.
 struct Convolution {
-    int taps = 0, channels = 0;
-    const float* const* inputs = nullptr;  // [taps][channels], of the oldest row first
-    const float* weights = nullptr;        // [taps][stride]
+    int width = 0, channels = 0;           // in rows, the last one its own
+    const float* const* inputs = nullptr;  // [width][channels], of the oldest row first
+    const float* weights = nullptr;        // [width][stride]
     size_t stride = 0;
     const float* gate = nullptr;
     float* out = nullptr;
@@ -310,6 +310,10 @@ constexpr int kMostAttendRows = 8;
 static constexpr size_t attention_scratch(int head_dim) {
     return kMostAttendRows * (kChunk + kLanes + 2 * padded(head_dim, kBlock));
 }
+
+// Those that a build may have.
+extern const Kernel kScalarKernel, kAvx2Kernel, kAvxVnniKernel, kAvx512VnniKernel;
+extern const Kernel kNeonKernel, kNeonDotprodKernel, kNeonI8mmKernel;
 
 // The kernels of this build that the CPU can run, best first.
 std::vector<const Kernel*> available_kernels();

@@ -8,12 +8,8 @@ namespace {
 
 #include "neon.h"
 
-constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
-constexpr int kPanelsFrom = 64;
-constexpr int kPanelRows = 8;
-constexpr int kPanelUnits = 1;
 
 // A word of activations for every lane of weights.
 inline int8x16_t broadcast4(const int8_t* p) {
@@ -47,9 +43,6 @@ inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int3
     }
 }
 
-template <class Quants>
-using ManyRowsQuants = Quants;
-
 #include "generic.h"
 
 bool supported() {
@@ -58,7 +51,6 @@ bool supported() {
 
 }  // namespace
 
-extern const Kernel kNeonKernel;
 constexpr Kernel kNeonKernel = make_kernel("neon", supported);
 
 }  // namespace pystaged

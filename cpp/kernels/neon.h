@@ -86,6 +86,10 @@ struct W {
     }
 };
 
+constexpr int kIntegerRows = 8;
+constexpr int kPanelsFrom = 64;
+constexpr int kPanelRows = 8;
+constexpr int kPanelUnits = 1;
 constexpr int kFloatRows = 8;
 constexpr int kFloatSums = 24;
 constexpr int kAttendRows = 4;
@@ -93,6 +97,9 @@ constexpr int kScoreSums = 4;
 constexpr int kMixSums = 4;
 constexpr int kPrefetchBytes = 4096;
 constexpr int kPrefetchLocality = 3;
+
+template <class Quants>
+using ManyRowsQuants = Quants;
 
 struct Bytes {
     uint8x16_t x;

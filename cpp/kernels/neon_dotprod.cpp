@@ -9,12 +9,8 @@ namespace {
 
 #include "neon.h"
 
-constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 1;
 constexpr bool kRowPairs = false;
-constexpr int kPanelsFrom = 64;
-constexpr int kPanelRows = 8;
-constexpr int kPanelUnits = 1;
 
 template <int bits, int count, int rows>
 inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int32_t (&offsets)[rows],
@@ -34,14 +30,10 @@ inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int3
     }
 }
 
-template <class Quants>
-using ManyRowsQuants = Quants;
-
 #include "generic.h"
 
 }  // namespace
 
-extern const Kernel kNeonDotprodKernel;
 constexpr Kernel kNeonDotprodKernel = make_kernel("neon-dotprod", cpu_has_dotprod);
 
 }  // namespace pystaged

@@ -9,12 +9,8 @@ namespace {
 
 #include "neon.h"
 
-constexpr int kIntegerRows = 8;
 constexpr int kRowsTogether = 2;
 constexpr bool kRowPairs = true;
-constexpr int kPanelsFrom = 64;
-constexpr int kPanelRows = 8;
-constexpr int kPanelUnits = 1;
 
 inline uint8x16_t as_bytes(uint32x4_t words) {
     return vreinterpretq_u8_u32(words);
@@ -52,14 +48,10 @@ inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int3
     }
 }
 
-template <class Quants>
-using ManyRowsQuants = Quants;
-
 #include "generic.h"
 
 }  // namespace
 
-extern const Kernel kNeonI8mmKernel;
 constexpr Kernel kNeonI8mmKernel = make_kernel("neon-i8mm", cpu_has_i8mm);
 
 }  // namespace pystaged

@@ -59,8 +59,8 @@ void convolve(const Convolution& p) {
     for (int i = 0; i < p.channels; i += kLanes) {
         const int left = p.channels - i;
         Row sum = load_first(p.weights + i, left) * load_first(p.inputs[0] + i, left);
-        for (int tap = 1; tap < p.taps; ++tap) {
-            sum = fma(load_first(p.weights + tap * p.stride + i, left), load_first(p.inputs[tap] + i, left), sum);
+        for (int row = 1; row < p.width; ++row) {
+            sum = fma(load_first(p.weights + row * p.stride + i, left), load_first(p.inputs[row] + i, left), sum);
         }
         if (p.bias) {
             sum = sum + load_first(p.bias + i, left);

@@ -157,7 +157,6 @@ bool supported() {
 
 }  // namespace
 
-extern const Kernel kScalarKernel;
 constexpr Kernel kScalarKernel = make_kernel("scalar", supported);
 
 }  // namespace pystaged

@@ -37,12 +37,11 @@ std::vector<std::string> split(const std::string& text) {
 
 ggml_backend_reg_t rpc() {
     ggml_backend_reg_t found = ggml_backend_reg_by_name("RPC");
-    if (!found) {
-        throw DeviceError(
-            "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on "
-            "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python "
-            "llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
-    }
+    require<DeviceError>(
+        found,
+        "the installed llama-cpp-python is built without RPC; install it with: CMAKE_ARGS=-DGGML_RPC=on "
+        "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python "
+        "llama-cpp-python==" LLAMA_CPP_PYTHON_VERSION);
     return found;
 }
 
@@ -82,7 +81,7 @@ std::vector<DeviceInfo> list_devices() {
 
 Devices find_devices(const std::string& name) {
     Devices found;
-    if (name.rfind("rpc:", 0) == 0) {
+    if (name.starts_with("rpc:")) {
         const auto add_server = reinterpret_cast<decltype(&ggml_backend_rpc_add_server)>(
             ggml_backend_reg_get_proc_address(rpc(), "ggml_backend_rpc_add_server"));
         for (const std::string& endpoint : split(name.substr(4))) {
@@ -96,9 +95,7 @@ Devices find_devices(const std::string& name) {
             found.push_back(find_device(part));
         }
     }
-    if (found.empty()) {
-        throw DeviceError(say("'", name, "' names no device"));
-    }
+    require<DeviceError>(!found.empty(), "'", name, "' names no device");
     return found;
 }
 

@@ -18,6 +18,9 @@ namespace {
 constexpr size_t kStateBytes = size_t(1) << 30;
 constexpr int kMostBack = 7;
 
+constexpr const char* kNoDecoder =
+    ": the model does not write texts from left to right; choose a causal language model";
+
 struct Loading {
     const std::function<void()>& progress;
     std::exception_ptr error;
@@ -41,12 +44,8 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
                        const std::function<void()>& progress)
     : devices_(devices), num_threads_(num_threads) {
     check_vocabulary(GgufFile(path));
-    Devices used;
-    for (ggml_backend_dev_t device : devices) {
-        if (ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-            used.push_back(device);
-        }
-    }
+    Devices used = devices;
+    std::erase_if(used, [](auto each) { return ggml_backend_dev_type(each) == GGML_BACKEND_DEVICE_TYPE_CPU; });
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = used.empty() ? 0 : -1;
     used.push_back(nullptr);
@@ -59,23 +58,19 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
     Loading loading{progress, nullptr};
     params.progress_callback = go_on;
     params.progress_callback_user_data = &loading;
-    std::string reason;
     {
-        LogCapture log;
+        const LogCapture log;
         model_.reset(llama_model_load_from_file(path.c_str(), params));
-        reason = log.first_error();
+        if (loading.error) {
+            std::rethrow_exception(loading.error);
+        }
+        const std::string& said = log.first_error();
+        require<ModelError>(model_ != nullptr, path,
+                            ": llama.cpp does not load it: ", said.empty() ? "it does not say why" : said);
     }
-    if (loading.error) {
-        std::rethrow_exception(loading.error);
-    }
-    if (!model_) {
-        throw ModelError(
-            say(path, ": llama.cpp does not load it: ", (reason.empty() ? "it does not say why" : reason)));
-    }
-    if (!llama_model_has_decoder(get()) || llama_model_has_encoder(get()) || llama_model_is_diffusion(get())) {
-        throw ModelError(
-            say(path, ": the model does not write texts from left to right; choose a causal language model"));
-    }
+    require<ModelError>(
+        llama_model_has_decoder(get()) && !llama_model_has_encoder(get()) && !llama_model_is_diffusion(get()), path,
+        kNoDecoder);
     measure(path);
 }
 
@@ -93,13 +88,11 @@ LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_id
     params.n_threads = params.n_threads_batch = num_threads_;
     params.pooling_type = LLAMA_POOLING_TYPE_NONE;
     params.kv_unified = params.swa_full = params.no_perf = true;
-    LogCapture log;
+    const LogCapture log;
     LlamaContextPtr context(llama_init_from_model(get(), params));
-    if (!context) {
-        const std::string& said = log.first_error();
-        throw DeviceError(say("llama.cpp makes no context of ", num_cells, " tokens", (said.empty() ? "" : ": " + said),
-                              "; is there enough memory?"));
-    }
+    const std::string& said = log.first_error();
+    require<DeviceError>(context != nullptr, "llama.cpp makes no context of ", num_cells, " tokens",
+                         said.empty() ? "" : ": " + said, "; is there enough memory?");
     return context;
 }
 
@@ -107,17 +100,13 @@ LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_id
 void LlamaModel::measure(const std::string& path) {
     const LogCapture quiet;
     const LlamaContextPtr context = make_context(256, 8, 1, is_recurrent() ? 1 : 0);
-    if (!llama_get_memory(context.get())) {
-        throw ModelError(
-            say(path, ": the model does not write texts from left to right; choose a causal language model"));
-    }
+    require<ModelError>(llama_get_memory(context.get()), path, kNoDecoder);
     std::array<size_t, 2> bytes{};
     for (size_t& each : bytes) {
-        LogCapture log;
+        const LogCapture log;
         llama_token token = 0;
-        if (llama_decode(context.get(), llama_batch_get_one(&token, 1)) != 0) {
-            throw DeviceError(say(path, ": llama.cpp's first pass fails: ", log.first_error()));
-        }
+        require<DeviceError>(llama_decode(context.get(), llama_batch_get_one(&token, 1)) == 0, path,
+                             ": llama.cpp's first pass fails: ", log.first_error());
         each = llama_state_seq_get_size(context.get(), 0);
     }
     cell_bytes_ = bytes[1] - std::min(bytes[0], bytes[1]);

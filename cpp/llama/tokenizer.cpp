@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstdio>
 #include <cstring>
 #include <exception>
-#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
@@ -13,6 +11,7 @@
 #include "error.h"
 #include "files/gguf_file.h"
 #include "llama.h"
+#include "machine/digest.h"
 #include "machine/system.h"
 
 namespace pystaged {
@@ -49,21 +48,16 @@ std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
 
 // Calls `work` with a stack of at least that size; throws what it throws.
 void call_deep(size_t bytes, const std::function<void()>& work) {
-    struct Call {
-        const std::function<void()>& work;
-        std::exception_ptr error;
-    } call{work, nullptr};
-    const auto run = [](void* data) {
-        auto& call = *static_cast<Call*>(data);
+    std::exception_ptr error;
+    call_with_stack(bytes, [&] {
         try {
-            call.work();
+            work();
         } catch (...) {
-            call.error = std::current_exception();
+            error = std::current_exception();
         }
-    };
-    call_with_stack(bytes, run, &call);
-    if (call.error) {
-        std::rethrow_exception(call.error);
+    });
+    if (error) {
+        std::rethrow_exception(error);
     }
 }
 
@@ -73,38 +67,29 @@ constexpr const char* kMaskToken = "pystaged.pard_token";
 
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");
-    if (model != "gpt2" && model != "gemma4" && model != "llama") {
-        file.fail("tokenizer model '", model,
-                  "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' (SentencePiece); choose another "
-                  "model, or run this one with llama.cpp");
-    }
+    file.require(
+        model == "gpt2" || model == "gemma4" || model == "llama", "tokenizer model '", model,
+        "' is not supported, only 'gpt2' and 'gemma4' (BPE) and 'llama' (SentencePiece); choose another model, "
+        "or run this one with llama.cpp");
     // It asserts that no words have spaces in them, and splits by them nowhere else.
-    if (file.text("tokenizer.ggml.pre", "") == "whitespace") {
-        file.fail("pre-tokenizer 'whitespace' is not supported; choose another model, or run this one with llama.cpp");
-    }
+    file.require(file.text("tokenizer.ggml.pre", "") != "whitespace",
+                 "pre-tokenizer 'whitespace' is not supported; choose another model, or run this one with llama.cpp");
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
-    if (!tokens || tokens->second == 0 || tokens->second > size_t(1) << 24) {
-        file.fail("the vocabulary 'tokenizer.ggml.tokens' is missing, empty or absurdly long");
-    }
+    file.require(tokens && tokens->second > 0 && tokens->second <= size_t(1) << 24,
+                 "the vocabulary 'tokenizer.ggml.tokens' is missing, empty or absurdly long");
     std::unordered_set<std::string> seen;
     seen.reserve(tokens->second);
     for (size_t i = 0; i < tokens->second; ++i) {
         std::string text = file.array_text(tokens->first, i);
         if (text.empty()) {
-            text = "[EMPTY_" + std::to_string(i) + "]";
+            text = say("[EMPTY_", i, "]");
         }
-        if (!seen.insert(text).second) {
-            file.fail("token ", i, " of the vocabulary stands there twice");
-        }
+        file.require(seen.insert(text).second, "token ", i, " of the vocabulary stands there twice");
     }
     const auto last = static_cast<int64_t>(tokens->second) - 1;
     for (const char* name : {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", kMaskToken}) {
         file.integer(name, 0, last, 0);
     }
-}
-
-void Tokenizer::Free::operator()(llama_model* model) const {
-    llama_model_free(model);
 }
 
 Tokenizer::Tokenizer(const std::string& path) {
@@ -116,25 +101,20 @@ Tokenizer::Tokenizer(const std::string& path) {
     }
     llama_model_params params = llama_model_default_params();
     params.vocab_only = true;
-    std::string reason;
     {
-        LogCapture log;
+        const LogCapture log;
         model_.reset(llama_model_load_from_file(path.c_str(), params));
-        reason = log.first_error();
-    }
-    if (!model_) {
-        throw ModelError(say(path, ": cannot load the vocabulary: ", reason));
+        require<ModelError>(model_ != nullptr, path, ": cannot load the vocabulary: ", log.first_error());
     }
     vocab_ = llama_model_get_vocab(model_.get());
     // libllama ends the process where it is to add a token that the vocabulary does not have.
     for (const bool begin : {true, false}) {
         const bool adds = begin ? adds_bos() : adds_eos();
         const int32_t token = begin ? bos() : eos();
-        if (adds && (token < 0 || token >= num_tokens())) {
-            const std::string name = begin ? "bos" : "eos";
-            throw ModelError(say(path, ": the vocabulary adds a token to every text (tokenizer.ggml.add_", name,
-                                 "_token), but has none: 'tokenizer.ggml.", name, "_token_id' is missing"));
-        }
+        const char* const name = begin ? "bos" : "eos";
+        require<ModelError>(!adds || (token >= 0 && token < num_tokens()), path,
+                            ": the vocabulary adds a token to every text (tokenizer.ggml.add_", name,
+                            "_token), but has none: 'tokenizer.ggml.", name, "_token_id' is missing");
     }
     for (int32_t token = 0; token < num_tokens(); ++token) {
         const int attributes = llama_vocab_get_attr(vocab_, token);
@@ -147,11 +127,7 @@ Tokenizer::Tokenizer(const std::string& path) {
                                  (attributes & LLAMA_TOKEN_ATTR_USER_DEFINED) != 0});
         }
     }
-    std::sort(specials_.begin(), specials_.end(), [](const Special& a, const Special& b) { return a.text < b.text; });
-}
-
-int Tokenizer::num_tokens() const {
-    return llama_vocab_n_tokens(vocab_);
+    std::ranges::sort(specials_, {}, &Special::text);
 }
 
 // Places where a text may be cut without changing its tokens, in order; the last is its end.
@@ -204,9 +180,7 @@ std::vector<size_t> Tokenizer::cuts(const std::string& text, bool parse_special)
 // In pieces, because libllama's time grows with the square of the number of special tokens.
 std::vector<int32_t> Tokenizer::encode(const std::string& text, bool add_special, bool parse_special,
                                        const std::function<void()>& interrupted) const {
-    if (text.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
-        throw std::invalid_argument("the text is longer than 2 GiB");
-    }
+    require(text.size() <= size_t(std::numeric_limits<int32_t>::max()), "the text is longer than 2 GiB");
     const std::vector<size_t> ends = cuts(text, parse_special);
     if (ends.size() == 1) {
         return encode_piece(text.data(), text.size(), add_special, parse_special);
@@ -245,10 +219,8 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
     };
     const auto [line, run] = longest_parts(text, size);
     const bool recurses = llama_vocab_type(vocab_) == LLAMA_VOCAB_TYPE_BPE;
-    if (recurses && run > kLongestRun) {
-        throw std::invalid_argument(say("the text has ", run, " bytes in a row without white space, or of it; at most ",
-                                        kLongestRun, " can be split into tokens"));
-    }
+    require(!recurses || run <= kLongestRun, "the text has ", run,
+            " bytes in a row without white space, or of it; at most ", kLongestRun, " can be split into tokens");
     try {
         if (recurses && line > kSafeLine) {
             call_deep(kStackBytes * std::min(line, kLongestRun), fill);
@@ -263,9 +235,7 @@ std::vector<int32_t> Tokenizer::encode_piece(const char* text, size_t size, bool
         }
         throw std::invalid_argument("the vocabulary has no tokens for some character of the text");
     }
-    if (n < 0) {
-        throw std::runtime_error("the text cannot be tokenized");
-    }
+    require<std::runtime_error>(n >= 0, "the text cannot be tokenized");
     tokens.resize(static_cast<size_t>(n));
     return tokens;
 }
@@ -290,20 +260,21 @@ std::vector<std::vector<int32_t>> Tokenizer::sequences_of(const std::string& tex
 }
 
 void Tokenizer::check_token(int32_t token) const {
-    if (token < 0 || token >= num_tokens()) {
-        throw std::invalid_argument(say("token ", token, " is outside the vocabulary of ", num_tokens()));
-    }
+    require(token >= 0 && token < num_tokens(), "token ", token, " is outside the vocabulary of ", num_tokens());
 }
 
 std::string Tokenizer::token_bytes(int32_t token, bool special) const {
     check_token(token);
     std::string piece(32, '\0');
-    int32_t n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, special);
+    const auto write = [&] {
+        return llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, special);
+    };
+    int32_t n = write();
     if (n < 0) {
         piece.resize(static_cast<size_t>(-n));
-        n = llama_token_to_piece(vocab_, token, piece.data(), static_cast<int32_t>(piece.size()), 0, special);
+        n = write();
     }
-    piece.resize(static_cast<size_t>(n < 0 ? 0 : n));
+    piece.resize(static_cast<size_t>(std::max(0, n)));
     return piece;
 }
 
@@ -329,22 +300,6 @@ bool Tokenizer::is_end(int32_t token) const {
     return token >= 0 && token < num_tokens() && llama_vocab_is_eog(vocab_, token);
 }
 
-bool Tokenizer::adds_bos() const {
-    return llama_vocab_get_add_bos(vocab_);
-}
-
-bool Tokenizer::adds_eos() const {
-    return llama_vocab_get_add_eos(vocab_);
-}
-
-int32_t Tokenizer::bos() const {
-    return llama_vocab_bos(vocab_);
-}
-
-int32_t Tokenizer::eos() const {
-    return llama_vocab_eos(vocab_);
-}
-
 std::vector<int32_t> Tokenizer::suppressed() const {
     int32_t count = 0;
     const int32_t* tokens = llama_vocab_get_suppress_tokens(vocab_, &count);
@@ -357,9 +312,7 @@ std::map<std::string, int32_t> Tokenizer::infill_tokens() const {
                                           {"middle", llama_vocab_fim_mid(vocab_)},
                                           {"repository", llama_vocab_fim_rep(vocab_)},
                                           {"file", llama_vocab_fim_sep(vocab_)}};
-    for (auto each = tokens.begin(); each != tokens.end();) {
-        each = each->second >= 0 && each->second < num_tokens() ? std::next(each) : tokens.erase(each);
-    }
+    std::erase_if(tokens, [&](const auto& each) { return each.second < 0 || each.second >= num_tokens(); });
     return tokens;
 }
 
@@ -394,9 +347,7 @@ std::string Tokenizer::fingerprint() const {
         }
         add(is_end(token));
     }
-    char text[17];
-    std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
-    return std::to_string(num_tokens()) + "-" + text;
+    return say(num_tokens(), "-", hexadecimal(hash));
 }
 
 }  // namespace pystaged

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-struct llama_model;
-struct llama_vocab;
+#include "llama.h"
 
 namespace pystaged {
 
@@ -23,7 +22,7 @@ public:
     // Loads the vocabulary alone. Throws ModelError when the file has none that is usable.
     explicit Tokenizer(const std::string& path);
 
-    int num_tokens() const;
+    int num_tokens() const { return llama_vocab_n_tokens(vocab_); }
     // Token ids of UTF-8 text, with what the vocabulary puts before and behind a text where `add_special`. Control
     // tokens written out in the text are recognized where `parse_special`; those that users defined always are.
     // `interrupted` is called now and then and may throw. Throws std::invalid_argument for a text the vocabulary cannot
@@ -45,13 +44,13 @@ public:
     // Whether the token ends a text.
     bool is_end(int32_t token) const;
     // Whether texts begin with a token of their own, and end with one.
-    bool adds_bos() const;
-    bool adds_eos() const;
+    bool adds_bos() const { return llama_vocab_get_add_bos(vocab_); }
+    bool adds_eos() const { return llama_vocab_get_add_eos(vocab_); }
     // Of the file as it was: keys and values that are no arrays, as libllama spells them.
     const std::vector<std::pair<std::string, std::string>>& metadata() const { return metadata_; }
     // Token ids, or -1.
-    int32_t bos() const;
-    int32_t eos() const;
+    int32_t bos() const { return llama_vocab_bos(vocab_); }
+    int32_t eos() const { return llama_vocab_eos(vocab_); }
     // Tokens that the file says are never to be chosen.
     std::vector<int32_t> suppressed() const;
     // Of a draft model that guesses in parallel (PARD).
@@ -66,7 +65,7 @@ public:
 
 private:
     struct Free {
-        void operator()(llama_model* model) const;
+        void operator()(llama_model* model) const { llama_model_free(model); }
     };
     // The text of a token that libllama looks for before all else.
     struct Special {

@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <string>
 
 namespace pystaged {
 
@@ -37,6 +39,12 @@ inline uint64_t digest(const void* data, size_t bytes) {
         all = mix(all, sum);
     }
     return all ^ all >> 32;
+}
+
+inline std::string hexadecimal(uint64_t value) {
+    char text[17];
+    std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
+    return text;
 }
 
 }  // namespace pystaged

@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "error.h"
+
 namespace pystaged {
 
 namespace {
@@ -21,9 +23,7 @@ void Memory::commit(size_t first, size_t last) {
 
 Memory::Memory(size_t bytes, bool huge) {
     const size_t reserved = bytes + (huge && bytes > 0 ? kHugePage : 0);
-    if (reserved < bytes) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(reserved >= bytes);
     *this = reserve(reserved);
     commit(0, reserved);
     size_ = bytes;

@@ -31,7 +31,6 @@ struct LineAllocator {
     }
     void deallocate(T* p, size_t) { ::operator delete(reinterpret_cast<void**>(p)[-1]); }
     friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
-    friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
 };
 template <class T>
 using Lines = std::vector<T, LineAllocator<T>>;

@@ -9,6 +9,7 @@
 #include <new>
 #include <system_error>
 
+#include "error.h"
 #include "machine/system.h"
 #include "machine/topology.h"
 
@@ -23,8 +24,11 @@ namespace pystaged {
 
 namespace {
 
-[[noreturn]] void fail() {
-    throw std::system_error(errno, std::generic_category());
+// Throws what the last call failed for.
+void expect(bool holds) {
+    if (!holds) {
+        throw std::system_error(errno, std::generic_category());
+    }
 }
 
 // Calls until all bytes are moved, or none is.
@@ -33,9 +37,7 @@ size_t move(size_t bytes, const Call& call) {
     size_t done = 0;
     while (done < bytes) {
         const ssize_t count = call(done);
-        if (count < 0 && errno != EINTR) {
-            fail();
-        }
+        expect(count >= 0 || errno == EINTR);
         if (count == 0) {
             break;
         }
@@ -49,9 +51,7 @@ size_t move(size_t bytes, const Call& call) {
 File::File(const std::string& path, Use use)
     : number_(open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW))) {
     struct stat info = {};
-    if (number_ < 0) {
-        fail();
-    }
+    expect(number_ >= 0);
     if (fstat(number_, &info) != 0) {
         const int error = errno;
         close(number_);
@@ -96,9 +96,7 @@ void File::prefetch(size_t at, size_t bytes) const {
 
 uint8_t* File::map(size_t bytes) const {
     void* const pages = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, number_, 0);
-    if (pages == MAP_FAILED) {
-        fail();
-    }
+    expect(pages != MAP_FAILED);
     return static_cast<uint8_t*>(pages);
 }
 
@@ -130,16 +128,12 @@ constexpr bool kStrict = false;
 uint8_t* new_pages(size_t bytes) {
     void* const pages =
         mmap(nullptr, bytes, kStrict ? PROT_NONE : PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(pages != MAP_FAILED);
     return static_cast<uint8_t*>(pages);
 }
 
 void commit_pages(uint8_t* pages, size_t bytes) {
-    if (kStrict && mprotect(pages, bytes, PROT_READ | PROT_WRITE) != 0) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(!kStrict || mprotect(pages, bytes, PROT_READ | PROT_WRITE) == 0);
 }
 
 void free_pages(uint8_t* pages, size_t bytes) {
@@ -163,26 +157,19 @@ void empty_pages(uint8_t* pages, size_t bytes) {
     madvise(pages, bytes, kAdvice);
 }
 
-void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
+void call_with_stack(size_t bytes, std::function<void()> function) {
     constexpr size_t kPages = 64 << 10;  // whole ones, on every system; and one more for what the library has there
-    struct Call {
-        void (*function)(void*);
-        void* data;
-    } call{function, data};
-    const auto run = [](void* given) -> void* {
-        const Call& call = *static_cast<Call*>(given);
-        call.function(call.data);
+    const auto run = [](void* called) -> void* {
+        (*static_cast<std::function<void()>*>(called))();
         return nullptr;
     };
     pthread_attr_t attributes;
-    pthread_t thread;
+    pthread_t thread{};
     pthread_attr_init(&attributes);
     const bool started = pthread_attr_setstacksize(&attributes, (bytes / kPages + 2) * kPages) == 0 &&
-                         pthread_create(&thread, &attributes, run, &call) == 0;
+                         pthread_create(&thread, &attributes, run, &function) == 0;
     pthread_attr_destroy(&attributes);
-    if (!started) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(started);
     pthread_join(thread, nullptr);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "kernels/kernel.h"
 #include "machine/digest.h"
 #include "machine/math.h"
@@ -72,26 +73,25 @@ inline uint64_t digest_of_product(const Kernel& kernel, int packing) {
 
 // Two rows of two heads that share keys and values.
 inline uint64_t digest_of_attention(const Kernel& kernel) {
-    constexpr int dim = kBlock, group = 2, numbers = 2 * group;
+    constexpr int dim = kBlock, group = 2, queries = 2 * group;
     FixedBytes fixed;
     const Lines<uint8_t> keys = fixed.weights(Packing::f16, 2, 2), values = fixed.weights(Packing::f16, 2, 2);
-    const Lines<float> q = fixed.floats(size_t(numbers) * dim);
+    const Lines<float> q = fixed.floats(size_t(queries) * dim);
     const RowContext rows[] = {{21, 21, nullptr}, {22, 22, nullptr}};
-    Lines<float> scratch(attention_scratch(dim)), partials(numbers * partial_stride(dim));
-    HeadChunk chunk;
-    chunk.last = numbers;
-    chunk.group = group;
-    chunk.head_dim = chunk.value_dim = dim;
-    chunk.scale = 0.125f;
-    chunk.softcap = 20;
-    chunk.rows = rows;
-    chunk.q = q.data();
-    chunk.q_stride = size_t(group) * dim;
-    chunk.k = keys.data();
-    chunk.v = values.data();
-    chunk.scratch = scratch.data();
-    chunk.partials = partials.data();
-    kernel.attend(chunk);
+    Lines<float> scratch(attention_scratch(dim)), partials(queries * partial_stride(dim));
+    kernel.attend({.last = queries,
+                   .group = group,
+                   .head_dim = dim,
+                   .value_dim = dim,
+                   .scale = 0.125f,
+                   .softcap = 20,
+                   .rows = rows,
+                   .q = q.data(),
+                   .q_stride = size_t(group) * dim,
+                   .k = keys.data(),
+                   .v = values.data(),
+                   .scratch = scratch.data(),
+                   .partials = partials.data()});
     return digest(partials.data(), partials.size() * sizeof(float));
 }
 
@@ -155,14 +155,11 @@ inline void check_arithmetic(const Kernel& kernel) {
             wrong += std::string(wrong.empty() ? "" : ", ") + kKnown[i].operation;
         }
     }
-    if (!wrong.empty()) {
-        throw std::runtime_error(
-            "pystaged computes other numbers here than it must (kernel " + std::string(kernel.name) + ": " + wrong +
-            "). It was compiled with flags that change arithmetic, as -ffast-math, -Ofast, "
-            "-funsafe-math-optimizations, "
-            "-ffp-contract=fast and -mfpmath=387 do in CFLAGS or CXXFLAGS, or the compiler or its math library (fma, "
-            "sqrt) is at fault; build it again without such flags, or with another compiler");
-    }
+    require<std::runtime_error>(
+        wrong.empty(), "pystaged computes other numbers here than it must (kernel ", kernel.name, ": ", wrong,
+        "). It was compiled with flags that change arithmetic, as -ffast-math, -Ofast, -funsafe-math-optimizations, "
+        "-ffp-contract=fast and -mfpmath=387 do in CFLAGS or CXXFLAGS, or the compiler or its math library (fma, sqrt) "
+        "is at fault; build it again without such flags, or with another compiler");
 }
 
 }  // namespace pystaged

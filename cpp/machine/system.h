@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -60,7 +61,7 @@ void empty_pages(uint8_t* pages, size_t bytes);
 // Calls a function in a thread with a stack of at least that size, which takes memory only where it is touched and ends
 // at a page that nobody may touch. Throws std::bad_alloc where there is no thread to be had; the function must not
 // throw.
-void call_with_stack(size_t bytes, void (*function)(void*), void* data);
+void call_with_stack(size_t bytes, std::function<void()> function);
 
 // Lets the thread that calls it run wherever the process may, whoever started it, and as what somebody waits for.
 void prepare_worker();

@@ -101,8 +101,8 @@ Cores choose_cores(std::vector<Core> cores, int quota) {
     result.quota = quota;
     result.found = static_cast<int>(cores.size());
     const auto lacks_cache = [](const Core& core) { return core.cache < 0; };
-    if (2 * std::count_if(cores.begin(), cores.end(), lacks_cache) < result.found) {
-        cores.erase(std::remove_if(cores.begin(), cores.end(), lacks_cache), cores.end());
+    if (2 * std::ranges::count_if(cores, lacks_cache) < result.found) {
+        std::erase_if(cores, lacks_cache);
     }
     result.many = static_cast<int>(cores.size());
     result.apart = result.found - result.many;
@@ -113,7 +113,7 @@ Cores choose_cores(std::vector<Core> cores, int quota) {
             return core.speed < 0.75 * other.speed && (core.cache < 0 || core.cache == other.cache);
         };
         power += core.speed;
-        if (std::none_of(cores.begin(), cores.end(), faster)) {
+        if (std::ranges::none_of(cores, faster)) {
             fast_power += core.speed;
             ++result.few;
         }

@@ -12,6 +12,7 @@
 #include <system_error>
 #include <vector>
 
+#include "error.h"
 #include "machine/system.h"
 #include "machine/topology.h"
 
@@ -19,36 +20,41 @@ namespace pystaged {
 
 namespace {
 
-[[noreturn]] void fail() {
-    throw std::system_error(static_cast<int>(GetLastError()), std::system_category());
+// Throws what the last call failed for.
+void expect(bool holds, DWORD error = GetLastError()) {
+    if (!holds) {
+        throw std::system_error(static_cast<int>(error), std::system_category());
+    }
 }
 
 HANDLE handle(int number) {
     return reinterpret_cast<HANDLE>(_get_osfhandle(number));
 }
 
-// Where a transfer begins, and how much of it one call takes.
-OVERLAPPED place(size_t at) {
-    OVERLAPPED result = {};
-    result.Offset = static_cast<DWORD>(at);
-    result.OffsetHigh = static_cast<DWORD>(static_cast<uint64_t>(at) >> 32);
-    return result;
-}
-
-DWORD portion(size_t bytes) {
-    return static_cast<DWORD>(std::min(bytes, size_t(1) << 30));
+// Calls until all bytes are moved, or none is: call(done, how many it takes, count, where).
+template <class Call>
+size_t move(size_t bytes, size_t at, const Call& call) {
+    size_t done = 0;
+    for (DWORD count = 1; count > 0 && done < bytes; done += count) {
+        OVERLAPPED place = {};
+        place.Offset = static_cast<DWORD>(at + done);
+        place.OffsetHigh = static_cast<DWORD>(uint64_t(at + done) >> 32);
+        count = 0;
+        const bool moved = call(done, static_cast<DWORD>(std::min(bytes - done, size_t(1) << 30)), &count, &place);
+        expect(moved || GetLastError() == ERROR_HANDLE_EOF);
+    }
+    return done;
 }
 
 }  // namespace
 
 File::File(const std::string& path, Use use) {
     const bool reads = use == Use::kRead;
-    const HANDLE file = CreateFileW(std::filesystem::u8path(path).c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
+    const std::filesystem::path name(std::u8string(path.begin(), path.end()));
+    const HANDLE file = CreateFileW(name.c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
                                     FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr, OPEN_EXISTING,
                                     reads ? FILE_ATTRIBUTE_NORMAL : FILE_FLAG_OPEN_REPARSE_POINT, nullptr);
-    if (file == INVALID_HANDLE_VALUE) {
-        fail();
-    }
+    expect(file != INVALID_HANDLE_VALUE);
     BY_HANDLE_FILE_INFORMATION info = {};
     if (GetFileType(file) == FILE_TYPE_DISK && GetFileInformationByHandle(file, &info)) {
         is_regular_ = true;
@@ -69,46 +75,27 @@ File::~File() {
 }
 
 size_t File::read(void* data, size_t bytes, size_t at) const {
-    size_t done = 0;
-    while (done < bytes) {
-        OVERLAPPED from = place(at + done);
-        DWORD count = 0;
-        if (!ReadFile(handle(number_), static_cast<uint8_t*>(data) + done, portion(bytes - done), &count, &from) &&
-            GetLastError() != ERROR_HANDLE_EOF) {
-            fail();
-        }
-        if (count == 0) {
-            break;
-        }
-        done += count;
-    }
-    return done;
+    return move(bytes, at, [&](size_t done, DWORD most, DWORD* count, OVERLAPPED* place) {
+        return ReadFile(handle(number_), static_cast<uint8_t*>(data) + done, most, count, place);
+    });
 }
 
 void File::write(const void* data, size_t bytes, size_t at) const {
-    for (size_t done = 0; done < bytes;) {
-        OVERLAPPED to = place(at + done);
-        DWORD count = 0;
-        if (!WriteFile(handle(number_), static_cast<const uint8_t*>(data) + done, portion(bytes - done), &count, &to)) {
-            fail();
-        }
-        done += count;
-    }
+    const size_t written = move(bytes, at, [&](size_t done, DWORD most, DWORD* count, OVERLAPPED* place) {
+        return WriteFile(handle(number_), static_cast<const uint8_t*>(data) + done, most, count, place);
+    });
+    expect(written == bytes, ERROR_DISK_FULL);
 }
 
 void File::prefetch(size_t, size_t) const {}
 
 uint8_t* File::map(size_t bytes) const {
     const HANDLE mapping = CreateFileMappingW(handle(number_), nullptr, PAGE_READONLY, 0, 0, nullptr);
-    if (!mapping) {
-        fail();
-    }
+    expect(mapping);
     void* const pages = MapViewOfFile(mapping, FILE_MAP_READ, 0, 0, bytes);
     const DWORD error = GetLastError();
     CloseHandle(mapping);  // the view keeps it
-    if (!pages) {
-        throw std::system_error(static_cast<int>(error), std::system_category());
-    }
+    expect(pages, error);
     return static_cast<uint8_t*>(pages);
 }
 
@@ -133,16 +120,12 @@ size_t page_bytes() {
 
 uint8_t* new_pages(size_t bytes) {
     void* const pages = VirtualAlloc(nullptr, bytes, MEM_RESERVE, PAGE_READWRITE);
-    if (!pages) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(pages);
     return static_cast<uint8_t*>(pages);
 }
 
 void commit_pages(uint8_t* pages, size_t bytes) {
-    if (!VirtualAlloc(pages, bytes, MEM_COMMIT, PAGE_READWRITE)) {
-        throw std::bad_alloc();
-    }
+    require<std::bad_alloc>(VirtualAlloc(pages, bytes, MEM_COMMIT, PAGE_READWRITE));
 }
 
 void free_pages(uint8_t* pages, size_t) {
@@ -157,20 +140,13 @@ void empty_pages(uint8_t* pages, size_t bytes) {
     VirtualAlloc(pages, bytes, MEM_RESET, PAGE_READWRITE);
 }
 
-void call_with_stack(size_t bytes, void (*function)(void*), void* data) {
-    struct Call {
-        void (*function)(void*);
-        void* data;
-    } call{function, data};
-    const LPTHREAD_START_ROUTINE run = [](void* given) -> DWORD {
-        const Call& call = *static_cast<Call*>(given);
-        call.function(call.data);
+void call_with_stack(size_t bytes, std::function<void()> function) {
+    const LPTHREAD_START_ROUTINE run = [](void* called) -> DWORD {
+        (*static_cast<std::function<void()>*>(called))();
         return 0;
     };
-    const HANDLE thread = CreateThread(nullptr, bytes, run, &call, STACK_SIZE_PARAM_IS_A_RESERVATION, nullptr);
-    if (!thread) {
-        throw std::bad_alloc();
-    }
+    const HANDLE thread = CreateThread(nullptr, bytes, run, &function, STACK_SIZE_PARAM_IS_A_RESERVATION, nullptr);
+    require<std::bad_alloc>(thread);
     WaitForSingleObject(thread, INFINITE);
     CloseHandle(thread);
 }

@@ -98,18 +98,16 @@ const Family& find_family(const GgufFile& file) {
     }
     for (const Recurrence& recurrence : kRecurrences) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
-            const std::string what = "architecture '" + name + "' is recurrent or hybrid (metadata '" + name + "." +
-                                     recurrence.key + "') in a way that is not supported; choose a model of " +
-                                     "attention alone, or one of: " + recurrent;
+            const std::string what =
+                say("architecture '", name, "' is recurrent or hybrid (metadata '", name, ".", recurrence.key,
+                    "') in a way that is not supported; choose a model of ", "attention alone, or one of: ", recurrent);
             found ? file.fail(what) : file.refuse(what);
         }
     }
     if (found) {
-        if (!found->has(kExperts) && file.has(name + ".expert_count") &&
-            file.integer(name + ".expert_count", 0, 1 << 20) > 0) {
-            file.fail("architecture '", name, "' is known without experts, but metadata '", name,
-                      ".expert_count' says that it has some; choose a dense model");
-        }
+        file.require(found->has(kExperts) || file.integer(name + ".expert_count", 0, 1 << 20, 0) == 0, "architecture '",
+                     name, "' is known without experts, but metadata '", name,
+                     ".expert_count' says that it has some; choose a dense model");
         return *found;
     }
     file.refuse("architecture '", name, "' is not supported; choose a model of one of: ", names);

@@ -21,18 +21,13 @@ public:
 
     std::string name(const char* key) const { return prefix_ + key; }
     bool has(const char* key) const { return file_.has(name(key)); }
-    int number(const char* key, int64_t least, int64_t most) const {
-        return static_cast<int>(file_.integer(name(key), least, most));
-    }
-    int number(const char* key, int64_t least, int64_t most, int64_t otherwise) const {
+    int number(const char* key, int64_t least, int64_t most, std::optional<int64_t> otherwise = {}) const {
         return static_cast<int>(file_.integer(name(key), least, most, otherwise));
     }
     // The numbers of an array, or none where the key is missing.
     std::optional<std::vector<int64_t>> array(const char* key) const {
         auto values = file_.integers(name(key));
-        if (!values && has(key)) {
-            fail(key, "is not an array");
-        }
+        require(values || !has(key), key, "is not an array");
         return values;
     }
     // An array with a number for each layer; none where the key is missing or, with `or_one`, has one number for all.
@@ -60,9 +55,7 @@ public:
             if (found && value != *found && !may_differ) {
                 refuse(key, "differs between layers, which is not supported");
             }
-            if (values && (value < least || value > most)) {
-                fail(key, "is ", value, ", outside ", least, " to ", most);
-            }
+            require(!values || (value >= least && value <= most), key, "is ", value, ", outside ", least, " to ", most);
             found = std::max(value, found.value_or(value));
             if (place) {
                 h.layers[i].*place = static_cast<int>(value);
@@ -76,9 +69,7 @@ public:
     }
     template <class... Parts>
     void require(bool holds, const char* key, const Parts&... parts) const {
-        if (!holds) {
-            fail(key, parts...);
-        }
+        file_.require(holds, "metadata '", name(key), "' ", parts...);
     }
     template <class... Parts>
     [[noreturn]] void refuse(const char* key, const Parts&... parts) const {
@@ -231,9 +222,8 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         return dims;
     };
     rope.dims = read_dims("rope.dimension_count", h.head_dim);
-    if (family.has(kWholeRotation) && rope.dims != h.head_dim) {
-        keys.fail("rope.dimension_count", "is ", rope.dims, " where heads are ", h.head_dim, " wide");
-    }
+    keys.require(!family.has(kWholeRotation) || rope.dims == h.head_dim, "rope.dimension_count", "is ", rope.dims,
+                 " where heads are ", h.head_dim, " wide");
     rope.base = keys.positive("rope.freq_base", 10000);
     keys.require(rope.base > 1, "rope.freq_base", "is not above 1");
     // Positions of images have three parts; those of texts are three times the same, but some pairs may have none.
@@ -247,13 +237,11 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
     }
     rope.original_context = h.original_context;
     const std::string scaling = file.text(keys.name("rope.scaling.type"), "linear");
-    if (scaling != "none" && scaling != "linear" && scaling != "yarn" && scaling != "longrope") {
-        keys.fail("rope.scaling.type", "is '", scaling, "', which is unknown; there are: none, linear, yarn, longrope");
-    }
+    keys.require(scaling == "none" || scaling == "linear" || scaling == "yarn" || scaling == "longrope",
+                 "rope.scaling.type", "is '", scaling, "', which is unknown; there are: none, linear, yarn, longrope");
     const float factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 0));
-    if (factor != 0 && !(factor > 1e-6f && factor < 1e6f)) {
-        keys.fail("rope.scaling.factor", "is ", factor, ", which is no factor of a context");
-    }
+    keys.require(factor == 0 || (factor > 1e-6f && factor < 1e6f), "rope.scaling.factor", "is ", factor,
+                 ", which is no factor of a context");
     rope.scale = scaling == "none" || factor == 0 ? 1 : 1 / factor;
     rope.yarn = scaling == "yarn";
     if (rope.yarn) {
@@ -317,13 +305,13 @@ void read_latents(const GgufFile& file, const Keys& keys, Hyperparameters& h, in
                                       : latent.own > 0 && h.num_kv_heads == h.num_heads;
     file.require(fits, h.num_kv_heads, " heads of keys of ", h.head_dim, " and values of ", value_length,
                  " numbers do not fit latent rows of ", latent.rank, ", with ", latent.turned, " that are turned");
-    if (latent.absorbed && (latent.rank % kBlock != 0 || latent.value % kBlock != 0)) {
-        file.fail("latent rows of ", latent.rank, " numbers and values of ", latent.value, " must be multiples of ",
-                  kBlock);
-    }
+    file.require(!latent.absorbed || (latent.rank % kBlock == 0 && latent.value % kBlock == 0), "latent rows of ",
+                 latent.rank, " numbers and values of ", latent.value, " must be multiples of ", kBlock);
     file.require(int64_t(h.num_heads) * (latent.query() + latent.value) <= kMostNumbers, h.num_heads, " heads of ",
                  latent.query(), " and ", latent.value, " numbers are absurdly many");
 }
+
+constexpr const char* kDifferentLengths = "keys and values of different lengths are not supported";
 
 // What families may have of their own in each layer.
 void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
@@ -335,29 +323,24 @@ void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hy
     const int value_dim = keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads);
     if (family.has(kLatents)) {
         read_latents(file, keys, h, value_dim);
-    } else if (value_dim != h.head_dim) {
-        file.fail("keys and values of different lengths are not supported");
+    } else {
+        file.require(value_dim == h.head_dim, kDifferentLengths);
     }
-    if (!keys.has("attention.key_length") && h.width % h.num_heads != 0) {
-        file.fail("a width of ", h.width, " does not split into ", h.num_heads, " heads");
-    }
+    file.require(keys.has("attention.key_length") || h.width % h.num_heads == 0, "a width of ", h.width,
+                 " does not split into ", h.num_heads, " heads");
     const int windowed = differ ? keys.number("attention.key_length_swa", 1, h.head_dim, h.head_dim) : h.head_dim;
-    if (differ && keys.number("attention.value_length_swa", 1, h.head_dim, windowed) != windowed) {
-        file.fail("keys and values of different lengths are not supported");
-    }
+    file.require(!differ || keys.number("attention.value_length_swa", 1, h.head_dim, windowed) == windowed,
+                 kDifferentLengths);
     const bool shares = differ && family.reads != Reads::joined_with_cells;
     const int own = h.num_layers - (shares ? keys.number("attention.shared_kv_layers", 0, h.num_layers - 1, 0) : 0);
     for (int i = 0; i < h.num_layers; ++i) {
         LayerNumbers& layer = h.layers[i];
         layer.head_dim = layer.windowed ? windowed : h.head_dim;
         layer.value_dim = family.has(kLatents) ? value_dim : layer.head_dim;
-        if (layer.attends() && h.num_heads % layer.num_kv_heads != 0) {
-            file.fail(h.num_heads, " heads do not share ", layer.num_kv_heads, " heads of keys and values evenly");
-        }
+        file.require(!layer.attends() || h.num_heads % layer.num_kv_heads == 0, h.num_heads, " heads do not share ",
+                     layer.num_kv_heads, " heads of keys and values evenly");
         for (layer.cells_of = std::min(i, own - 1); i >= own && h.layers[layer.cells_of].windowed != layer.windowed;) {
-            if (--layer.cells_of < 0) {
-                keys.fail("attention.shared_kv_layers", "leaves layers without keys and values");
-            }
+            keys.require(--layer.cells_of >= 0, "attention.shared_kv_layers", "leaves layers without keys and values");
         }
         layer.num_kv_heads = h.layers[layer.cells_of].num_kv_heads;
     }
@@ -439,17 +422,9 @@ void read_scales(const Family& family, const Keys& keys, Hyperparameters& h) {
     if (family.has(kTemperatureScale)) {
         h.temperature_scale = keys.real("attention.temperature_scale", 0);
         const int length = keys.number("attention.temperature_length", 1, kMostNumbers, h.original_context);
-        if (h.temperature_scale != 0 && length != h.original_context) {
-            keys.fail("attention.temperature_length", "is ", length, ", but only the original context of ",
-                      h.original_context, " is supported");
-        }
+        keys.require(h.temperature_scale == 0 || length == h.original_context, "attention.temperature_length", "is ",
+                     length, ", but only the original context of ", h.original_context, " is supported");
     }
-}
-
-bool has_layer(const GgufFile& file, int layer) {
-    const std::string prefix = "blk." + std::to_string(layer) + ".";
-    const auto names = file.tensor_names();
-    return std::any_of(names.begin(), names.end(), [&](const auto& name) { return name.rfind(prefix, 0) == 0; });
 }
 
 // Of a head that may lack tokens.
@@ -467,9 +442,9 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     }
     const bool is_ahead = family.reads == Reads::joined_with_tokens;
     const bool borrows_cells = family.reads == Reads::joined_with_cells;
-    const std::string key = keys.name("target_layers");
-    auto layers = keys.array("target_layers");
-    const bool states_none = !keys.has("target_layers") && family.reads == Reads::beside_tokens;
+    const char* const key = "target_layers";
+    auto layers = keys.array(key);
+    const bool states_none = !keys.has(key) && family.reads == Reads::beside_tokens;
     if (is_ahead) {
         file.require(h.first_layer == target->num_layers, "layer ", h.first_layer,
                      " predicts further tokens (MTP) for a model of as many layers, but the target has ",
@@ -480,14 +455,11 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     } else if (states_none && target->num_layers > 6) {
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
     }
-    if (!layers || layers->empty()) {
-        file.fail("metadata '", key, "' is missing");
-    }
+    keys.require(layers && !layers->empty(), key, "is missing");
     for (const int64_t layer : *layers) {
-        if (layer <= (h.target_layers.empty() ? 0 : h.target_layers.back()) || layer > target->num_layers) {
-            file.fail("metadata '", key, "' must rise from 1 to the target's ", target->num_layers,
-                      " layers; the draft was made for another target");
-        }
+        const int before = h.target_layers.empty() ? 0 : h.target_layers.back();
+        keys.require(layer > before && layer <= target->num_layers, key, "must rise from 1 to the target's ",
+                     target->num_layers, " layers; the draft was made for another target");
         h.target_layers.push_back(static_cast<int>(layer));
     }
     h.target_width = borrows_cells
@@ -497,9 +469,8 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
                  " wide, but this one is ", target->width, " wide");
     file.require(h.vocab_size >= target->vocab_size && (!borrows_cells || h.vocab_size == target->vocab_size),
                  "the draft knows ", h.vocab_size, " tokens, but the target has ", target->vocab_size);
-    if (!borrows_cells && !file.has_tensor(kHeadName) && target->width != h.width) {
-        file.fail("the draft is ", h.width, " wide, but the head that it borrows of its target ", target->width);
-    }
+    file.require(borrows_cells || file.has_tensor(kHeadName) || target->width == h.width, "the draft is ", h.width,
+                 " wide, but the head that it borrows of its target ", target->width);
     file.require(h.width % kBlock == 0 && h.target_width % kBlock == 0 &&
                      int64_t(h.target_layers.size()) * h.target_width <= kMostNumbers,
                  "the widths of draft and target, ", h.width, " and ", h.target_width, ", must be multiples of ",
@@ -602,11 +573,9 @@ double Hyperparameters::pass_bytes() const {
 }
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target) {
-    if (family.reads != Reads::nothing && !target) {
-        file.fail(
-            "architecture '", family.name,
-            "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
-    }
+    file.require(
+        family.reads == Reads::nothing || target, "architecture '", family.name,
+        "' is a draft that reads its target's hidden states; load the target, and name this file as its draft");
     const Keys keys(file, family);
     Hyperparameters h;
     h.width = keys.number("embedding_length", 1, kMostNumbers);
@@ -627,9 +596,11 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         h.first_layer = h.num_layers;
         h.num_layers = h.num_ahead;
         h.num_ahead = 0;
-    } else if (h.num_ahead > 0 && !has_layer(file, 0)) {
-        file.fail("the file has only the layer that predicts further tokens (MTP) of a model of ", h.num_layers,
-                  " layers, ", h.width, " wide; load that model, and name this file as its draft");
+    } else {
+        const auto is_of_first = [](const std::string& name) { return name.starts_with("blk.0."); };
+        file.require(h.num_ahead == 0 || std::ranges::any_of(file.tensor_names(), is_of_first),
+                     "the file has only the layer that predicts further tokens (MTP) of a model of ", h.num_layers,
+                     " layers, ", h.width, " wide; load that model, and name this file as its draft");
     }
     h.layers.resize(h.num_layers);
     read_mixers(file, family, keys, h);
@@ -646,7 +617,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
         [](const LayerNumbers& layer) { return layer.feeds_forward; }, family.has(kLayersDiffer),
         &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
-    const bool is_dense = std::any_of(h.layers.begin(), h.layers.end(), [&](const LayerNumbers& layer) {
+    const bool is_dense = std::ranges::any_of(h.layers, [&](const LayerNumbers& layer) {
         return layer.feeds_forward && (!layer.has_experts || family.has(kDenseBeside));
     });
     if (h.ffn_width == 0 && !is_dense) {
@@ -659,9 +630,7 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     if (family.has(kLayerNorm) || (!keys.has(epsilon) && keys.has(of_layer_norms))) {
         epsilon = of_layer_norms;
     }
-    if (!family.has(kDefaultNumbers) && !keys.has(epsilon)) {
-        keys.fail(epsilon, "is missing");
-    }
+    keys.require(family.has(kDefaultNumbers) || keys.has(epsilon), epsilon, "is missing");
     h.norm_epsilon = file.real(keys.name(epsilon), 1e-5f);
     keys.require(h.norm_epsilon > 0 && h.norm_epsilon < 1, epsilon, "is not between 0 and 1");
     const bool borrows =

@@ -255,12 +255,8 @@ bool has_gate_of_its_own(const Family& family) {
 Dense load_dense(Loader& from) {
     const int64_t width = from.numbers.width, ffn = from.layer().ffn_width;
     DenseTensors of = {};
-    if (from.family.required & kFusedGate) {
-        of.up = from.take("ffn_up.weight", {width, 2 * ffn});
-    } else {
-        of.up = from.take("ffn_up.weight", {width, ffn});
-        of.up_bias = from.take("ffn_up.bias", {ffn}, kFfnBias);
-    }
+    of.up = from.take("ffn_up.weight", {width, from.family.required & kFusedGate ? 2 * ffn : ffn});
+    of.up_bias = from.take("ffn_up.bias", {ffn}, kFfnBias);
     if (has_gate_of_its_own(from.family)) {
         of.gate = from.take("ffn_gate.weight", {width, ffn});
         of.gate_bias = from.take("ffn_gate.bias", {ffn}, kFfnBias);
@@ -387,8 +383,8 @@ Vector load_rope_factors(Loader& from, const char* name, unsigned extra) {
         return {};
     }
     const std::vector<float> factors = from.read(*tensor);
-    from.file.require(std::none_of(factors.begin(), factors.end(), [](float factor) { return factor < 1e-6f; }),
-                      "tensor '", tensor->name, "' holds factors that are not above 0");
+    from.file.require(std::ranges::none_of(factors, [](float factor) { return factor < 1e-6f; }), "tensor '",
+                      tensor->name, "' holds factors that are not above 0");
     return from.vector(tensor);
 }
 
@@ -467,10 +463,9 @@ void load_ends(Loader& from, Weights& weights) {
     } else if (from.family.reads != Reads::nothing) {
         load_features(from, weights);
     }
-    if (weights.head_tokens.empty() && h.vocab_rows < h.vocab_size && from.has(kHeadName)) {
-        from.file.fail("the head has ", h.vocab_rows, " rows for a vocabulary of ", h.vocab_size,
-                       " tokens, and no tensor '", kHeadTokens, "' names them");
-    }
+    from.file.require(!weights.head_tokens.empty() || h.vocab_rows >= h.vocab_size || !from.has(kHeadName),
+                      "the head has ", h.vocab_rows, " rows for a vocabulary of ", h.vocab_size,
+                      " tokens, and no tensor '", kHeadTokens, "' names them");
     if (h.layer_embedding_width > 0) {
         weights.layer_embeddings = {from.table(from.take("per_layer_token_embd.weight", {layers, h.vocab_size})),
                                     from.linear("per_layer_model_proj.weight", {width, layers}),

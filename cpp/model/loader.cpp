@@ -13,10 +13,6 @@ std::string prefix_of(int layer) {
     return "blk." + std::to_string(layer) + ".";
 }
 
-bool begins(const std::string& name, const std::string& prefix) {
-    return name.compare(0, prefix.size(), prefix) == 0;
-}
-
 // Rows of a matrix, or of what is `transposed` so far.
 Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {
     Vector result;
@@ -47,7 +43,7 @@ const TensorView* Loader::take(const std::string& name, const std::vector<int64_
         }
         const bool there = file.has_tensor(whole);
         (there ? seen_ : missed_).emplace(extra, whole);
-        if (seen_.count(extra) && missed_.count(extra)) {
+        if (seen_.contains(extra) && missed_.contains(extra)) {
             file.fail("tensor '", missed_[extra], "' is missing, although '", seen_[extra], "' is there");
         }
         if (!there) {
@@ -64,11 +60,11 @@ void Loader::check_complete() const {
     const auto is_of_other = [&](const std::string& name) {
         if (family.reads == Reads::joined_with_tokens) {
             const std::string own = prefix_of(numbers.first_layer);
-            return !begins(name, own) || name == own + "nextn.embed_tokens.weight" ||
+            return !name.starts_with(own) || name == own + "nextn.embed_tokens.weight" ||
                    name == own + "nextn.shared_head_head.weight";  // copies of the model's
         }
         for (int layer = numbers.num_layers; layer < numbers.num_layers + numbers.num_ahead; ++layer) {
-            if (begins(name, prefix_of(numbers.first_layer + layer))) {
+            if (name.starts_with(prefix_of(numbers.first_layer + layer))) {
                 return true;
             }
         }
@@ -100,7 +96,7 @@ std::vector<std::pair<std::string, size_t>> Loader::types() const {
     for (const auto& [type, sum] : bytes) {
         result.emplace_back(ggml_type_name(type), sum);
     }
-    std::stable_sort(result.begin(), result.end(), [](auto& a, auto& b) { return a.second > b.second; });
+    std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
     return result;
 }
 

@@ -20,10 +20,8 @@ namespace {
 constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
 Cores checked_threads(int num_threads) {
-    if (num_threads < 0 || num_threads > ThreadPool::kMaxThreads) {
-        throw std::invalid_argument(say("the number of threads must be between 0 (automatic) and ",
-                                        ThreadPool::kMaxThreads, ", not ", num_threads));
-    }
+    require(num_threads >= 0 && num_threads <= ThreadPool::kMaxThreads,
+            "the number of threads must be between 0 (automatic) and ", ThreadPool::kMaxThreads, ", not ", num_threads);
     Cores cores;
     if (num_threads > 0) {
         cores.few = cores.many = num_threads;
@@ -54,9 +52,9 @@ void check_memory(const Loader& loader, size_t state_bytes) {
 
 void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
-    if (tokens && tokens->second != size_t(numbers.vocab_size)) {
-        file.fail("the file has weights for ", numbers.vocab_size, " tokens, but a vocabulary of ", tokens->second);
-    }
+    const size_t num_tokens = tokens ? tokens->second : numbers.vocab_size;
+    file.require(num_tokens == size_t(numbers.vocab_size), "the file has weights for ", numbers.vocab_size,
+                 " tokens, but a vocabulary of ", num_tokens);
 }
 
 // Checks all that a file holds; nothing is packed.
@@ -72,12 +70,10 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
              const std::function<void()>& progress, KvType kv, const std::string& packed,
              std::shared_ptr<const Model> target, DraftForm form)
     : kernel_(find_kernel(kernel)), threads_(checked_threads(num_threads)), kv_type_(kv), target_(std::move(target)) {
-    if (target_ && (target_->llama() || !devices.empty())) {
-        throw std::invalid_argument("embeddings are borrowed on the CPU's own kernels alone");
-    }
-    if (kv != KvType::f16 && !devices.empty()) {
-        throw std::invalid_argument("keys and values of eight bits are for the CPU's own kernels; leave them at f16");
-    }
+    require(!target_ || (!target_->llama() && devices.empty()),
+            "embeddings are borrowed on the CPU's own kernels alone");
+    require(kv == KvType::f16 || devices.empty(),
+            "keys and values of eight bits are for the CPU's own kernels; leave them at f16");
     const FloatEnvironment pinned;
     const GgufFile file(path);
     file_bytes_ = file.bytes();
@@ -88,10 +84,9 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     }
     family_ = &find_family(file);
     if (target_) {
-        if (family_->target && std::string(target_->family().name) != family_->target) {
-            file.fail("architecture '", family_->name, "' is a draft for '", family_->target,
-                      "' models, but the target is of architecture '", target_->family().name, "'");
-        }
+        const std::string wanted = family_->target ? family_->target : target_->family().name;
+        file.require(wanted == target_->family().name, "architecture '", family_->name, "' is a draft for '", wanted,
+                     "' models, but the target is of architecture '", target_->family().name, "'");
         own_family_ = *family_;
         if (form.other_pairs) {
             own_family_.rope = family_->rope == Pairs::halves ? Pairs::adjacent : Pairs::halves;
@@ -146,9 +141,8 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         Loader loader(file, family, numbers);
         declare(loader, 0);
         const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-        if (numbers.is_recurrent() && std::none_of(numbers.layers.begin(), numbers.layers.end(), attends)) {
-            file.fail("no layer attends, and llama.cpp does not compute such a model; leave out the device");
-        }
+        file.require(!numbers.is_recurrent() || std::ranges::any_of(numbers.layers, attends),
+                     "no layer attends, and llama.cpp does not compute such a model; leave out the device");
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
     }
@@ -159,7 +153,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
     family_ = &own_family_;
     const auto number = [&](const char* key, int otherwise) {
         const std::optional<std::vector<int64_t>> values = file.integers(architecture_ + key);
-        return values && !values->empty() ? static_cast<int>(*std::max_element(values->begin(), values->end()))
+        return values && !values->empty() ? static_cast<int>(std::ranges::max(*values))
                                           : static_cast<int>(file.integer(architecture_ + key, 0, 1 << 30, otherwise));
     };
     numbers_.vocab_size = numbers_.vocab_rows = llama_vocab_n_tokens(llama_model_get_vocab(model));
@@ -187,14 +181,14 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
     }
     weight_types_.assign(types.begin(), types.end());
-    std::sort(weight_types_.begin(), weight_types_.end(),
-              [](const auto& a, const auto& b) { return a.second > b.second; });
+    std::ranges::sort(weight_types_, std::greater(), &std::pair<std::string, size_t>::second);
 }
 
 void Model::load_packed(Loader& loader, const std::string& packed) {
     if (!packed.empty()) {
         content_ = PackedContent(loader.file);
-        if (std::error_code none; std::filesystem::exists(std::filesystem::u8path(packed), none)) {
+        const std::filesystem::path path(std::u8string(packed.begin(), packed.end()));
+        if (std::error_code none; std::filesystem::exists(path, none)) {
             PackedContent content = content_;
             try {
                 PackedFile mapped(packed, content);
@@ -218,20 +212,16 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
 }
 
 void Model::save_packed(const std::string& path, const std::function<void()>& check_interrupt) const {
-    if (content_.empty() || is_mapped_) {
-        throw std::logic_error("packed weights are saved of a model that was loaded to be packed");
-    }
+    require<std::logic_error>(!content_.empty() && !is_mapped_,
+                              "packed weights are saved of a model that was loaded to be packed");
     write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
-    if (llama_) {
-        throw std::invalid_argument("hidden states are handed out by the CPU's own kernels alone");
-    }
+    require(!llama_, "hidden states are handed out by the CPU's own kernels alone");
     for (size_t i = 0; i < layers.size(); ++i) {
-        if (layers[i] <= (i == 0 ? 0 : layers[i - 1]) || layers[i] > numbers_.num_layers) {
-            throw std::invalid_argument(say("layers to tap must rise, from 1 to the model's ", numbers_.num_layers));
-        }
+        require(layers[i] > (i == 0 ? 0 : layers[i - 1]) && layers[i] <= numbers_.num_layers,
+                "layers to tap must rise, from 1 to the model's ", numbers_.num_layers);
     }
     taps_ = std::move(layers);
     taps_all_rows_ = all_rows;
@@ -239,9 +229,7 @@ void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
 }
 
 void Model::cut_head(int rows) {
-    if (rows < 1) {
-        throw std::invalid_argument("a head is cut to 1 row at least");
-    }
+    require(rows >= 1, "a head is cut to 1 row at least");
     if (!target_ || weights_.head.present() || !weights_.head_tokens.empty() || rows >= numbers_.vocab_rows) {
         return;
     }

@@ -72,13 +72,13 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     std::vector<AttentionShare>& shares = scratch.shares;
     shares.assign(num_segments, {});
     size_t head_floats = 0;  // of all shares
-    int64_t most_chunks = 0, chunk_numbers = 0;
+    int64_t most_chunks = 0, chunk_queries = 0;
     for (int s = 0; s < num_segments; ++s) {
         const AttentionSegment& segment = rows.segments[s];
         AttentionShare& share = shares[s];
         const int end = segment.first_row + segment.num_rows;
         share.first_row = std::min(end, std::max(segment.first_row, rows.first_row));
-        share.numbers = (end - share.first_row) * group;
+        share.queries = (end - share.first_row) * group;
         for (int i = share.first_row; i < end; ++i) {
             const int length = rows.contexts[i].length;
             const int first = how.window > 0 ? std::max(0, length - how.window) / kChunk : 0;
@@ -86,10 +86,10 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             share.last_chunk = std::max(share.last_chunk, (length + kChunk - 1) / kChunk);
         }
         share.totals = num_kv_heads * head_floats;
-        head_floats += share.numbers * stride;
+        head_floats += share.queries * stride;
         const int chunks = share.chunks_of(0, INT_MAX);
         most_chunks = std::max<int64_t>(most_chunks, chunks);
-        chunk_numbers += int64_t(chunks) * share.numbers;
+        chunk_queries += int64_t(chunks) * share.queries;
     }
     const int at_once = static_cast<int>(std::clamp(
         scratch.most_partials / std::max<size_t>(1, num_kv_heads * head_floats), size_t(1), size_t(INT_MAX)));
@@ -97,16 +97,16 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     for (const AttentionShare& share : shares) {
         tasks += int64_t(num_kv_heads) * share.chunks_of(0, at_once);
     }
-    // Tasks that threads cannot share out evenly are split by numbers, and so is a share that is long beside the
+    // Tasks that threads cannot share out evenly are split by queries, and so is a share that is long beside the
     // others.
     const bool uneven = tasks % num_threads != 0 && tasks < kTasksEnough * num_threads;
     const int split = uneven ? num_threads / std::gcd(num_threads, static_cast<int>(tasks)) : 1;
-    const int64_t most_numbers = std::max<int64_t>(1, num_kv_heads * chunk_numbers / (kTasksEnough * num_threads));
+    const int64_t most_queries = std::max<int64_t>(1, num_kv_heads * chunk_queries / (kTasksEnough * num_threads));
     size_t all_parts = 0;
     for (AttentionShare& share : shares) {
-        const int64_t parts = num_segments == 1 ? 1 : (share.numbers + most_numbers - 1) / most_numbers;
+        const int64_t parts = num_segments == 1 ? 1 : (share.queries + most_queries - 1) / most_queries;
         share.parts =
-            static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.numbers)));
+            static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::max<int64_t>(split, parts), share.queries)));
         share.unfinished = all_parts;
         all_parts += size_t(num_kv_heads) * share.parts;
     }
@@ -138,7 +138,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     const auto fold = [&](const AttentionShare& share, int kv_head, int part, const float* partials, int first,
                           int count) {
         const bool done = first + count == share.last_chunk;
-        const size_t next = share.numbers * stride;
+        const size_t next = share.queries * stride;
         for (int i = share.first_of(part); i < share.first_of(part + 1); ++i) {
             const int row = share.first_row - rows.first_row + i / group, head = kv_head * group + i % group;
             float* to = out + row * out_stride + size_t(head) * value_dim;
@@ -176,7 +176,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             const int num_parts = num_kv_heads * share.parts;
             std::fill_n(&scratch.unfinished[share.unfinished], num_parts, share.chunks);
             num_tasks += num_parts * share.chunks;
-            floats += size_t(num_kv_heads) * share.chunks * share.numbers * stride;
+            floats += size_t(num_kv_heads) * share.chunks * share.queries * stride;
         }
         scratch.partials.resize(std::max(scratch.partials.size(), floats));
         ThreadPool::shared().run(num_tasks, num_threads, [&](int task, int worker) {
@@ -187,7 +187,7 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
             const AttentionShare& share = shares[s];
             const int i = task - share.first_task, per_head = share.chunks * share.parts;
             const int kv_head = i / per_head, at = i % per_head / share.parts, part = i % share.parts;
-            const size_t chunk_floats = share.numbers * stride;
+            const size_t chunk_floats = share.queries * stride;
             float* partials = scratch.partials.data() + share.partials + kv_head * share.chunks * chunk_floats;
             const int first = share.first_chunk + static_cast<int>(done);
             attend(s, kv_head, first + at, part, partials + at * chunk_floats, worker);

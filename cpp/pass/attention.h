@@ -13,7 +13,7 @@ namespace pystaged {
 // What attention does in one layer.
 struct AttentionLayer {
     int num_heads = 0;
-    int num_kv_heads = 0;  // each shared by num_heads / num_kv_heads heads
+    int num_kv_heads = 0;  // each shared by num_heads / num_kv_heads heads, a GQA group
     int head_dim = 0;
     int value_dim = 0;  // of values, 0 for as wide as keys
     float scale = 1;    // of the scores
@@ -59,16 +59,16 @@ struct AttentionRows {
 // last_chunk) of positions.
 struct AttentionShare {
     int first_row = 0;
-    int numbers = 0;  // rows times query heads; see HeadChunk
+    int queries = 0;  // of these rows; see HeadChunk
     int first_chunk = INT_MAX, last_chunk = 0;
-    int parts = 1;          // that the numbers are split into, each a task
+    int parts = 1;          // that the queries are split into, each a task
     size_t totals = 0;      // where its own begin in AttentionScratch::totals
     size_t unfinished = 0;  // where those of its parts begin in AttentionScratch::unfinished
     // Of a round:
     int first_task = 0, chunks = 0;
     size_t partials = 0;  // where its own begin in AttentionScratch::partials
 
-    int first_of(int part) const { return numbers * part / parts; }
+    int first_of(int part) const { return queries * part / parts; }
 
     // How many of its chunks are in the round that goes through `at_once` of them after the first `done`.
     int chunks_of(int64_t done, int at_once) const {
@@ -83,8 +83,8 @@ struct AttentionScratch {
     // Chunks are attended to in rounds whose partials take no more floats than this, or else one by one.
     size_t most_partials = 1 << 20;
     Lines<float> scores;    // [threads][attention_scratch()]
-    Lines<float> partials;  // of each segment [kv heads][chunks of a round][numbers][partial_stride()]; see HeadChunk
-    Lines<float> totals;    // of each segment [kv heads][numbers][partial_stride()]
+    Lines<float> partials;  // of each segment [kv heads][chunks of a round][queries][partial_stride()]; see HeadChunk
+    Lines<float> totals;    // of each segment [kv heads][queries][partial_stride()]
     std::vector<std::atomic<int>> unfinished;  // of each segment [kv heads][parts], chunks of a round
     std::vector<AttentionShare> shares;        // of each segment
 };

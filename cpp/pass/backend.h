@@ -29,25 +29,26 @@ struct Segment {
     int first_cell() const { return num_committed + first_pending; }
 };
 
+struct PassRow {
+    int32_t token = 0, position = 0;
+    int32_t parent = -1;           // the text's pending row before, or -1 for the last committed
+    float* hidden = nullptr;       // where its taps go, [taps][width], or none
+    float* embedding = nullptr;    // where it goes as the head would read it, [padded width], or none
+    const float* input = nullptr;  // another model's hidden states that it reads, or none: where `of_target` says so
+    bool of_target = false;        // those of all layers that it reads of its target, else a row as wide as its model
+};
+
 // What one pass evaluates and where its results go. A text whose rows are not all next to each other has several
 // segments.
 struct Pass {
     int num_rows = 0;
-    const int32_t* tokens = nullptr;       // [num_rows]
-    const int32_t* positions = nullptr;    // [num_rows]
-    const int32_t* parents = nullptr;      // [num_rows], the text's pending row before, or -1 for the last committed
+    const PassRow* rows = nullptr;         // [num_rows]
     const RowContext* contexts = nullptr;  // [num_rows], the cells that a row sees where layers have keys and values
     std::vector<Segment> segments;         // all rows, in order
     int num_logits = 0;                    // how many of the last rows need logits
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
-    float* const* hidden = nullptr;        // [num_rows], where each row's taps go, [taps][width], or none
-    // [num_rows], where each row goes as the head would read it, [padded width], or none.
-    float* const* embeddings = nullptr;
-    // [num_rows], another model's hidden states that this one reads, or none; where `of_target` says so those of all
-    // layers that it reads of its target, else a row as wide as this model.
-    const float* const* inputs = nullptr;
-    const char* of_target = nullptr;  // [num_rows]
+    bool embeds = false;                   // whether a row has a place for its embedding
     uint8_t* experts = nullptr;  // [num_rows][bytes of experts], zeros, where a bit is set for each that a row uses
     // Whether the rows are no tokens but context, of which layers keep keys and values; see Reads.
     bool is_context = false;

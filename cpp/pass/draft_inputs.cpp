@@ -15,7 +15,7 @@ void read_features(Workspace& w, float* out, size_t stride) {
     int n = 0;
     int* const rows = w.arena.take<int>(w.pass->num_rows);
     for (int i = 0; i < w.pass->num_rows; ++i) {
-        if (is_context || w.pass->of_target[i]) {
+        if (is_context || w.pass->rows[i].of_target) {
             rows[n++] = i;
         }
     }
@@ -24,7 +24,7 @@ void read_features(Workspace& w, float* out, size_t stride) {
     }
     float *read = w.take(n, width), *made = w.take(n, stride);
     for (int i = 0; i < n; ++i) {
-        const float* from = w.pass->inputs[rows[i]];
+        const float* from = w.pass->rows[rows[i]].input;
         float* row = read + size_t(i) * width;
         if (h.norm_before_fusion) {
             w.apply(features.norm, from, width, row);
@@ -59,9 +59,9 @@ Value join_hidden(Workspace& w) {
     float* const both = w.take(pass.num_rows, stride);
     for (int i = 0; i < pass.num_rows; ++i) {
         float *token = both + i * stride, *states = token + width;
-        w.embed_token(pass.tokens[i], token);
-        std::copy_n(pass.inputs[i], width, states);
-        if (pass.of_target[i]) {
+        w.embed_token(pass.rows[i].token, token);
+        std::copy_n(pass.rows[i].input, width, states);
+        if (pass.rows[i].of_target) {
             w.apply(w.model.target().output_norm(), states, width, states);
         }
         if (fusion.token_norm.present()) {
@@ -81,8 +81,8 @@ Value hidden_beside(Workspace& w, const Value& embedded) {
     const Value x{w.next_rows(), embedded.n, embedded.stride};
     float *rows = const_cast<float*>(x.rows), *both = w.take(x.n, size_t(2) * width);
     for (int i = 0; i < x.n; ++i) {
-        if (!w.pass->of_target[i]) {
-            std::copy_n(w.pass->inputs[i], width, rows + i * x.stride);
+        if (!w.pass->rows[i].of_target) {
+            std::copy_n(w.pass->rows[i].input, width, rows + i * x.stride);
         }
     }
     read_features(w, rows, x.stride);
@@ -109,7 +109,7 @@ void hand_on(Workspace& w, const Value& x) {
     float* const states = w.take(x.n, width);
     w.multiply(feedback, x.normed(w.model.output_norm()), epilogue(feedback, states, width));
     for (int i = 0; i < x.n; ++i) {
-        if (float* out = w.pass->hidden[w.pass->num_rows - x.n + i]) {
+        if (float* out = w.pass->rows[w.pass->num_rows - x.n + i].hidden) {
             std::copy_n(states + i * width, width, out);
         }
     }

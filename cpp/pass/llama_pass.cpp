@@ -52,7 +52,7 @@ struct LlamaPass::Part {
 
     int num_judged(const Pass& pass) const {
         const auto is_judged = [&](int row) { return row >= pass.num_rows - pass.num_logits; };
-        return static_cast<int>(std::count_if(rows.begin(), rows.end(), is_judged));
+        return static_cast<int>(std::ranges::count_if(rows, is_judged));
     }
 };
 
@@ -60,9 +60,7 @@ struct LlamaPass::Part {
 
 LlamaText::LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num_rows) {
     const int id = pass.take_id();
-    if (id < 0) {
-        throw DeviceError("llama.cpp has room for the states of no more texts at once; end one first");
-    }
+    require<DeviceError>(id >= 0, "llama.cpp has room for the states of no more texts at once; end one first");
     sequences_.push_back({id});
     const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
     pass.texts_.push_back(this);
@@ -133,7 +131,7 @@ int LlamaText::sequence_behind(int row) {
         return -1;
     }
     const auto find = [&](const auto& fits) {
-        return static_cast<int>(std::find_if(sequences_.begin(), sequences_.end(), fits) - sequences_.begin());
+        return static_cast<int>(std::ranges::find_if(sequences_, fits) - sequences_.begin());
     };
     int found = find([&](const Sequence& s) { return s.is_leaf && s.tail == row; });
     const bool is_there = found < static_cast<int>(sequences_.size());
@@ -377,9 +375,8 @@ std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
 }
 
 void LlamaPass::check_process() const {
-    if (process_ != process_id()) {
-        throw std::runtime_error("the process forked since the session was opened; open another session");
-    }
+    require<std::runtime_error>(process_ == process_id(),
+                                "the process forked since the session was opened; open another session");
 }
 
 void LlamaPass::free_released() {
@@ -468,10 +465,8 @@ void LlamaPass::decode(const Batch& batch) {
     if (interruption_) {
         std::rethrow_exception(std::exchange(interruption_, nullptr));
     }
-    if (status == 1) {
-        throw DeviceError("the context of " + std::to_string(llama_n_ctx(context_.get())) +
-                          " tokens for all texts is full; end one, or give them more memory (kv_memory, --kv-memory)");
-    }
+    require<DeviceError>(status != 1, "the context of ", llama_n_ctx(context_.get()),
+                         " tokens for all texts is full; end one, or give them more memory (kv_memory, --kv-memory)");
     throw DeviceError("a pass of llama.cpp failed" + (said.empty() ? "" : ": " + said));
 }
 
@@ -545,12 +540,12 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
         for (size_t i = 0; i < part->rows.size(); ++i) {
             const int row = part->rows[i];
             if (!ids[i].empty()) {
-                const bool is_output = pass.embeddings || row >= pass.num_rows - pass.num_logits;
-                at[row] = batch.add(pass.tokens[row], pass.positions[row], ids[i], is_output);
+                const bool is_output = pass.embeds || row >= pass.num_rows - pass.num_logits;
+                at[row] = batch.add(pass.rows[row].token, pass.rows[row].position, ids[i], is_output);
             }
         }
     }
-    llama_set_embeddings(context_.get(), pass.embeddings != nullptr);
+    llama_set_embeddings(context_.get(), pass.embeds);
     decode(batch);
     for (Part* part = parts; part < parts + num_parts; ++part) {
         part->rolled_back = false;
@@ -565,13 +560,13 @@ std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
     for (const Segment& segment : pass.segments) {
         auto* text = static_cast<LlamaText*>(segment.state);
         text->pass_.check_process();
-        auto part = std::find_if(parts.begin(), parts.end(), [&](const Part& known) { return known.text == text; });
+        auto part = std::ranges::find(parts, text, &Part::text);
         if (part == parts.end()) {
             text->drop(segment.first_pending);
             part = parts.insert(part, {text, segment.first_pending, segment.is_reading, {}});
         }
         for (int row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {
-            text->rows_.push_back({pass.tokens[row], pass.parents[row], pass.positions[row]});
+            text->rows_.push_back({pass.rows[row].token, pass.rows[row].parent, pass.rows[row].position});
             part->rows.push_back(row);
         }
     }
@@ -596,19 +591,19 @@ std::vector<std::vector<int>> LlamaPass::go_on(Part& part, const Pass& pass, Bat
         text.cast_shadow();
     }
     for (const int row : part.rows) {
-        tokens.push_back(pass.tokens[row]);
+        tokens.push_back(pass.rows[row].token);
     }
     // A state can be kept only at the end of a pass, so read up to the last length at which one is asked for.
     size_t read_to = begin - text.held_.size() > kFewRows ? begin : text.held_.size();
     for (const int asked : text.kept_.asked()) {
         const bool is_judged = asked > static_cast<int>(tokens.size()) - part.num_judged(pass);
-        if (part.is_reading && !pass.embeddings && asked > static_cast<int>(begin) && !is_judged) {
+        if (part.is_reading && !pass.embeds && asked > static_cast<int>(begin) && !is_judged) {
             read_to = std::max<size_t>(read_to, asked);
         }
     }
     read(text, tokens, read_to);
     for (size_t i = text.held_.size(); i < begin; ++i) {
-        batch.add(tokens[i], static_cast<int>(i), {id}, pass.embeddings != nullptr);
+        batch.add(tokens[i], static_cast<int>(i), {id}, pass.embeds);
     }
     std::vector<std::vector<int>> ids(part.rows.size(), {id});
     for (size_t i = begin; i < text.held_.size(); ++i) {
@@ -622,8 +617,9 @@ void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& rows, co
     const int first_judged = pass.num_rows - pass.num_logits;
     std::vector<std::pair<int, const float*>> judged;
     for (const int row : rows) {
-        if (pass.embeddings && pass.embeddings[row] && at[row] >= 0) {
-            std::copy_n(llama_get_embeddings_ith(context_.get(), at[row]), h.width, pass.embeddings[row]);
+        float* const embedding = pass.rows[row].embedding;
+        if (embedding && at[row] >= 0) {
+            std::copy_n(llama_get_embeddings_ith(context_.get(), at[row]), h.width, embedding);
         }
         if (row >= first_judged) {
             const float* values = at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]);

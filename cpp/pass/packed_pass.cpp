@@ -32,7 +32,7 @@ void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* 
 void PackedPass::decode(const Pass& pass) {
     const int first_judged = pass.num_rows - pass.num_logits;
     const int first_wanted =
-        pass.embeddings || model_.taps_end() ? 0 : first_judged;  // that anything reads behind the last mixer
+        pass.embeds || model_.taps_end() ? 0 : first_judged;  // that anything reads behind the last mixer
     Value x = embed();
     for (int i = 0; i < model_.numbers().num_layers; ++i) {
         const Arena::Mark mark = w_.arena.mark();
@@ -95,10 +95,10 @@ Value PackedPass::embed() {
     float* const rows = w_.next_rows();
     w_.for_rows(pass.num_rows, stride, [&](int i, int) {
         float* row = rows + i * stride;
-        w_.embed_token(pass.tokens[i], row);
+        w_.embed_token(pass.rows[i].token, row);
         std::fill(row + h.width, row + stride, 0.0f);
         if (model_.weights().position_embedding.present()) {
-            const float* position = model_.weights().position_embedding.data() + pass.positions[i] * stride;
+            const float* position = model_.weights().position_embedding.data() + pass.rows[i].position * stride;
             std::transform(row, row + stride, position, row, std::plus<>());
         }
     });
@@ -122,7 +122,7 @@ void PackedPass::read_layer_embeddings(const Value& x) {
     const float scale = std::sqrt(static_cast<float>(width)), half = 1 / std::sqrt(2.0f);
     w_.for_rows(x.n, of_row, [&](int i, int) {
         float* token = tokens + size_t(i) * embeddings.tokens.packed.padded_cols();
-        embeddings.tokens.packed.row(w_.pass->tokens[i], token);
+        embeddings.tokens.packed.row(w_.pass->rows[i].token, token);
         for (int layer = 0; layer < h.num_layers; ++layer, token += width) {
             float* out = w_.layer_inputs + (size_t(layer) * x.n + i) * stride;
             w_.apply(embeddings.norm, rows + i * of_row + size_t(layer) * width, width, out);
@@ -167,16 +167,17 @@ void PackedPass::tap(const Value& x, int index) {
     const auto found = std::find(taps.begin(), taps.end(), index + 1);
     for (int i = 0, first = pass.num_rows - x.n; i < x.n; ++i) {
         const float* row = x.rows + i * x.stride;
-        if (found != taps.end() && pass.hidden && pass.hidden[first + i]) {
-            float* to = pass.hidden[first + i] + (found - taps.begin()) * h.width;
+        const PassRow& asks = pass.rows[first + i];
+        if (found != taps.end() && asks.hidden) {
+            float* to = asks.hidden + (found - taps.begin()) * h.width;
             if (h.feeds_back_normed) {
                 w_.apply(model_.output_norm(), row, h.width, to);
             } else {
                 std::copy_n(row, h.width, to);
             }
         }
-        if (is_last && pass.embeddings && pass.embeddings[first + i]) {
-            w_.apply(model_.output_norm(), row, h.width, pass.embeddings[first + i]);
+        if (is_last && asks.embedding) {
+            w_.apply(model_.output_norm(), row, h.width, asks.embedding);
         }
     }
 }

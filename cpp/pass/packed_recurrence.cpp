@@ -65,7 +65,7 @@ private:
 template <class Take>
 void convolve_rows(const Workspace& w, const TextRows& text, int layer, size_t at, int channels, int first,
                    Convolution convolution, const Take& take) {
-    const int before = convolution.taps - 1;
+    const int before = convolution.width - 1;
     ConvolutionInputs all(text.state->recurrent(layer), at, channels, before, first);
     const float* inputs[kMostConvWidth];
     convolution.inputs = inputs;

@@ -31,8 +31,7 @@ void Workspace::begin(const Pass& next) {
     num_texts = 0;
     for (const Segment& segment : next.segments) {
         auto* const state = static_cast<PackedState*>(segment.state);
-        const auto known = std::find_if(texts.begin(), texts.begin() + num_texts,
-                                        [&](const TextRows& text) { return text.state == state; });
+        const auto known = std::ranges::find(texts.begin(), texts.begin() + num_texts, state, &TextRows::state);
         const size_t at = known - texts.begin();
         if (static_cast<int>(at) == num_texts) {
             texts.resize(std::max(texts.size(), at + 1));
@@ -55,7 +54,7 @@ void Workspace::begin(const Pass& next) {
         PackedState& state = *text.state;
         const int num_rows = static_cast<int>(text.rows.size()) - text.first;
         int32_t* const parents = state.begin(text.num_committed, text.first, num_rows, text.is_reading);
-        text.for_rows([&](int row, int pending) { parents[pending - text.first] = next.parents[row]; });
+        text.for_rows([&](int row, int pending) { parents[pending - text.first] = next.rows[row].parent; });
         text.for_rows([&](int row, int pending) {
             for (int back = 1; back <= before; ++back) {
                 ancestors[row * size_t(before) + back - 1] = state.ancestor(pending, back);
@@ -70,7 +69,7 @@ void Workspace::begin(const Pass& next) {
     rotate(true, h.windowed_rope);
     row_scales = h.temperature_scale != 0 ? take(next.num_rows, 1) : nullptr;
     for (int i = 0; row_scales && i < next.num_rows; ++i) {
-        row_scales[i] = h.query_scale(next.positions[i]);
+        row_scales[i] = h.query_scale(next.rows[i].position);
     }
 }
 
@@ -89,7 +88,7 @@ void Workspace::rotate(bool windowed, const Rope& rope) {
         const std::vector<double>& frequencies = texts[i].state->frequencies(windowed);
         texts[i].for_rows([&](int row, int) {
             const size_t at = size_t(row) * angles.half;
-            rotation(frequencies, amplitude, pass->positions[row], angles.cosines + at, angles.sines + at);
+            rotation(frequencies, amplitude, pass->rows[row].position, angles.cosines + at, angles.sines + at);
         });
     }
 }
@@ -154,11 +153,7 @@ Inputs Workspace::inputs(const Value& x, const Matrices& matrices) {
 }
 
 Epilogue epilogue(const Linear& linear, float* out, size_t stride) {
-    Epilogue result;
-    result.bias = linear.bias.data();
-    result.out = out;
-    result.stride = stride;
-    return result;
+    return {.bias = linear.bias.data(), .out = out, .stride = stride};
 }
 
 void Workspace::multiply(const Linear& linear, const Value& x, const Epilogue& result, float* maxima) {

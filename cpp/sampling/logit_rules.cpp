@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
 #include <utility>
+
+#include "error.h"
 
 namespace pystaged {
 
@@ -24,32 +25,21 @@ bool penalizes(const LogitRules& r) {
 
 }  // namespace
 
-void require(std::initializer_list<Condition> conditions) {
-    for (const Condition& condition : conditions) {
-        if (!condition.holds) {
-            throw std::invalid_argument(condition.words);
-        }
-    }
-}
-
 void check(const LogitRules& r) {
     const auto is_bias = [](const auto& each) {
         return each.first >= 0 && !std::isnan(each.second) && each.second <= kMost;
     };
-    require({
-        {std::all_of(r.bias.begin(), r.bias.end(), is_bias),
-         "logit_bias must be finite numbers, or -inf to exclude a token"},
-        {std::none_of(r.end_tokens.begin(), r.end_tokens.end(), [](int32_t token) { return token < 0; }),
-         "end_tokens must be tokens, which are numbers from 0 up"},
-        {r.repeat_penalty > 0 && !std::isinf(r.repeat_penalty), "repeat_penalty must be above 0; 1 is off"},
-        {std::isfinite(r.presence_penalty), "presence_penalty must be a number; 0 is off"},
-        {std::isfinite(r.frequency_penalty), "frequency_penalty must be a number; 0 is off"},
-        {r.repeat_last_n >= -1, "repeat_last_n must be a number of tokens, or -1 for the whole text"},
-        {r.dry_multiplier >= 0 && !std::isinf(r.dry_multiplier), "dry_multiplier must be at least 0 (off)"},
-        {r.dry_base >= 1 && !std::isinf(r.dry_base), "dry_base must be at least 1"},
-        {r.dry_allowed_length >= 0, "dry_allowed_length must be at least 0"},
-        {r.dry_last_n >= -1, "dry_penalty_last_n must be a number of tokens, or -1 for the whole text"},
-    });
+    require(std::ranges::all_of(r.bias, is_bias), "logit_bias must be finite numbers, or -inf to exclude a token");
+    require(std::ranges::none_of(r.end_tokens, [](int32_t token) { return token < 0; }),
+            "end_tokens must be tokens, which are numbers from 0 up");
+    require(r.repeat_penalty > 0 && !std::isinf(r.repeat_penalty), "repeat_penalty must be above 0; 1 is off");
+    require(std::isfinite(r.presence_penalty), "presence_penalty must be a number; 0 is off");
+    require(std::isfinite(r.frequency_penalty), "frequency_penalty must be a number; 0 is off");
+    require(r.repeat_last_n >= -1, "repeat_last_n must be a number of tokens, or -1 for the whole text");
+    require(r.dry_multiplier >= 0 && !std::isinf(r.dry_multiplier), "dry_multiplier must be at least 0 (off)");
+    require(r.dry_base >= 1 && !std::isinf(r.dry_base), "dry_base must be at least 1");
+    require(r.dry_allowed_length >= 0, "dry_allowed_length must be at least 0");
+    require(r.dry_last_n >= -1, "dry_penalty_last_n must be a number of tokens, or -1 for the whole text");
 }
 
 LogitsRow RuledRow::apply(const LogitRules& rules, const LogitsRow& row, const Prefix& prefix) {

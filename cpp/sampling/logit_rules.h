@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -47,13 +46,6 @@ struct LogitRules {
     int dry_allowed_length = 2, dry_last_n = -1;
     std::unordered_multimap<int32_t, std::vector<int32_t>> dry_breakers;  // the first token, and those after it
 };
-
-// Throws std::invalid_argument with the words of the first condition that does not hold.
-struct Condition {
-    bool holds;
-    const char* words;
-};
-void require(std::initializer_list<Condition> conditions);
 
 // Throws std::invalid_argument, naming the field.
 void check(const LogitRules& rules);

@@ -64,33 +64,28 @@ void keep_best(std::vector<Candidate>& candidates, size_t k) {
 }  // namespace
 
 void check(const Sampling& s) {
-    require({
-        {s.temperature >= 0 && !std::isinf(s.temperature), "temperature must be a number from 0 (greedy) up"},
-        {s.top_k >= 0, "top_k must be 0 (off) or a positive number of tokens"},
-        {s.top_p > 0 && s.top_p <= 1, "top_p must be above 0 and at most 1 (off)"},
-        {s.min_p >= 0 && s.min_p < 1, "min_p must be at least 0 (off) and below 1"},
-        {s.typical_p > 0 && s.typical_p <= 1, "typical_p must be above 0 and at most 1 (off)"},
-        {s.xtc_probability >= 0 && s.xtc_probability <= 1, "xtc_probability must be between 0 (off) and 1"},
-        {s.xtc_threshold >= 0 && s.xtc_threshold <= 1, "xtc_threshold must be between 0 and 1; above 0.5 it is off"},
-    });
+    require(s.temperature >= 0 && !std::isinf(s.temperature), "temperature must be a number from 0 (greedy) up");
+    require(s.top_k >= 0, "top_k must be 0 (off) or a positive number of tokens");
+    require(s.top_p > 0 && s.top_p <= 1, "top_p must be above 0 and at most 1 (off)");
+    require(s.min_p >= 0 && s.min_p < 1, "min_p must be at least 0 (off) and below 1");
+    require(s.typical_p > 0 && s.typical_p <= 1, "typical_p must be above 0 and at most 1 (off)");
+    require(s.xtc_probability >= 0 && s.xtc_probability <= 1, "xtc_probability must be between 0 (off) and 1");
+    require(s.xtc_threshold >= 0 && s.xtc_threshold <= 1, "xtc_threshold must be between 0 and 1; above 0.5 it is off");
 }
 
 void check(const Masks& masks, size_t num_rows, int vocab_size) {
     if (masks.num_words == 0) {
         return;
     }
-    if (masks.words.size() != num_rows * masks.num_words) {
-        throw std::invalid_argument(say("masks needs one for each of the ", num_rows, " rows that are judged"));
-    }
+    require(masks.words.size() == num_rows * masks.num_words, "masks needs one for each of the ", num_rows,
+            " rows that are judged");
     for (size_t i = 0; i < num_rows; ++i) {
         const Mask mask = masks.row(i);
         bool any = false;
         for (int run = 0; run * kRun < vocab_size && !any; ++run) {
             any = run_bits(mask, run, vocab_size) != 0;
         }
-        if (!any) {
-            throw std::invalid_argument(say("the mask of row ", i, " allows no token"));
-        }
+        require(any, "the mask of row ", i, " allows no token");
     }
 }
 
@@ -301,8 +296,7 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
     }
     if (s.min_p > 0 && !kept_.empty()) {
         const float least = kept_.front().score + static_cast<float>(own_log(s.min_p));
-        kept_.erase(std::remove_if(kept_.begin(), kept_.end(), [&](const Candidate& c) { return c.score < least; }),
-                    kept_.end());
+        std::erase_if(kept_, [&](const Candidate& c) { return c.score < least; });
     }
 }
 

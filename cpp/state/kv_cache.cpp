@@ -12,6 +12,8 @@ namespace pystaged {
 namespace {
 
 constexpr Layout kQ8 = kLayouts[static_cast<int>(Packing::q8_0)];
+constexpr std::integral_constant<size_t, sizeof(uint16_t)> kHalf;
+constexpr std::integral_constant<size_t, sizeof(uint32_t)> kWord;
 
 // One block of a key or value, in eight bits.
 struct EightBits {
@@ -47,22 +49,20 @@ void KvCache::commit(int first, int last) {
 
 template <class Act>
 void KvCache::for_keys(int a, int b, const Act& act) const {
-    constexpr std::integral_constant<size_t, sizeof(uint16_t)> half;
-    constexpr std::integral_constant<size_t, sizeof(uint32_t)> word;
     size_t of_a = a / kLanes * kLanes * key_bytes_, of_b = b / kLanes * kLanes * key_bytes_;
     const auto piece = [&](size_t at, auto bytes) {
         act(of_a + at + a % kLanes * bytes, of_b + at + b % kLanes * bytes, bytes);
     };
     if (type_ == KvType::f16) {
         for (int d = 0; d < head_dim_; ++d) {
-            piece(d * kLanes * half, half);
+            piece(d * kLanes * kHalf, kHalf);
         }
         return;
     }
     for (int d = 0; d < head_dim_; d += kBlock, of_a += kQ8.block_bytes, of_b += kQ8.block_bytes) {
-        piece(0, half);
-        for (size_t i = 0; i < kBlock / word; ++i) {
-            piece(kQ8.factors_bytes + i * kLanes * word, word);
+        piece(0, kHalf);
+        for (size_t i = 0; i < kBlock / kWord; ++i) {
+            piece(kQ8.factors_bytes + i * kLanes * kWord, kWord);
         }
     }
 }
@@ -73,25 +73,23 @@ void KvCache::store_key(const Kernel& kernel, int head, int cell, const float* k
     const auto put = [&](size_t at, const void* from, auto bytes) {
         std::memcpy(out + at + lane * bytes, from, bytes);
     };
-    constexpr std::integral_constant<size_t, sizeof(uint16_t)> half;
-    constexpr std::integral_constant<size_t, sizeof(uint32_t)> word;
     for (int d = 0; d < head_dim_; d += kBlock) {
         const int count = std::min(kBlock, head_dim_ - d);
         uint16_t halves[kBlock];
         if (type_ == KvType::f16) {
             kernel.to_f16(key + d, count, halves);
             for (int i = 0; i < count; ++i) {
-                put((d + i) * kLanes * half, halves + i, half);
+                put((d + i) * kLanes * kHalf, halves + i, kHalf);
             }
             continue;
         }
         EightBits k(kernel, key + d, count);
         kernel.to_f16(&k.factors.scale, 1, halves);
-        put(0, halves, half);
+        put(0, halves, kHalf);
         std::transform(k.quants, k.quants + kBlock, k.quants,
                        [](int8_t quant) { return static_cast<int8_t>(quant + zero_point(Packing::q8_0)); });
-        for (size_t i = 0; i < kBlock / word; ++i) {
-            put(kQ8.factors_bytes + i * kLanes * word, k.quants + i * word, word);
+        for (size_t i = 0; i < kBlock / kWord; ++i) {
+            put(kQ8.factors_bytes + i * kLanes * kWord, k.quants + i * kWord, kWord);
         }
         out += kQ8.block_bytes;
     }

@@ -84,22 +84,14 @@ PackedState::PackedState(const Model& model, int num_rows, int context)
 int32_t* PackedState::begin(int num_committed, int first, int num_rows, bool is_reading) {
     parents_.resize(first + num_rows);
     touch(num_committed + first + num_rows);
-    for (LayerState& layer : layers_) {
-        if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
-            recurrent->begin(first, num_rows, is_reading);
-        }
-    }
+    for_each<RecurrentState>([&](RecurrentState& state) { state.begin(first, num_rows, is_reading); });
     return parents_.data() + first;
 }
 
 void PackedState::touch(int end) {
     if (end > committed_) {
         const int last = std::min(padded(end, kRowsToCommit), room_);
-        for (LayerState& layer : layers_) {
-            if (auto* kv = std::get_if<KvState>(&layer)) {
-                kv->cache().commit(committed_, last);
-            }
-        }
+        for_each<KvState>([&](KvState& state) { state.cache().commit(committed_, last); });
         committed_ = last;
     }
     touched_ = std::max(touched_, end);
@@ -113,8 +105,8 @@ int PackedState::ancestor(int row, int back) const {
 }
 
 template <class Act>
-void PackedState::for_each_layer(const Act& act) {
-    ThreadPool::shared().run(static_cast<int>(layers_.size()), model_.num_threads(), [&](int layer, int) {
+void PackedState::for_each_layer(int num_threads, const Act& act) {
+    ThreadPool::shared().run(static_cast<int>(layers_.size()), num_threads, [&](int layer, int) {
         std::visit([&](auto& state) { act(state, layer); }, layers_[layer]);
     });
 }
@@ -123,17 +115,11 @@ void PackedState::keep(int length, const std::vector<int32_t>& path, bool was_re
     // A chain that is kept whole moves nothing; waking threads for that takes longer than going through the layers.
     const bool moves = !path.empty() && path.back() + 1 != static_cast<int>(path.size());
     touch(length + static_cast<int>(path.size()));
-    ThreadPool::shared().run(static_cast<int>(layers_.size()), moves ? model_.num_threads() : 1, [&](int layer, int) {
-        std::visit([&](auto& state) { state.keep(length, path, was_read); }, layers_[layer]);
-    });
+    for_each_layer(moves ? model_.num_threads() : 1, [&](auto& state, int) { state.keep(length, path, was_read); });
 }
 
 void PackedState::keep_states(const std::vector<int>& lengths, int most, int anchor) {
-    for (LayerState& layer : layers_) {
-        if (auto* recurrent = std::get_if<RecurrentState>(&layer)) {
-            recurrent->keep_states(lengths, most, anchor);
-        }
-    }
+    for_each<RecurrentState>([&](RecurrentState& state) { state.keep_states(lengths, most, anchor); });
 }
 
 int PackedState::reachable(int length) const {
@@ -170,7 +156,7 @@ int PackedState::copy(const TextState& from, int length) {
     const auto& source = static_cast<const PackedState&>(from);
     length = source.reachable(length);
     touch(length);
-    for_each_layer([&](auto& state, int layer) {
+    for_each_layer(model_.num_threads(), [&](auto& state, int layer) {
         state.copy(std::get<std::decay_t<decltype(state)>>(source.layers_[layer]), length);
     });
     return length;
@@ -178,7 +164,7 @@ int PackedState::copy(const TextState& from, int length) {
 
 void PackedState::stretch(int length, int longer) {
     touch(longer);
-    for_each_layer([&](auto& state, int) { state.stretch(length, longer); });
+    for_each_layer(model_.num_threads(), [&](auto& state, int) { state.stretch(length, longer); });
 }
 
 // Of each layer the number of its numbers, then these.

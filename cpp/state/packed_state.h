@@ -71,9 +71,18 @@ public:
     }
 
 private:
-    // Calls act(state, index) for every layer; by all threads.
+    // Calls act(state, index) for every layer, by so many threads.
     template <class Act>
-    void for_each_layer(const Act& act);
+    void for_each_layer(int num_threads, const Act& act);
+    // Calls act(state) for every state of that kind.
+    template <class State, class Act>
+    void for_each(const Act& act) {
+        for (LayerState& layer : layers_) {
+            if (auto* state = std::get_if<State>(&layer)) {
+                act(*state);
+            }
+        }
+    }
     // Rows before `end` are about to be written. Throws std::bad_alloc.
     void touch(int end);
 

@@ -8,7 +8,7 @@ namespace pystaged {
 RecurrentState::RecurrentState(size_t state_size, size_t input_size)
     : state_size_(state_size),
       input_size_(input_size),
-      inputs_(Memory::reserve(2 * kMostPending * input_size * sizeof(float))) {}
+      inputs_(Memory::reserve(2 * RecurrentSizes::kMostPending * input_size * sizeof(float))) {}
 
 void RecurrentState::begin(int first, int num_rows, bool is_reading) {
     first_ = is_reading ? first : 0;
@@ -116,7 +116,7 @@ void RecurrentState::keep(int length, const std::vector<int32_t>& path, bool was
 }
 
 void RecurrentState::release_inputs() {
-    const int needed = std::max(num_unapplied_, kFewRows);
+    const int needed = std::max(num_unapplied_, RecurrentSizes::kFewRows);
     if (touched_ > needed) {
         inputs_.release(needed * input_size_ * sizeof(float), touched_ * input_size_ * sizeof(float));
         touched_ = needed;
@@ -176,7 +176,7 @@ void RecurrentState::add_pieces(int, std::vector<Piece>& pieces) {
 
 bool RecurrentState::resume(int length, const std::vector<int32_t>& shape) {
     if (shape.empty() || shape.size() > kMostKept || shape[0] < 0 || shape[0] > length ||
-        length - shape[0] > kMostPending) {
+        length - shape[0] > RecurrentSizes::kMostPending) {
         return false;
     }
     for (size_t i = 1; i < shape.size(); ++i) {

@@ -20,7 +20,6 @@ namespace pystaged {
 
 class RecurrentState {
 public:
-    static constexpr int kMostPending = RecurrentSizes::kMostPending, kFewRows = RecurrentSizes::kFewRows;
     // States that a file may keep of a text.
     static constexpr int kMostKept = 64;
 

@@ -19,15 +19,6 @@ namespace {
 // for which most logits need not be read.
 constexpr size_t kLogitsWorthSharing = 128 << 10, kLargestWorthSharing = 16 * kLogitsWorthSharing;
 
-void check_finite(const float* x, size_t n) {
-    if (!std::all_of(x, x + n, [](float value) { return std::isfinite(value); })) {
-        throw ModelError(
-            "the logits of a pass are not finite; the model's file is damaged, get it again, or its numbers are too "
-            "large "
-            "here");
-    }
-}
-
 std::unique_ptr<Backend> make_backend(const Model& model) {
     if (model.llama()) {
         return std::make_unique<LlamaPass>(model);
@@ -64,10 +55,8 @@ std::shared_ptr<Executor> Executor::of(const Model& model) {
                 delete made;
             }
         });
-        for (auto each = all.by_model.begin(); each != all.by_model.end();) {  // those of models that are gone
-            each = each->second.expired() && each->first != &model ? all.by_model.erase(each) : std::next(each);
-        }
         place = executor;
+        std::erase_if(all.by_model, [](const auto& each) { return each.second.expired(); });
     }
     return executor;
 }
@@ -76,19 +65,16 @@ std::unique_lock<std::mutex> Executor::none_of(const Model& model) {
     Executors& all = OfProcess<Executors>::get();
     std::unique_lock<std::mutex> lock(all.mutex);
     const auto found = all.by_model.find(&model);
-    if (found != all.by_model.end() && !found->second.expired()) {
-        throw std::invalid_argument(
+    require(found == all.by_model.end() || found->second.expired(),
             "a model is changed before the first session is opened, and this model has sessions");
-    }
     return lock;
 }
 
 Executor::Turn::Turn(Executor& executor) : executor_(executor) {
     std::unique_lock<std::mutex> lock(executor.mutex_);
-    if (executor.caller_ == std::this_thread::get_id()) {
-        throw std::runtime_error(
-            "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
-    }
+    require<std::runtime_error>(
+        executor.caller_ != std::this_thread::get_id(),
+        "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
     const uint64_t turn = executor.next_++;
     executor.called_.wait(lock, [&] { return executor.served_ == turn; });
     executor.caller_ = std::this_thread::get_id();
@@ -107,17 +93,16 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows) {
     {
         const std::lock_guard<std::mutex> lock(spare_->mutex);
         auto& all = spare_->logits;
-        std::sort(all.begin(), all.end(),
-                  [](const auto& a, const auto& b) { return a->values.size() < b->values.size(); });
+        const auto floats_of = [](const auto& each) { return each->values.size(); };
+        std::ranges::sort(all, {}, floats_of);
         spare_->peak = std::max(static_cast<double>(floats), kPeakDecay * spare_->peak);
-        while (!all.empty() && all.back()->values.size() > 2 * spare_->peak) {
+        while (!all.empty() && floats_of(all.back()) > 2 * spare_->peak) {
             all.pop_back();
             --spare_->made;
         }
         // The smallest that is large enough, or else the largest.
-        const auto fits =
-            std::find_if(all.begin(), all.end(), [&](const auto& l) { return l->values.size() >= floats; });
         if (!all.empty()) {
+            const auto fits = std::ranges::lower_bound(all, floats, {}, floats_of);
             const auto found = fits == all.end() ? all.end() - 1 : fits;
             logits = std::move(*found);
             all.erase(found);
@@ -144,15 +129,17 @@ std::shared_ptr<Logits> Executor::make_logits(int num_rows) {
 LogitsRow Executor::row(const Logits& logits, int row) const {
     const size_t stride = model_.numbers().logits_stride();
     const float* maxima = logits.maxima.data() + row * stride / kRun;
-    check_finite(maxima, stride / kRun);
+    require<ModelError>(std::all_of(maxima, maxima + stride / kRun, [](float value) { return std::isfinite(value); }),
+                        "the logits of a pass are not finite; the model's file is damaged, get it again, or its "
+                        "numbers are too large here");
     return {logits.values.data() + row * stride, maxima, model_.numbers().vocab_rows, static_cast<int>(stride)};
 }
 
 void Executor::find_candidates(const std::vector<Judged>& rows) {
     const auto raw = [](const Judged& row) { return !row.sampling; };
-    const bool greedy = std::all_of(rows.begin(), rows.end(),
-                                    [&](const Judged& row) { return raw(row) || row.sampling->temperature == 0; });
-    const bool all_raw = std::all_of(rows.begin(), rows.end(), raw);
+    const bool greedy =
+        std::ranges::all_of(rows, [&](const Judged& row) { return raw(row) || row.sampling->temperature == 0; });
+    const bool all_raw = std::ranges::all_of(rows, raw);
     const size_t worth = all_raw ? kLargestWorthSharing : kLogitsWorthSharing;
     const bool quick = greedy && rows.size() * model_.numbers().logits_stride() < worth;
     // One row is shared out by its logits, several are by rows.

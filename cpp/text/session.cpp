@@ -25,16 +25,12 @@ struct Waiting {
 
 int checked_context(const Model& model, int context) {
     const int most = model.numbers().max_context;
-    if (context < 0 || context > most) {
-        throw std::invalid_argument(say("n_ctx must be between 1 and the model's ", most, ", not ", context));
-    }
+    require(context >= 0 && context <= most, "n_ctx must be between 1 and the model's ", most, ", not ", context);
     return context == 0 ? std::min(most, Session::kDefaultContext) : context;
 }
 
 void check_parent(int row, int parent) {
-    if (parent < -1 || parent >= row) {
-        throw std::invalid_argument(say("row ", row, " has parent ", parent, "; a parent is -1 or an earlier row"));
-    }
+    require(parent >= -1 && parent < row, "row ", row, " has parent ", parent, "; a parent is -1 or an earlier row");
 }
 
 // The session whose keys and values a draft attends to, or none where it has its own.
@@ -42,12 +38,8 @@ std::shared_ptr<Session> checked_target(const Model& model, std::shared_ptr<Sess
     if (!model.borrows_cells()) {
         return nullptr;
     }
-    if (!target) {
-        throw std::invalid_argument("a draft without keys and values of its own needs its target's session");
-    }
-    if (&target->model() != &model.target()) {
-        throw std::invalid_argument("the session is of another model than the draft's target");
-    }
+    require(target != nullptr, "a draft without keys and values of its own needs its target's session");
+    require(&target->model() == &model.target(), "the session is of another model than the draft's target");
     return target;
 }
 
@@ -59,12 +51,12 @@ Session::Turn::Turn(std::vector<Session*> sessions) : Turn() {
     for (size_t i = 0; i < num_texts; ++i) {
         texts_.push_back(&sessions[i]->text_);
         const std::shared_ptr<Session> target = std::atomic_load(&sessions[i]->target_);
-        if (target && std::find(sessions.begin(), sessions.end(), target.get()) == sessions.end()) {
+        if (target && std::ranges::find(sessions, target.get()) == sessions.end()) {
             sessions.push_back(target.get());
             targets_.push_back(target);
         }
     }
-    std::sort(sessions.begin(), sessions.end(), std::less<Session*>());
+    std::ranges::sort(sessions);
     entered_.reserve(sessions.size());
     for (Session* session : sessions) {
         session->enter();
@@ -79,17 +71,16 @@ Session::Turn::~Turn() {
 }
 
 void Session::enter() {
-    if (caller_ == std::this_thread::get_id()) {
-        throw std::runtime_error(
-            "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
-    }
+    require<std::runtime_error>(
+        caller_ != std::this_thread::get_id(),
+        "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
     const int process = process_id();
     const auto take = [&] {
         int holder = 0;
-        if (!process_.compare_exchange_strong(holder, process) && holder != process) {
-            throw std::runtime_error("the process forked while the session was in a call; open another session");
-        }
-        return holder == 0;
+        const bool taken = process_.compare_exchange_strong(holder, process);
+        require<std::runtime_error>(taken || holder == process,
+                                    "the process forked while the session was in a call; open another session");
+        return taken;
     };
     if (!take()) {
         Waiting& waiting = OfProcess<Waiting>::get();
@@ -130,43 +121,33 @@ Text::Text(std::shared_ptr<const Model> of, int num_positions)
       state(executor->backend().make_state(context + kSpareRows, context)) {}
 
 void Text::check_open() const {
-    if (!state) {
-        throw std::invalid_argument("the session is closed");
-    }
+    require(state != nullptr, "the session is closed");
 }
 
 void Text::check_tokens(const std::vector<int32_t>& tokens) const {
     const int size = model->numbers().vocab_size;
     for (const int32_t token : tokens) {
-        if (token < 0 || token >= size) {
-            throw std::invalid_argument(say("token ", token, " is outside the vocabulary of ", size));
-        }
+        require(token >= 0 && token < size, "token ", token, " is outside the vocabulary of ", size);
     }
 }
 
 void Text::check_nothing_pending(const char* call) const {
-    if (!pending.empty()) {
-        throw std::invalid_argument(say(call, " needs a session without pending rows; commit or discard them first"));
-    }
+    require(pending.empty(), call, " needs a session without pending rows; commit or discard them first");
 }
 
 void Text::check_room(int position) const {
-    if (position >= context) {
-        throw ContextFullError(say("the context of ", context, " tokens is full"));
-    }
+    require<ContextFullError>(position < context, "the context of ", context, " tokens is full");
 }
 
 int Text::checked_reachable(int length) const {
-    if (length < 0 || static_cast<size_t>(length) > committed.size()) {
-        throw std::invalid_argument(say("cannot rewind ", committed.size(), " tokens to ", length));
-    }
+    require(length >= 0 && size_t(length) <= committed.size(), "cannot rewind ", committed.size(), " tokens to ",
+            length);
     return state->reachable(length);
 }
 
 const Text::Row& Text::checked_row(int row) const {
-    if (row < 0 || static_cast<size_t>(row) >= pending.size()) {
-        throw std::invalid_argument(say("row ", row, " is not among the ", pending.size(), " pending rows"));
-    }
+    require(row >= 0 && size_t(row) < pending.size(), "row ", row, " is not among the ", pending.size(),
+            " pending rows");
     return pending[row];
 }
 
@@ -182,20 +163,16 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
             row.direct = before.direct;
             row.tail = before.tail;
         }
-        if (index >= model->most_pending() && !are_read) {
-            throw std::invalid_argument(say("a model with recurrent layers has ", model->most_pending(),
-                                            " pending rows at most; commit or discard some before more are evaluated"));
-        }
-        if (i > 0 && parent != index - 1 && model->is_chained()) {
-            throw std::invalid_argument(say("llama.cpp evaluates chains of a model with recurrent layers: row ", index,
-                                            " has parent ", parent, ", not the row before it"));
-        }
+        require(index < model->most_pending() || are_read, "a model with recurrent layers has ", model->most_pending(),
+                " pending rows at most; commit or discard some before more are evaluated");
+        require(i == 0 || parent == index - 1 || !model->is_chained(),
+                "llama.cpp evaluates chains of a model with recurrent layers: row ", index, " has parent ", parent,
+                ", not the row before it");
         const int cell = start + index;
         check_room(row.position);
-        if (cell >= state->room()) {
-            throw ContextFullError(say("the tree has more rows than the context has room for; at most ",
-                                       state->room() - start, " fit now"));
-        }
+        require<ContextFullError>(cell < state->room(),
+                                  "the tree has more rows than the context has room for; at most ",
+                                  state->room() - start, " fit now");
         if (row.tail.empty() && cell == row.position) {
             row.direct = row.position + 1;
         } else {
@@ -207,20 +184,14 @@ void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>
 
 // Rows at the position behind the target's text that see its cells, and not each other.
 void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
-    if (!target->state) {
-        throw std::invalid_argument("the session of the draft's target is closed");
-    }
+    require(target->state != nullptr, "the session of the draft's target is closed");
     const int length = static_cast<int>(target->committed.size());
-    if (length == 0) {
-        throw std::invalid_argument("the session of the draft's target has no tokens to attend to");
-    }
+    require(length > 0, "the session of the draft's target has no tokens to attend to");
     check_room(length);
     for (size_t i = 0; i < tokens.size(); ++i) {
         const int index = static_cast<int>(pending.size());
         check_parent(index, parents[i]);
-        if (index >= state->room()) {
-            throw ContextFullError(say("a tree has at most ", state->room(), " rows here"));
-        }
+        require<ContextFullError>(index < state->room(), "a tree has at most ", state->room(), " rows here");
         pending.push_back({tokens[i], parents[i], length, length});
     }
 }
@@ -228,9 +199,8 @@ void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::v
 // Rows at the next positions that see the context and each other, those before them or all.
 void Text::append_block(const std::vector<int32_t>& tokens) {
     const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
-    if (n > executor->backend().max_rows()) {
-        throw std::invalid_argument(say("a block has at most ", executor->backend().max_rows(), " rows, not ", n));
-    }
+    const int most = executor->backend().max_rows();
+    require(n <= most, "a block has at most ", most, " rows, not ", n);
     check_room(start + n - 1);
     for (int i = 0; i < n; ++i) {
         const int seen = start + (model->numbers().is_causal ? i + 1 : n);
@@ -244,9 +214,7 @@ void Text::drop_from(size_t first) {
 
 const Text::Row& Text::judged_row(int row) const {
     const Row& found = checked_row(row);
-    if (!found.logits) {
-        throw std::invalid_argument(say("row ", row, " was evaluated without logits"));
-    }
+    require(found.logits != nullptr, "row ", row, " was evaluated without logits");
     return found;
 }
 
@@ -281,14 +249,11 @@ Prefix Text::prefix(const Sampling& sampling, int row) const {
 }
 
 Outcome Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k) {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     const bool has_markov = text_.model->numbers().markov_rank > 0;
-    if (before.size() != (has_markov ? rows.size() : 0)) {
-        throw std::invalid_argument(has_markov
-                                        ? "the token before each row is needed, because the draft has Markov weights"
-                                        : "the draft has no Markov weights to read tokens before rows");
-    }
+    require(before.size() == (has_markov ? rows.size() : 0),
+            has_markov ? "the token before each row is needed, because the draft has Markov weights"
+                       : "the draft has no Markov weights to read tokens before rows");
     text_.check_tokens(before);
     const int n = static_cast<int>(rows.size());
     const Executor::Turn computing(*text_.executor);
@@ -314,8 +279,7 @@ Outcome Session::likeliest(const std::vector<int32_t>& rows, const std::vector<i
 }
 
 Followed Session::follow(const Sampling& sampling, int root) {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     const Executor::Turn computing(*text_.executor);
     return text_.follow(sampling, {}, root, 0, text_.model->num_threads_for(1));
 }
@@ -338,11 +302,9 @@ Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, in
         const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending[row].position + 1,
                                              num_threads, prefix(sampling, row));
         if (token < 0) {
-            if (row == root) {
-                throw std::invalid_argument(
-                    "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there "
-                    "are; allow one at least");
-            }
+            require(row != root,
+                    "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there are; allow "
+                    "one at least");
             break;  // the text may end before this row is judged, so that it is the root's turn to throw
         }
         result.path.push_back(row);
@@ -363,15 +325,12 @@ Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, in
 }
 
 void Session::commit(const std::vector<int32_t>& path) {
-    const Turn turn(*this);
-    text_.check_open();
-    if ((text_.target || text_.model->family().reads == Reads::as_context) && !path.empty()) {
-        throw std::invalid_argument("rows of a draft of this kind are no context; discard them");
-    }
+    const OpenTurn turn(*this);
+    require((!text_.target && text_.model->family().reads != Reads::as_context) || path.empty(),
+            "rows of a draft of this kind are no context; discard them");
     for (size_t i = 0; i < path.size(); ++i) {
-        if (text_.checked_row(path[i]).parent != (i == 0 ? -1 : path[i - 1])) {
-            throw std::invalid_argument(say("row ", path[i], " does not continue the path to commit"));
-        }
+        require(text_.checked_row(path[i]).parent == (i == 0 ? -1 : path[i - 1]), "row ", path[i],
+                " does not continue the path to commit");
     }
     text_.committed.reserve(text_.committed.size() + path.size());
     HiddenRows hidden = text_.model->taps_all_rows() ? text_.hidden_of(path) : HiddenRows();
@@ -391,29 +350,22 @@ void Text::commit(const std::vector<int32_t>& path, bool was_read, HiddenRows ke
 HiddenRows Text::hidden_of(const std::vector<int32_t>& rows) const {
     HiddenRows found{model->state_size(), {}, model->family().reads != Reads::nothing};
     for (const int32_t row : rows) {
-        if (const auto& hidden = checked_row(row).hidden) {
-            found.rows.push_back(hidden);
-        } else {
-            throw std::invalid_argument(say("nothing was kept of the hidden states of row ", row));
-        }
+        found.rows.push_back(checked_row(row).hidden);
+        require(found.rows.back() != nullptr, "nothing was kept of the hidden states of row ", row);
     }
     return found;
 }
 
 void Session::keep_states(std::vector<int> lengths, int most, int anchor) {
-    const Turn turn(*this);
-    text_.check_open();
-    if (most < 0) {
-        throw std::invalid_argument(say("most must be at least 0, not ", most));
-    }
-    std::sort(lengths.begin(), lengths.end());
+    const OpenTurn turn(*this);
+    require(most >= 0, "most must be at least 0, not ", most);
+    std::ranges::sort(lengths);
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     text_.state->keep_states(lengths, most, anchor);
 }
 
 int Session::rewind(int length) {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     const int reached = text_.state->cut(text_.checked_reachable(length));
     text_.drop_from(0);
     text_.hidden = {};
@@ -422,11 +374,9 @@ int Session::rewind(int length) {
 }
 
 std::unique_ptr<Session> Session::fork(int length) {
-    const Turn turn(*this);
-    text_.check_open();
-    if (length < 0 || static_cast<size_t>(length) > text_.committed.size()) {
-        throw std::invalid_argument(say("cannot fork after ", length, " tokens of ", text_.committed.size()));
-    }
+    const OpenTurn turn(*this);
+    require(length >= 0 && size_t(length) <= text_.committed.size(), "cannot fork after ", length, " tokens of ",
+            text_.committed.size());
     auto session = std::make_unique<Session>(text_.model, text_.context, target_);
     const int reached = session->text_.state->copy(*text_.state, length);
     session->text_.committed.assign(text_.committed.begin(), text_.committed.begin() + reached);
@@ -434,13 +384,11 @@ std::unique_ptr<Session> Session::fork(int length) {
 }
 
 void Session::stretch(int length) {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     text_.check_nothing_pending("stretch");
     const int committed = static_cast<int>(text_.committed.size());
-    if (committed == 0 || length < committed || length > text_.context) {
-        throw std::invalid_argument(say("cannot stretch ", committed, " tokens to ", length, " of ", text_.context));
-    }
+    require(committed > 0 && length >= committed && length <= text_.context, "cannot stretch ", committed,
+            " tokens to ", length, " of ", text_.context);
     text_.committed.reserve(length);
     text_.state->stretch(committed, length);
     text_.hidden = {};
@@ -459,8 +407,7 @@ void Session::close() {
 }
 
 void Session::logits(int row, float* out) {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     const Executor::Turn computing(*text_.executor);
     const LogitsRow logits = text_.logits_row(row);
     std::copy_n(logits.logits, logits.size, out);
@@ -474,8 +421,7 @@ HiddenRows Session::hidden() {
 }
 
 size_t Session::num_bytes() {
-    const Turn turn(*this);
-    text_.check_open();
+    const OpenTurn turn(*this);
     return text_.state->num_bytes(static_cast<int>(text_.committed.size()));
 }
 

@@ -107,12 +107,8 @@ public:
 
         // Of each session, in the order they were named.
         const std::vector<Text*>& texts() const { return texts_; }
-        // That of one session; `open` throws where it is closed.
+        // That of one session.
         Text& text() const { return *texts_[0]; }
-        Text& open() const {
-            texts_[0]->check_open();
-            return *texts_[0];
-        }
 
     private:
         Turn() = default;
@@ -121,6 +117,11 @@ public:
         std::vector<Session*> entered_;
         std::vector<Text*> texts_;
         FloatEnvironment floats_;
+    };
+
+    // On one session, which must be open.
+    struct OpenTurn : Turn {
+        explicit OpenTurn(Session& session) : Turn(session) { text().check_open(); }
     };
 
     // `context` positions, 0 for as many as the model was trained for, but no more than kDefaultContext; more than it
@@ -139,13 +140,13 @@ public:
     // Keeps these pending rows, a path from the committed end on, and drops the rest.
     void commit(const std::vector<int32_t>& path);
     // Drops the pending rows.
-    void discard() { Turn(*this).open().drop_from(0); }
+    void discard() { OpenTurn(*this).text().drop_from(0); }
     // Recurrent layers are to keep their states after so many tokens when the text reaches them, for rewind() and
     // fork(); see TextState.
     void keep_states(std::vector<int> lengths, int most, int anchor);
     // The longest beginning of the text, of `length` tokens at most, that it can go back to: layers with a window do
     // not keep everything behind it, see KeptCells, and recurrent ones only some states.
-    int reachable(int length) { return Turn(*this).open().checked_reachable(length); }
+    int reachable(int length) { return OpenTurn(*this).text().checked_reachable(length); }
     // Goes back to the first `length` committed tokens, or as many of them as are reachable, and drops all else; gives
     // memory back where that is much. Returns how many are left; the caller reads the others again.
     int rewind(int length);
@@ -164,7 +165,7 @@ public:
     // taps all rows; of the last row of a reading, if it taps that; else of none.
     HiddenRows hidden();
     // Of these pending rows, which were judged, or the model taps all.
-    HiddenRows hidden(const std::vector<int32_t>& rows) { return Turn(*this).open().hidden_of(rows); }
+    HiddenRows hidden(const std::vector<int32_t>& rows) { return OpenTurn(*this).text().hidden_of(rows); }
     // Those of the rows of the last call that evaluated any; none unless the model is a mixture of experts. The last
     // layer of a row that was only read uses none.
     UsedExperts experts() { return Turn(*this).text().experts; }

@@ -13,9 +13,7 @@ namespace {
 class Stream {
 public:
     Stream(const std::string& path, File::Use use) try : path_(path), file_(path, use), left_(file_.size()) {
-        if (!file_.is_regular()) {
-            fail("no file");
-        }
+        expect(file_.is_regular(), "no file");
     } catch (const std::system_error& error) {
         throw ModelError(say(path, ": ", error.what()));
     }
@@ -24,20 +22,17 @@ public:
         move([&] { file_.write(data, bytes, at_); }, data, bytes);
     }
     void read(void* data, size_t bytes) {
-        if (bytes > left_) {
-            fail("damaged");
-        }
+        expect(bytes <= left_, "damaged");
         left_ -= bytes;
         size_t count = 0;
         move([&] { count = file_.read(data, bytes, at_); }, data, bytes);
-        if (count < bytes) {
-            fail("damaged");  // somebody cuts it short meanwhile
-        }
+        expect(count == bytes, "damaged");  // somebody cuts it short meanwhile
     }
     // Of all that was written or read.
     uint64_t sum() const { return digest(digests_.data(), digests_.size() * sizeof(digests_[0])); }
     size_t left() const { return left_; }
-    [[noreturn]] void fail(const std::string& what) const { throw ModelError(say(path_, ": ", what)); }
+    // Throws ModelError where it does not hold.
+    void expect(bool holds, const char* otherwise) const { require<ModelError>(holds, path_, ": ", otherwise); }
 
 private:
     template <class Call>
@@ -45,7 +40,7 @@ private:
         try {
             call();
         } catch (const std::system_error& error) {
-            fail(error.what());
+            expect(false, error.what());
         }
         at_ += bytes;
         digests_.push_back(digest(data, bytes));
@@ -60,9 +55,7 @@ private:
 std::vector<int32_t> read_numbers(Stream& file) {
     uint64_t count = 0;
     file.read(&count, sizeof(count));
-    if (count > file.left() / sizeof(int32_t)) {
-        file.fail("damaged");
-    }
+    file.expect(count <= file.left() / sizeof(int32_t), "damaged");
     std::vector<int32_t> numbers(count);
     file.read(numbers.data(), count * sizeof(int32_t));
     return numbers;
@@ -77,20 +70,16 @@ void write_numbers(Stream& file, const std::vector<int32_t>& numbers) {
 void read_all(Stream& file, const std::string& head, const std::vector<Text*>& texts) {
     std::string found(std::min(head.size(), file.left()), 0);
     file.read(found.data(), found.size());
-    if (found != head) {
-        file.fail("of another model or version");
-    }
+    file.expect(found == head, "of another model or version");
     for (Text* text : texts) {
         const std::vector<int32_t> tokens = read_numbers(file), shape = read_numbers(file);
-        if (tokens.size() > static_cast<size_t>(text->context)) {
-            file.fail("longer than the context");
-        }
+        file.expect(tokens.size() <= size_t(text->context), "longer than the context");
         const int length = static_cast<int>(tokens.size());
         try {
             text->check_tokens(tokens);
             text->state->resume(length, shape);
         } catch (const std::invalid_argument&) {
-            file.fail("damaged");
+            file.expect(false, "damaged");
         }
         for (const Piece& piece : text->state->pieces(length)) {
             file.read(piece.data, piece.bytes);
@@ -100,9 +89,7 @@ void read_all(Stream& file, const std::string& head, const std::vector<Text*>& t
     const uint64_t sum = file.sum();
     uint64_t written = 0;
     file.read(&written, sizeof(written));
-    if (written != sum || file.left() > 0) {
-        file.fail("damaged");
-    }
+    file.expect(written == sum && file.left() == 0, "damaged");
 }
 
 }  // namespace
@@ -129,9 +116,7 @@ void read_texts(const std::string& path, const std::string& head, const std::vec
     for (const Text* text : turn.texts()) {
         text->check_open();
         text->state->shape();  // devices have none
-        if (!text->committed.empty() || !text->pending.empty()) {
-            throw std::invalid_argument("texts are read into new sessions");
-        }
+        require(text->committed.empty() && text->pending.empty(), "texts are read into new sessions");
     }
     Stream file(path, File::Use::kRead);
     try {

@@ -4,7 +4,6 @@
 #include <bitset>
 #include <chrono>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -22,17 +21,12 @@ constexpr auto kUninterrupted = std::chrono::milliseconds(50);
 // Each of them once.
 std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     std::vector<Session*> sessions;
-    std::map<const Session*, size_t> known;
     for (const Work* work : works) {
-        const auto [at, is_new] = known.emplace(work->session, sessions.size());
-        if (!is_new) {
-            throw std::invalid_argument(say("works ", at->second, " and ", sessions.size(),
-                                            " are of one session; a pass takes one work of each"));
-        }
-        if (&work->session->model() != &works[0]->session->model()) {
-            throw std::invalid_argument(
-                say("works 0 and ", sessions.size(), " are of different models; run those of each model apart"));
-        }
+        const auto known = std::ranges::find(sessions, work->session);
+        require(known == sessions.end(), "works ", known - sessions.begin(), " and ", sessions.size(),
+                " are of one session; a pass takes one work of each");
+        require(&work->session->model() == &works[0]->session->model(), "works 0 and ", sessions.size(),
+                " are of different models; run those of each model apart");
         sessions.push_back(work->session);
     }
     return sessions;
@@ -50,12 +44,9 @@ bool reads_target(const Work& work) {
 void check_hidden(const Work& work) {
     const Hyperparameters& h = work.session->model().numbers();
     const Reads reads = work.session->model().family().reads;
-    if (reads == Reads::joined_with_cells && work.kind != Work::Kind::propose) {
-        throw std::invalid_argument("a draft without keys and values of its own reads and verifies no text");
-    }
-    if (reads == Reads::as_context && work.kind == Work::Kind::verify) {
-        throw std::invalid_argument("a draft of blocks verifies no trees");
-    }
+    require(reads != Reads::joined_with_cells || work.kind == Work::Kind::propose,
+            "a draft without keys and values of its own reads and verifies no text");
+    require(reads != Reads::as_context || work.kind != Work::Kind::verify, "a draft of blocks verifies no trees");
     const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
     const bool is_own = width == size_t(h.hidden_width);
     bool fits = is_own;  // of rows that are joined with tokens, whoever computed them
@@ -71,17 +62,14 @@ void check_hidden(const Work& work) {
         fits = reads_target(work);
         read = say(h.features_width(), " numbers");
     }
-    if (given != wanted || (wanted > 0 && !fits)) {
-        throw std::invalid_argument(say("the model reads ", read,
-                                        " of another one's hidden states with each token; there are ", given,
-                                        " rows of ", width, " for ", n, " tokens"));
-    }
+    require(given == wanted && (wanted == 0 || fits), "the model reads ", read,
+            " of another one's hidden states with each token; there are ", given, " rows of ", width, " for ", n,
+            " tokens");
 }
 
 void check_judged(const Work& work) {
-    if (work.k > 0 && work.samplings.size() != 1 && work.samplings.size() != size_t(work.num_judged)) {
-        throw std::invalid_argument("candidates need one sampling, or one for each judged row");
-    }
+    require(work.k == 0 || work.samplings.size() == 1 || work.samplings.size() == size_t(work.num_judged),
+            "candidates need one sampling, or one for each judged row");
     check(work.masks, work.num_judged, work.session->model().numbers().vocab_size);
 }
 
@@ -142,13 +130,10 @@ void Run::append() {
                                                                           : "a block");
         }
         const size_t n = work->tokens.size(), judged = work->num_judged;
-        if ((n == 0 && work->kind != Work::Kind::read) || n != work->parents.size()) {
-            throw std::invalid_argument(say("a tree needs at least one token and as many parents as tokens, not ", n,
-                                            " and ", work->parents.size()));
-        }
-        if (work->num_judged < 0 || judged > n) {
-            throw std::invalid_argument("num_judged must be between 0 and the number of tokens");
-        }
+        require((n > 0 || work->kind == Work::Kind::read) && n == work->parents.size(),
+                "a tree needs at least one token and as many parents as tokens, not ", n, " and ",
+                work->parents.size());
+        require(work->num_judged >= 0 && judged <= n, "num_judged must be between 0 and the number of tokens");
         check_judged(*work);
         check_hidden(*work);
     }
@@ -255,12 +240,8 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         }
     }
     Pass pass;
-    std::vector<int32_t> tokens, positions, parents;
+    std::vector<PassRow> rows;
     std::vector<RowContext> contexts;
-    std::vector<float*> hidden, embeddings;
-    bool embeds = false;
-    std::vector<const float*> inputs;
-    std::vector<char> of_target;
     for (const Piece& span : spans) {
         Text& text = *span.text;
         if (span.first == span.last) {
@@ -274,26 +255,15 @@ void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<voi
         pass.num_logits += static_cast<int>(span.last - span.judged);
         for (size_t i = span.first; i < span.last; ++i) {
             const Text::Row& row = text.pending[i];
-            tokens.push_back(row.token);
-            positions.push_back(row.position);
-            parents.push_back(row.parent);
+            rows.push_back({row.token, row.position, row.parent, row.hidden.get(), row.embedding.get(), row.input.get(),
+                            row.of_target});
             const int length = text.target ? row.direct : std::max(row.position + 1, row.direct);
             contexts.push_back({length, row.direct, row.tail.data()});
-            hidden.push_back(row.hidden.get());
-            embeddings.push_back(row.embedding.get());
-            embeds = embeds || row.embedding;
-            inputs.push_back(row.input.get());
-            of_target.push_back(row.of_target);
+            pass.embeds = pass.embeds || row.embedding;
         }
     }
-    pass.tokens = tokens.data();
-    pass.positions = positions.data();
-    pass.parents = parents.data();
+    pass.rows = rows.data();
     pass.contexts = contexts.data();
-    pass.hidden = hidden.data();
-    pass.embeddings = embeds ? embeddings.data() : nullptr;
-    pass.inputs = inputs.data();
-    pass.of_target = of_target.data();
     const Text& any = *pieces[0].text;  // of one model
     pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
     pass.interrupted = interrupted;

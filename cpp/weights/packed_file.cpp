@@ -1,7 +1,6 @@
 #include "weights/packed_file.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <system_error>
 #include <vector>
@@ -14,15 +13,8 @@ namespace pystaged {
 
 namespace {
 
-constexpr size_t kTextBytes = 16 << 10;  // a path fits in, and it ends where a page of any system does
-constexpr size_t kPartBytes = 2 << 20;   // of which a digest is made, or that is written at a time: a huge page
+constexpr size_t kPartBytes = 2 << 20;  // of which a digest is made, or that is written at a time: a huge page
 constexpr const char* kDamaged = "packed weights that are damaged";
-
-std::string hexadecimal(uint64_t value) {
-    char text[17];
-    std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
-    return text;
-}
 
 uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
     std::vector<uint64_t> parts((bytes + kPartBytes - 1) / kPartBytes);
@@ -37,9 +29,9 @@ uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
 
 PackedContent::PackedContent(const GgufFile& file) {
     const uint16_t one = 1;
-    source_ = "pystaged packed weights\nof " + file.path() + "\nwhose content is " + hexadecimal(file.identity()) +
-              "\nin layout " + std::to_string(PackedMatrix::kVersion) +
-              (*reinterpret_cast<const uint8_t*>(&one) ? "\n" : ", big-endian\n");
+    source_ =
+        say("pystaged packed weights\nof ", file.path(), "\nwhose content is ", hexadecimal(file.identity()),
+            "\nin layout ", PackedMatrix::kVersion, *reinterpret_cast<const uint8_t*>(&one) ? "\n" : ", big-endian\n");
 }
 
 void PackedContent::add(ggml_type type, int cols, const RowOrder& order) {
@@ -49,11 +41,9 @@ void PackedContent::add(ggml_type type, int cols, const RowOrder& order) {
 }
 
 std::string PackedContent::text(size_t bytes, uint64_t digest) const {
-    std::string text = source_ + "matrices " + hexadecimal(matrices_) + "\n" + std::to_string(bytes) +
-                       " bytes of digest " + hexadecimal(digest) + "\n";
-    if (text.size() > kTextBytes) {
-        throw ModelError("the path is too long to keep packed weights");
-    }
+    std::string text =
+        say(source_, "matrices ", hexadecimal(matrices_), "\n", bytes, " bytes of digest ", hexadecimal(digest), "\n");
+    require<ModelError>(text.size() <= kTextBytes, "the path is too long to keep packed weights");
     text.resize(kTextBytes);
     return text;
 }
@@ -61,45 +51,29 @@ std::string PackedContent::text(size_t bytes, uint64_t digest) const {
 PackedFile::PackedFile(const std::string& path, const PackedContent& content) : path_(path) {
     try {
         const File file(path, File::Use::kRead);
-        if (!file.is_regular() || file.size() < kTextBytes) {
-            fail("no packed weights");
-        }
+        expect(file.is_regular() && file.size() >= kTextBytes, "no packed weights");
         memory_ = Memory::map(file, file.size());
     } catch (const std::system_error& error) {
-        fail(std::string("cannot open: ") + error.what());
+        throw ModelError(say(path_, ": cannot open: ", error.what()));
     }
-    if (std::memcmp(memory_.data(), content.source().data(), content.source().size()) != 0) {
-        fail("packed weights of another file or version");
-    }
-}
-
-const uint8_t* PackedFile::weights() const {
-    return memory_.data() + kTextBytes;
-}
-
-size_t PackedFile::bytes() const {
-    return memory_.size() - kTextBytes;
+    expect(begins_with(content.source()), "packed weights of another file or version");
 }
 
 const uint8_t* PackedFile::matrix(size_t at, size_t bytes) const {
-    if (at > this->bytes() || bytes > this->bytes() - at) {
-        fail(kDamaged);
-    }
+    expect(at <= this->bytes() && bytes <= this->bytes() - at, kDamaged);
     return weights() + at;
 }
 
 void PackedFile::check(const PackedContent& content, size_t used, int num_threads) const {
-    if (bytes() != used) {
-        fail(kDamaged);
-    }
-    const std::string text = content.text(bytes(), digest_of(weights(), bytes(), num_threads));
-    if (std::memcmp(memory_.data(), text.data(), kTextBytes) != 0) {
-        fail(kDamaged);
-    }
+    expect(bytes() == used && begins_with(content.text(used, digest_of(weights(), used, num_threads))), kDamaged);
 }
 
-void PackedFile::fail(const std::string& what) const {
-    throw ModelError(path_ + ": " + what);
+bool PackedFile::begins_with(const std::string& text) const {
+    return std::memcmp(memory_.data(), text.data(), text.size()) == 0;
+}
+
+void PackedFile::expect(bool holds, const char* otherwise) const {
+    require<ModelError>(holds, path_, ": ", otherwise);
 }
 
 void write_packed(const std::string& path, const PackedContent& content, const uint8_t* weights, size_t bytes,

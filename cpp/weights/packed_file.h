@@ -15,6 +15,8 @@
 
 namespace pystaged {
 
+constexpr size_t kTextBytes = 16 << 10;  // a path fits in, and it ends where a page of any system does
+
 // Which weights of which file are packed, and how.
 class PackedContent {
 public:
@@ -45,9 +47,11 @@ public:
     Memory take() { return std::move(memory_); }
 
 private:
-    const uint8_t* weights() const;
-    size_t bytes() const;
-    [[noreturn]] void fail(const std::string& what) const;
+    const uint8_t* weights() const { return memory_.data() + kTextBytes; }
+    size_t bytes() const { return memory_.size() - kTextBytes; }
+    bool begins_with(const std::string& text) const;
+    // Throws ModelError where it does not hold.
+    void expect(bool holds, const char* otherwise) const;
 
     std::string path_;
     Memory memory_;

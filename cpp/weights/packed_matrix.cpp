@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 
+#include "error.h"
 #include "machine/pool.h"
 
 namespace pystaged {
@@ -124,10 +123,8 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* st
       cols_(cols),
       group_bytes_(group_bytes(packing_, padded(cols, kBlock))),
       data_(storage) {
-    if (cols % ggml_blck_size(type) != 0) {
-        throw std::invalid_argument(std::string(ggml_type_name(type)) + " needs rows of a multiple of " +
-                                    std::to_string(ggml_blck_size(type)) + " weights, not " + std::to_string(cols));
-    }
+    require(cols % ggml_blck_size(type) == 0, ggml_type_name(type), " needs rows of a multiple of ",
+            ggml_blck_size(type), " weights, not ", cols);
 }
 
 bool PackedMatrix::reads(Packing packing) const {

@@ -4,9 +4,9 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "error.h"
 
 namespace pystaged {
 
@@ -325,8 +325,7 @@ Packing packing_of(ggml_type type) {
         }
         names += std::string(i == 0 ? "" : i + 1 < kNumPackings ? ", " : " or ") + ggml_type_name(kTypes[i]);
     }
-    throw std::invalid_argument(std::string("weights of type ") + ggml_type_name(type) + " are not supported; use " +
-                                names);
+    throw std::invalid_argument(say("weights of type ", ggml_type_name(type), " are not supported; use ", names));
 }
 
 bool has_minima(Packing packing) {

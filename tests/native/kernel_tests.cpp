@@ -426,9 +426,7 @@ void test_together() {
             const size_t stride = matrix.padded_rows();
             expected.emplace_back(n * stride);
             outs.emplace_back(n * stride);
-            Epilogue epilogue;
-            epilogue.stride = stride;
-            epilogue.out = expected.back().data();
+            Epilogue epilogue{.out = expected.back().data(), .stride = stride};
             const Quantized own(*kernel, x.data(), n, cols, matrix.packing());
             multiply(*kernel, {{&matrix, {n, cols, x.data(), own.rows(n, matrix.packing())}, epilogue}}, 1);
             epilogue.out = outs.back().data();
@@ -561,21 +559,21 @@ void test_norms(const Kernel& kernel, int cols) {
 }
 
 void test_convolution(const Kernel& kernel, int channels) {
-    const int taps = 3;
+    const int width = 3;
     const size_t stride = padded(channels, kBlock);
-    const Array<float> weights(taps * stride), x(taps * channels), gate(channels), y(channels), twin(channels);
+    const Array<float> weights(width * stride), x(width * channels), gate(channels), y(channels), twin(channels);
     const Array<float> bias(channels);
     randomize(weights, x, gate, bias);
     const float* inputs[] = {&x[0], &x[channels], &x[2 * channels]};
-    Convolution convolution{taps, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
+    Convolution convolution{width, channels, inputs, weights.data(), stride, gate.data(), y.data(), bias.data()};
     kernel.convolve(convolution);
     convolution.out = twin.data();
     find_kernel("scalar").convolve(convolution);
     CHECK(y.same(twin));
     for (int i = 0; i < channels; ++i) {
         double sum = bias[i];
-        for (int tap = 0; tap < taps; ++tap) {
-            sum += double(weights[tap * stride + i]) * inputs[tap][i];
+        for (int row = 0; row < width; ++row) {
+            sum += double(weights[row * stride + i]) * inputs[row][i];
         }
         CHECK(std::fabs(y[i] - gate[i] * sum) < 1e-5);
     }
@@ -806,10 +804,8 @@ void test_maxima() {
                 const Quantized input(*kernel, x.data(), n, cols, Packing::q8_0);
                 const Activations activations{n, cols, x.data(), input.rows(n, Packing::q8_0)};
                 const Array<float> alone(n * matrix.padded_rows());
-                Epilogue epilogue;
-                epilogue.bias = bias.data();
-                epilogue.out = alone.data();
-                epilogue.stride = matrix.padded_rows();
+                const size_t alone_stride = matrix.padded_rows();
+                Epilogue epilogue{.bias = bias.data(), .out = alone.data(), .stride = alone_stride};
                 multiply(*kernel, {{&matrix, activations, epilogue}}, 1);
                 for (const int num_threads : {1, 2, 3, 7}) {
                     const Array<float> out(n * stride), maxima(n * runs);
@@ -819,7 +815,7 @@ void test_maxima() {
                     multiply(*kernel, {{&matrix, activations, epilogue, {}, nullptr, maxima.data()}}, num_threads);
                     for (int i = 0; i < n; ++i) {
                         const float* row = &out[i * stride];
-                        CHECK(same(row, &alone[i * matrix.padded_rows()], rows));
+                        CHECK(same(row, &alone[i * alone_stride], rows));
                         CHECK(std::all_of(row + rows, row + stride, [](float v) { return v == -INFINITY; }));
                         const float* own = &maxima[i * runs];
                         CHECK(std::all_of(own, own + runs, [](float v) { return std::isfinite(v); }) == (odd == 0));

@@ -55,6 +55,11 @@ void operator delete(void* memory, size_t) noexcept {
 
 namespace {
 
+// A file's name that nothing else has.
+std::string temporary(const std::string& name) {
+    return (std::filesystem::temp_directory_path() / (name + std::to_string(std::random_device()()))).string();
+}
+
 // ---- Sampler ----
 
 struct Logits {
@@ -140,11 +145,7 @@ void test_math() {
 
 // The same in whatever rounding mode the caller is; and right far behind the beginning of a text.
 void test_rope() {
-    Rope rope;
-    rope.dims = 128;
-    rope.yarn = true;
-    rope.scale = 0.3f;
-    rope.original_context = 4096;
+    const Rope rope{.dims = 128, .scale = 0.3f, .yarn = true, .original_context = 4096};
     const std::vector<double> frequencies = rope.frequencies({});
     const double amplitude = rope.amplitude();
     for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
@@ -153,9 +154,7 @@ void test_rope() {
         std::fesetround(FE_TONEAREST);
     }
     for (const float base : {10000.0f, 500000.0f, 1e6f}) {
-        Rope plain;
-        plain.dims = 128;
-        plain.base = base;
+        const Rope plain{.dims = 128, .base = base};
         for (const int position : {0, 1, 511, 8191, 131071, 1048575}) {
             float cosines[64], sines[64];
             rotation(plain.frequencies({}), plain.amplitude(), position, cosines, sines);
@@ -185,7 +184,7 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
 struct ChainPass {
     PackedPass pass;
     std::unique_ptr<TextState> state;
-    std::vector<int32_t> positions, parents;
+    std::vector<PassRow> rows;
     std::vector<RowContext> contexts;
     std::vector<float> logits, maxima;
     Pass what;
@@ -193,18 +192,13 @@ struct ChainPass {
     ChainPass(const Model& model, const std::vector<int32_t>& prompt, int most)
         : pass(model),
           state(pass.make_state(most, most)),
-          positions(most),
-          parents(most),
           logits(model.numbers().logits_stride()),
           maxima(logits.size() / kRun) {
-        std::iota(positions.begin(), positions.end(), 0);
-        std::iota(parents.begin(), parents.end(), -1);
-        for (const int32_t position : positions) {
-            contexts.push_back({position + 1, position + 1, nullptr});
+        for (int i = 0; i < most; ++i) {
+            rows.push_back({prompt[i], i, i - 1});
+            contexts.push_back({i + 1, i + 1, nullptr});
         }
-        what.tokens = prompt.data();
-        what.positions = positions.data();
-        what.parents = parents.data();
+        what.rows = rows.data();
         what.contexts = contexts.data();
         what.num_logits = 1;
         what.logits = logits.data();
@@ -598,11 +592,10 @@ void load(const std::string& path) {
 void test_damaged_files(const std::string& path) {
     std::ifstream in(path, std::ios::binary);
     const std::string data{std::istreambuf_iterator<char>(in), {}};
-    const std::filesystem::path damaged =
-        std::filesystem::temp_directory_path() / ("pystaged-native-" + std::to_string(std::random_device()()));
+    const std::string damaged = temporary("pystaged-native-");
     const auto attempt = [&](const std::string& content) {
         std::ofstream(damaged, std::ios::binary | std::ios::trunc) << content;
-        load(damaged.string());
+        load(damaged);
     };
     attempt(data);
     for (int i = 0; i < 50; ++i) {
@@ -619,8 +612,8 @@ void test_damaged_files(const std::string& path) {
         attempt(changed);
     }
     std::filesystem::remove(damaged);
-    CHECK_THROWS(ModelError, Tokenizer(damaged.string()));
-    CHECK_THROWS(ModelError, Model(damaged.string(), "", 0));
+    CHECK_THROWS(ModelError, Tokenizer{damaged});
+    CHECK_THROWS(ModelError, Model(damaged, "", 0));
     CHECK_THROWS(std::invalid_argument, Model(path, "abacus", 0));
     CHECK_THROWS(std::invalid_argument, Model(path, "", -1));
     CHECK_THROWS(std::invalid_argument, Model(path, "", 257));
@@ -628,9 +621,7 @@ void test_damaged_files(const std::string& path) {
 
 void test_packed_weights(const std::string& path) {
     const auto uninterrupted = [] {};
-    const std::string packed =
-        (std::filesystem::temp_directory_path() / ("pystaged-native-packed-" + std::to_string(std::random_device()())))
-            .string();
+    const std::string packed = temporary("pystaged-native-packed-");
     const auto logits = [](const std::shared_ptr<Model>& model) {
         Session session(model, 16);
         evaluate(session, {1, 2, 3}, {-1, 0, 1});
@@ -665,8 +656,7 @@ void test_text_files(const std::string& path) {
     std::vector<int32_t> tokens(100);
     std::iota(tokens.begin(), tokens.end(), 1);
     prefill(session, tokens);
-    const std::string file =
-        (std::filesystem::temp_directory_path() / ("text" + std::to_string(process_id()))).string();
+    const std::string file = temporary("pystaged-native-text-");
     std::ofstream(file).close();
     write_texts(file, "head", {&session});
     Session again(model, 150);

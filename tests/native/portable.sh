@@ -55,7 +55,7 @@ compile() {
         *:*/kernels/avx512_vnni.cpp) options=(-mcpu=icelake_server) ;;
     esac
     echo "$*"
-    "$python" -m ziglang c++ -target "$1" -std=c++17 -O0 -g0 -Wall -Wextra -ffp-contract=off -fvisibility=hidden "$define" \
+    "$python" -m ziglang c++ -target "$1" -std=c++20 -O0 -g0 -Wall -Wextra -ffp-contract=off -fvisibility=hidden "$define" \
         -fno-sanitize=undefined -DLLAMA_CPP_PYTHON_VERSION="\"$version\"" "${options[@]}" -Icpp -isystem "$include" \
         -isystem "${headers[1]}" -isystem "${headers[2]}" -c "$2" -o "$work/$1.o"
 }

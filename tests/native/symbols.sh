@@ -13,7 +13,7 @@ case $(uname -m) in
 esac
 for kernel in scalar $kernels; do
     # Without optimization every function that is used is there; tables for exceptions, of which there are none, need not.
-    "${CXX:-c++}" -std=c++17 -O0 -fno-exceptions -w -march=$machine -I"$headers" -Icpp -c "cpp/kernels/$kernel.cpp" -o "$object"
+    "${CXX:-c++}" -std=c++20 -O0 -fno-exceptions -w -march=$machine -I"$headers" -Icpp -c "cpp/kernels/$kernel.cpp" -o "$object"
     found=$(nm -C --defined-only --extern-only "$object" | cut -d' ' -f3-)
     if ! [[ $found =~ ^pystaged::k[A-Za-z0-9]+Kernel$ ]]; then
         echo "$kernel.cpp defines for the linker:"$'\n'"$found" >&2
