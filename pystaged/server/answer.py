@@ -248,16 +248,11 @@ class Answer(ABC):
 
     def _tree(self, piece: Piece) -> list[dict[str, Any]]:
         tree, path = piece.tree, set(piece.path)
-        nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.stages.tolist(), strict=True)
-        return [
-            {
-                "text": self.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace"),
-                "parent": parent,
-                "stage": STAGE_NAMES[Stage(stage)],
-                "accepted": node in path,
-            }
-            for node, (token, parent, stage) in enumerate(nodes)
-        ]
+        texts = [self.tokenizer.token_bytes(token, special=True) for token in tree.tokens.tolist()]
+        words = [text.decode("utf-8", "replace") for text in texts]
+        stages = [STAGE_NAMES[Stage(stage)] for stage in tree.stages.tolist()]
+        nodes = enumerate(zip(words, tree.parents.tolist(), stages, strict=True))
+        return [{"text": text, "parent": parent, "stage": of, "accepted": i in path} for i, (text, parent, of) in nodes]
 
     def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
