@@ -203,7 +203,9 @@ def _grown(
 
 
 def _value(reader: GGUFReader, key: str, default: object = None) -> Any:
-    return reader.fields[key].contents() if key in reader.fields or default is None else default
+    if key not in reader.fields and default is None:
+        raise ValueError(f"the source has no metadata {key!r}")
+    return reader.fields[key].contents() if key in reader.fields else default
 
 
 def _noise(name: str, values: Floats, deviation: float) -> Floats:

@@ -140,7 +140,7 @@ class Stepper:
 
 
 def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
-    """Decode a text alone, step by step. Raises the error that ends it, and as Text.begin."""
+    """Decode a text alone, step by step. Raises the error that ends it."""
     queue, stepper = SimpleQueue[Any](), Stepper(None, clocks=context.clocks)
     text.queue = queue
     try:

@@ -38,8 +38,7 @@ def sample_documents(
     Yields:
         int32[n], one sequence each.
 
-    Raises:
-        ValueError: as check_sampling, which is to be called first.
+    The caller checks temperature and seed by check_sampling.
     """
     sessions = [Session(model)]
     length = max(2, sessions[0].n_ctx // _SHARE)
@@ -82,8 +81,7 @@ def sample_answers(
         int32[n], one answer each.
 
     Raises:
-        ValueError: as check_sampling, which is to be called first; at once as user_opening; or the model repeats its
-            questions, or its answers are empty.
+        ValueError: at once as user_opening; or the model repeats its questions, or its answers are empty.
         ChatTemplateError: at once: the template cannot be used.
         ContextFullError: the model's context is too short for a question.
     """

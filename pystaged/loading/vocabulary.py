@@ -188,8 +188,10 @@ def _model(path: Path, whole: dict[str, Any]) -> _Model:
     model = whole.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
         raise ValueError(f"{path} holds no BPE vocabulary")
-    # Newer files store the two halves of a merge; what else there is names no tokens.
-    merges = [" ".join(map(str, merge)) if isinstance(merge, list) else str(merge) for merge in _list(model, "merges")]
+    # Newer files store the two halves of a merge.
+    merges = [" ".join(each) if isinstance(each, list) and _all_text(each) else each for each in _list(model, "merges")]
+    if not _all_text(merges):
+        raise ValueError(f"{path} is damaged: merges")
     odd = any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
     found = None
     if model.get("type", "BPE") == "BPE" and not odd:
@@ -240,6 +242,10 @@ def _list(found: dict[str, Any], key: str) -> list[Any]:
     """A list in a JSON object, empty where there is none."""
     value = found.get(key)
     return value if isinstance(value, list) else []
+
+
+def _all_text(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], merges: list[str]) -> _Model | None:

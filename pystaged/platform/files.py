@@ -223,11 +223,13 @@ def _locked_part(path: Path) -> tuple[Path, BinaryIO]:
         try:
             system.lock(file)
             locked = part.exists()
-        except OSError as error:  # or a file system without locks, where no file counts as a leftover
-            locked = not isinstance(error, BlockingIOError)
+        except BlockingIOError:
+            locked = False  # another process tests whether it is a leftover
+        except OSError:
+            locked = True  # the file system has no locks, and no file of it counts as a leftover
         if locked:
             return part, file
-        # Another process tested whether it is a leftover before it was locked.
+        # Another process took it for a leftover before it was locked.
         file.close()
         part.unlink(missing_ok=True)
 

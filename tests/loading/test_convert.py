@@ -253,7 +253,7 @@ def more_tokens(**ids: object) -> Callable[[Path], None]:
     return change_tokenizer(lambda model: model["vocab"].update(ids))
 
 
-def merges(*found: str) -> Callable[[Path], None]:
+def merges(*found: object) -> Callable[[Path], None]:
     return change_tokenizer(lambda model: model.update(merges=found))
 
 
@@ -296,6 +296,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no-tokenizer": (remove("tokenizer.json"), r"has no tokenizer\.json; in its folder, transformers writes one"),
     "no-merges": (merges(), "has no merges"),
     "odd-merge": (merges("a b c"), "the merge 'a b c' names"),
+    "merge-with-a-number": (merges(["a", 1]), "is damaged: merges"),
     "unknown-merge": (merges("q \u00ff"), "the merge"),
     "token-without-row": (more_tokens(more=NUM_TOKENS), "'more' has the id 300, but the embedding has"),
     "token-negative": (more_tokens(more=-1), "'more' has the id -1"),
