@@ -17,16 +17,16 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
-    "platform": 877,
+    "platform": 879,
     "options": 1031,
     "sampling": 1237,
     "chat": 2611,
     "decoding": 3191,
-    "drafting": 2206,
+    "drafting": 2204,
     "backends": 370,
-    "loading": 4222,
+    "loading": 4228,
     "receipts": 646,
-    "server": 3994,
+    "server": 3989,
     "integrations": 830,
     "bench": 2569,
     "distill": 1648,
@@ -37,18 +37,18 @@ ROOT = 11  # files in no room
 CPP = Path(__file__).parent.parent / "cpp"
 # The rooms of C++ from the lowest up, with as many lines as each may have.
 CPP_ROOMS = {
-    "kernels": 3126,
-    "machine": 1664,
-    "files": 541,
-    "weights": 1111,
-    "llama": 825,
-    "model": 2697,
-    "state": 1077,
-    "pass": 2972,
-    "sampling": 881,
-    "text": 1699,
-    "drafting": 234,
-    "bindings": 889,
+    "kernels": 3083,
+    "machine": 1632,
+    "files": 485,
+    "weights": 1085,
+    "llama": 761,
+    "model": 2643,
+    "state": 1069,
+    "pass": 2966,
+    "sampling": 857,
+    "text": 1588,
+    "drafting": 224,
+    "bindings": 852,
 }
 
 
@@ -101,7 +101,7 @@ def test_nothing_reaches_into_private_parts_of_others() -> None:
         private = {name.split("._")[1] for name in imported(file) if name.startswith("pystaged.") and "._" in name}
         assert {f"_{name.split('.')[0]}" for name in private} <= ours, file
         text = file.read_text("utf-8")
-        assert not re.search(r"\b(engine|scheduler|bundle|sequence|stream)\._[a-z]", text), file
+        assert not re.search(r"\b_?(engine|scheduler|bundle|sequence|stream)\._[a-z]", text), file
 
 
 def test_every_room_is_named_here() -> None:

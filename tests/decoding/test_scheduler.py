@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -55,8 +55,17 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
     """What comes of them when they are done at once; an exception of one is the test's."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        return [each.result(600) for each in [pool.submit(work) for work in works]]
+
+    def run(work: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    futures = [Future[Any]() for _ in works]
+    for each in zip(works, futures, strict=True):
+        threading.Thread(target=run, args=each, daemon=True).start()  # one that hangs must not hold the process
+    return [future.result(600) for future in futures]
 
 
 def together(engine: Engine, *works: Callable[[], Any]) -> list[Any]:
@@ -72,7 +81,7 @@ def together(engine: Engine, *works: Callable[[], Any]) -> list[Any]:
         start.wait()
         return work()
 
-    return in_threads(hold, *(partial(begin, work) for work in works))[1:]
+    return in_threads(*(partial(begin, work) for work in works), hold)[:-1]
 
 
 def begun(engine: Engine, count: int, max_tokens: int = 400) -> list[Stream]:

@@ -42,4 +42,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture
 def nothing_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pystaged.loading.names.resolve", lambda *_, **__: pytest.fail("a request was resolved"))
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a request was resolved")
+
+    monkeypatch.setattr("pystaged.loading.names.resolve", refuse)
