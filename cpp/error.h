@@ -35,7 +35,7 @@ void require(bool holds, const Parts&... parts) {
     }
 }
 
-// A model file that is missing, damaged, or of a kind this engine does not run.
+// A file that is missing, damaged, or of a kind that this engine does not run; logits that are not finite.
 struct ModelError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };

@@ -1,4 +1,4 @@
-"""The pool of contexts that an engine's texts share: its size by the memory that is free, or by llama.cpp's."""
+"""Makes the pool of contexts that an engine's texts share; its size comes from the free memory, or from llama.cpp's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pystaged.loading.factory import ContextFactory
 from pystaged.loading.prompt_cache import KeptPrompts
 
 _USUAL_CONTEXT = 8192  # positions of a context, by default
-_TEXTS = 4  # full ones that llama.cpp has room for, by default
+_TEXTS = 4  # full contexts that llama.cpp has room for, by default
 _MOST_CELLS = 2**31 - 512  # of llama.cpp, which rounds them up
-_LONG_CONTEXTS = (32_768, 16_384)  # few, because what a text depends on is told by the length, too
+_LONG_CONTEXTS = (32_768, 16_384)  # few, because receipts name the length
 
 
 def context_pool(

@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1031,
     "sampling": 1237,
     "chat": 2611,
-    "decoding": 3191,
+    "decoding": 3194,
     "drafting": 2204,
     "backends": 370,
     "loading": 4228,
@@ -39,7 +39,7 @@ CPP = Path(__file__).parent.parent / "cpp"
 CPP_ROOMS = {
     "kernels": 3083,
     "machine": 1632,
-    "files": 485,
+    "files": 486,
     "weights": 1085,
     "llama": 761,
     "model": 2643,

@@ -21,7 +21,7 @@ constexpr int kKept = RecycledCandidates::num_candidates;
 RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 2) {
     require(slots >= 2 && slots <= size_t{1} << 30 && std::has_single_bit(slots),
             "slots must be a power of two, 2 to 2**30");
-    shift_ = std::countl_zero(slots) + 1;
+    shift_ = std::countl_zero(uint64_t{slots}) + 1;
     Entry none;
     none.tokens.fill(-1);
     none.chances.fill(0);

@@ -35,7 +35,8 @@ public:
     // another for another model, and for one whose files were written since.
     uint64_t identity() const;
 
-    // Metadata. Each throws ModelError when the key is there with another type, or missing without a default.
+    // Metadata. text, integer, real and flag throw ModelError when the key is there with another type, or missing
+    // without a default.
     std::string text(const std::string& key, const std::optional<std::string>& otherwise = {}) const;
     int64_t integer(const std::string& key, int64_t least, int64_t most, std::optional<int64_t> otherwise = {}) const;
     float real(const std::string& key, float otherwise) const;
@@ -63,7 +64,7 @@ public:
     // Asks the system to begin reading it from the disk.
     void prefetch(const TensorView& tensor) const;
 
-    // Throw ModelError, UnsupportedModelError.
+    // fail and require throw ModelError, refuse throws UnsupportedModelError; all name the file.
     template <class... Parts>
     [[noreturn]] void fail(const Parts&... parts) const {
         throw ModelError(say(path_, ": ", parts...));
@@ -115,7 +116,7 @@ private:
     static void log(ggml_log_level level, const char* text, void*);
 
     LogCapture* outer_;
-    std::string first_error_;
+    mutable std::string first_error_;  // written while it lives
 };
 
 }  // namespace pystaged

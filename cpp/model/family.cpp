@@ -100,7 +100,7 @@ const Family& find_family(const GgufFile& file) {
         if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
             const std::string what =
                 say("architecture '", name, "' is recurrent or hybrid (metadata '", name, ".", recurrence.key,
-                    "') in a way that is not supported; choose a model of ", "attention alone, or one of: ", recurrent);
+                    "') in a way that is not supported; choose a model of attention alone, or one of: ", recurrent);
             found ? file.fail(what) : file.refuse(what);
         }
     }

@@ -34,8 +34,8 @@ struct PassRow {
     int32_t parent = -1;           // the text's pending row before, or -1 for the last committed
     float* hidden = nullptr;       // where its taps go, [taps][width], or none
     float* embedding = nullptr;    // where it goes as the head would read it, [padded width], or none
-    const float* input = nullptr;  // another model's hidden states that it reads, or none: where `of_target` says so
-    bool of_target = false;        // those of all layers that it reads of its target, else a row as wide as its model
+    const float* input = nullptr;  // another model's hidden states that it reads, or none
+    bool of_target = false;        // whether they are those of all its target's layers that it reads, else of one
 };
 
 // What one pass evaluates and where its results go. A text whose rows are not all next to each other has several

@@ -93,8 +93,8 @@ struct Workspace {
     Multiplier multiplier;
     std::vector<TextRows> texts;  // the first `num_texts`; the others keep their memory
     int num_texts = 0;
-    std::vector<int>
-        ancestors;  // [rows][conv_width - 1] where layers are recurrent, as PackedState::ancestor() has them
+    // [rows][conv_width - 1] where layers are recurrent, as PackedState::ancestor() has them.
+    std::vector<int> ancestors;
     // Angles of the pass's rows, [rows][half], in layers without a window and with one.
     struct Rotation {
         int half = 0;

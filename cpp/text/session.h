@@ -161,8 +161,8 @@ public:
 
     // Copies one row's logits, out[vocab_size].
     void logits(int row, float* out);
-    // What the model taps, [taps][width], of the rows that the last call committed, if that was verify() or the model
-    // taps all rows; of the last row of a reading, if it taps that; else of none.
+    // What the model taps, [taps][width], of the rows that the last call committed, if that was Work::verify or the
+    // model taps all rows; of the last row of a reading, if it taps that; else of none.
     HiddenRows hidden();
     // Of these pending rows, which were judged, or the model taps all.
     HiddenRows hidden(const std::vector<int32_t>& rows) { return OpenTurn(*this).text().hidden_of(rows); }

@@ -190,8 +190,9 @@ class ContextPool:
     ) -> Context | Wait:
         """Lend a context for a prompt, int32[n], and max_tokens more; or return a reason to wait and ask again later.
 
-        The context holds the longest prefix of the prompt that any context holds, lent ones included, whose texts must
-        be between steps. An idle one is lent itself if nearly all of it matches, or if there is no room for a copy.
+        The context holds the longest prefix of the prompt that any context can go back to, lent ones included, whose
+        texts must be between steps. An idle one is lent itself if nearly all of it matches, or if there is no room for
+        a copy.
 
         Args:
             most_reused: most tokens of the prompt that the context may hold.

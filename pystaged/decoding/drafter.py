@@ -26,7 +26,7 @@ class Drafter(Protocol):
     Attributes:
         estimate: seconds that the last draft should have taken; 0 without costs.
         tree: the last draft: the root alone if nothing is worth verifying.
-        recycled: learns from every row of the verified trees; None for a drafter that does not.
+        recycled: learns from every row of a step that drafted; None for a drafter that does not.
     """
 
     estimate: float

@@ -34,8 +34,9 @@ class Growth:
     """A growing tree, as a policy sees it.
 
     scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that the next pass can
-    expand, best first; gains: the tokens that expanding each should add to a step. passes: number of drafting passes so
-    far; seconds: their time. price: seconds of another pass, by the number of leaves that it expands; 0 without costs.
+    expand, best first, and parents before children; gains: the tokens that expanding each should add to a step. passes:
+    number of drafting passes so far; seconds: their time. price: seconds of another pass, by the number of leaves that
+    it expands; 0 without costs.
     lag: seconds for which the first pass also reads tokens that it lacks.
     cells: past length: tokens of the sequence before the root, which every pass attends to.
     experts: in `keep` of a mixture: predicted number of distinct experts of the root and the first n nodes, for n = 0,

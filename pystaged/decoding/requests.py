@@ -155,9 +155,9 @@ class Propose(Request):
 
 @dataclass(slots=True, eq=False)
 class Verify(Request):
-    """Request to evaluate a tree and to commit its accepted path. The result is the tree, which the caller may have
-    trimmed; its accepted nodes, root first; the target's own token after each; their log-probabilities if the sampling
-    asks for them, else None; and the candidates of all nodes as in Work.verify, empty if num_candidates is 0.
+    """Request to evaluate a tree and to commit its accepted path. The result: the accepted nodes of the tree, which the
+    caller may have trimmed, root first; the target's own token after each; their log-probabilities if the sampling asks
+    for them, else None; and the candidates of all nodes as in Work.verify, empty if num_candidates is 0.
     masks: allowed tokens after each node, uint32[nodes, words]; None allows all.
     """
 

@@ -29,7 +29,7 @@ _OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc"
 
 
 class Scheduler:
-    """Steps the texts of one engine in a thread, which lives as long as the engine.
+    """Steps the texts of one engine in a thread, from the first text on until the engine is dropped.
 
     Only that thread uses running texts, their contexts and drafters. Other threads put a new text into `_inbox`
     or set its flags, then put an item into `_bell`, on which the thread waits. A SimpleQueue's `put` is reentrant, so

@@ -23,7 +23,7 @@ from pystaged.options.table import PREFILL_BUDGET
 from pystaged.result import Piece
 from pystaged.stats import PassStats
 
-_LEAST_PIECE = 8  # least tokens of prefill in such a pass, however long it takes
+_LEAST_PIECE = 8  # least tokens of prefill in a pass that decodes, too, however long it takes
 _UNPRICED_PIECE = 32  # tokens of prefill in such a pass if no costs are known
 _DRAFT_PIECE = 64  # tokens that a draft prefills in one step of a batch
 
@@ -34,7 +34,7 @@ class Stepper:
     Args:
         cost: seconds of a target pass; None verifies all drafted nodes.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds.
-        make: makes a pass, or nothing of it.
+        make: makes a pass.
         clocks: wall time and processor time.
     """
 
@@ -54,7 +54,8 @@ class Stepper:
         self._last = self._clocks.processor()  # when the last pass of the target ended
 
     def step(self, texts: Sequence[Text]) -> None:
-        """Step the batch by one pass of the target: each text takes a step, or reads a piece of its prompt."""
+        """Step the batch by one pass of the target: each text takes a step, reads a piece of its prompt, or waits
+        while its draft reads."""
         # Begin a tree of guesses for each text and grow it: by lookups, and by the passes that other proposers want.
         for text in texts:
             text.ask()

@@ -1,7 +1,7 @@
 """A text: it reads its prompt, then each step drafts a tree and verifies it with one pass of the target.
 
 `begin` puts it into a context, `ask` goes on to the next pass that it needs, `take` takes what the pass found, `end`
-leaves the context; stepper.py makes the passes, and scheduler.py begins and ends texts.
+lets the drafter forget it; stepper.py makes the passes, and scheduler.py begins and ends texts and gives contexts back.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Text:
         finish: why it has ended, None before.
         error: the exception that has ended it, None before.
         context: where it is decoded, while it is.
-        reused: tokens of the prompt that the context held.
+        reused: tokens of the prompt that it need not read again.
         request: the pass that it needs.
         wait: why it waits for a context.
         queue: takes (text, item), where the items are PrefillProgress, pieces, and last None.
@@ -120,7 +120,7 @@ class Text:
         is_open, is_cancelled, is_over: whether the scheduler has it; should end it; has ended it.
 
     Raises:
-        ValueError, TypeError: as in sampling.bind.
+        ValueError, TypeError: as in sampling.binding.bind.
     """
 
     prompt: Prompt
@@ -265,8 +265,8 @@ class Text:
             self.error = error
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it, after its last step or in the middle, and let its drafter forget it. It then has to leave the
-        context.
+        """End it, after its last step or in the middle, and let its drafter forget it. Its context can then
+        be given back.
 
         Args:
             error: what has ended it, None for nothing.

@@ -46,7 +46,7 @@ class TreeDrafter:
         policy: decides how the tree grows.
         vocab_size: the target's; tokens at or above it are never proposed.
         cost: processor seconds to look up a number of nodes, refined here. None counts 0.
-        meter: measures the time of drafting; the decoder's, if that has an account.
+        meter: measures the time of drafting; the context's, which its account reads, too.
         experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
     """

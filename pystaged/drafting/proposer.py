@@ -88,7 +88,7 @@ class Candidates:
 
 
 class Proposer:
-    """Proposes tokens after the nodes of a tree. All methods but `propose` have defaults for a lookup without state.
+    """Proposes tokens after the nodes of a tree. The defaults are those of a lookup without state.
 
     Before `propose` it is asked for the passes that it needs: each `request` is made and given to `take`, until there
     is none.
