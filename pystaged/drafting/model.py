@@ -39,9 +39,8 @@ class ModelProposer(PassProposer):
         self._substitutes = substitutes or {}
         self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
         self._missing: list[int] = []  # tokens of the sequence before the root that the session has not read
-        self._tree: GrowingTree
-        self._rows: dict[int, int] = {}  # pending rows of its nodes
-        self._num_rows = 0
+        self._tree: GrowingTree | None = None  # the current one; it holds the text's constraint
+        self._rows, self._num_rows = dict[int, int](), 0  # pending rows of its nodes; all that are pending
         self._after: dict[int, Candidates] = {}  # by node
 
     def inherit(self, other: Proposer) -> None:
@@ -139,7 +138,7 @@ class ModelProposer(PassProposer):
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
-        if not self._rows:
+        if self._tree is None or not self._rows:
             self._missing += emitted[:-1]
         else:
             rows, node = list(range(len(self._missing))), 0
@@ -155,6 +154,7 @@ class ModelProposer(PassProposer):
         self._forget()
 
     def _candidates(self, tokens: list[int], scores: list[float]) -> Candidates:
+        assert self._tree is not None
         # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
         good = {
             token: score
@@ -192,7 +192,7 @@ class ModelProposer(PassProposer):
         del self._missing[:piece]
 
     def _forget(self) -> None:
-        self._rows, self._num_rows, self._after = {}, 0, {}
+        self._tree, self._rows, self._num_rows, self._after = None, {}, 0, {}
 
     def _spelled(self, tokens: list[int]) -> list[int]:
         """The draft's tokens in place of the target's."""
