@@ -99,7 +99,7 @@ class Benchmark:
             "max_tokens": self.max_tokens,
             "minutes": self.minutes,
             "warm": self.warm,
-            "load": conditions.load([each for run in outcome.runs for each in run.others], setup["threads"]),
+            "load": conditions.load([run.others for run in outcome.runs], setup["threads"]),
             "date": date.today().isoformat(),
             "command": shlex.join(["pystaged", *sys.argv[1:]]),
         }

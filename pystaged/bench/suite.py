@@ -19,14 +19,15 @@ SAMPLINGS = {"greedy": SamplingConfig(), "T=1 top-k 50": SamplingConfig(temperat
 # The hardest sampling for drafts; also applied to the misleading prompts.
 HOT = {"T=1.5": SamplingConfig(temperature=1.5)}
 _WARM_UP_TOKENS = 8
+_PAUSE = 0.3  # seconds before a text, since threads of a server run on for a moment after its last one
 _TRIED = 2  # prompts after which a slow baseline may be stopped
 _TOO_SLOW = 3  # times slower than the fastest baseline
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt continued once by one method. others: see conditions.others, before and after; is_repeat: it shows how
-    steady a baseline is, and is in no table."""
+    """One prompt continued once by one method. others: see conditions.others, before it; is_repeat: it shows how steady
+    a baseline is, and is in no table."""
 
     method: str
     sampling: str
@@ -34,7 +35,7 @@ class Run:
     category: str
     is_misleading: bool
     measurement: Measurement
-    others: tuple[float, float] = (0.0, 0.0)
+    others: float = 0.0
     is_repeat: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,12 +195,13 @@ class Suite:
         self._took[job.key] = [seconds]
 
     def _measure(self, job: _Job) -> None:
-        method, before, begin = self._methods[job.key], others(), time.monotonic()
+        time.sleep(_PAUSE)
+        method, running, begin = self._methods[job.key], others(), time.monotonic()
         found: Measurement = self._workers[method.worker].run(self._task(job), self._limit)
         self._took[job.key].append(time.monotonic() - begin)
         category, is_misleading = self._prompts[job.prompt].category, job.prompt >= self._num_prompts
         what = job.key, job.sampling, job.prompt, category, is_misleading
-        self.outcome.runs.append(Run(*what, found, (before, others()), job.is_repeat))
+        self.outcome.runs.append(Run(*what, found, running, job.is_repeat))
         if method.is_baseline:
             self.outcome.memory[job.key] = found.peak_bytes
 
