@@ -299,17 +299,10 @@ class Engine:
         self._contexts.check_open()
         tokens = self.encode(prompt)
         continuation = partial(encode_continuation, self.tokenizer, parse_special=False)
-        return Text(
-            prompt,
-            tokens,
-            config,
-            self.tokenizer,
-            self._constraint(config.grammar),
-            self._tokens(config.prediction, "prediction", continuation)[: self.n_ctx].tolist(),
-            self._origin(tokens, config) if roles == USUAL else None,
-            roles,
-            self._scheduler,
-        )
+        constraint = self._constraint(config.grammar)
+        prediction = self._tokens(config.prediction, "prediction", continuation)[: self.n_ctx].tolist()
+        origin = self._origin(tokens, config) if roles == USUAL else None
+        return Text(prompt, tokens, config, self.tokenizer, constraint, prediction, origin, roles, self._scheduler)
 
     def _origin(self, prompt: NDArray[np.int32], config: GenerationConfig) -> Origin:
         """The inputs of a text, for its receipt."""

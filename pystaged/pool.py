@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pystaged._core import file_identity
 from pystaged.backends.devices import devices, open_session, reserve
-from pystaged.decoding.context import FREE_SHARE, SPARE_CELLS, ContextPool
+from pystaged.decoding.context import FREE_DIVISOR, SPARE_CELLS, ContextPool
 from pystaged.decoding.origin import ARITHMETIC
 from pystaged.decoding.policy import TreePolicy
 from pystaged.loading.bundle import Bundle
@@ -63,7 +63,7 @@ def _reserve(bundle: Bundle, n_ctx: int, report: Callable[[str], None]) -> int:
     context_bytes = (SPARE_CELLS + (n_ctx or min(bundle.target.max_context, _USUAL_CONTEXT))) * token_bytes
     gpus = {device.name: device.free_bytes for device in devices() if device.is_gpu}
     free = sum(gpus.get(name, 0) for name in on_devices[0].devices) or bundle.free_memory()
-    memory = bundle.options["kv_memory"] or min(_TEXTS * context_bytes, free // FREE_SHARE)
+    memory = bundle.options["kv_memory"] or min(_TEXTS * context_bytes, free // FREE_DIVISOR)
     memory = max(memory, context_bytes)
     if memory > free and on_devices[0].devices == ["CPU"]:
         report(
@@ -81,7 +81,7 @@ def _long_context(bundle: Bundle) -> int:
         return 0
     sessions = [open_session(model, 1) for model in bundle.models]
     token_bytes = sum(session.cell_bytes - session.windowed_cell_bytes for session in sessions)
-    memory = bundle.options["kv_memory"] or bundle.free_memory() // FREE_SHARE
+    memory = bundle.options["kv_memory"] or bundle.free_memory() // FREE_DIVISOR
     fitting = (length for length in _LONG_CONTEXTS if length * token_bytes <= memory)
     return min(next(fitting, 0), bundle.target.max_context)
 

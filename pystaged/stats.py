@@ -1,10 +1,10 @@
 """Statistics of one generation, and the terms of this package.
 
 The *target* is the model that decides; the *draft* is the smaller model that guesses; a *drafter* proposes tokens; a
-*stage* is a kind of proposer (target, draft, ngram, grammar). In a *step* of a sequence, one pass of the target, which
+*stage* is a kind of proposer (target, draft, ngram, grammar). In a *step* of a text, one pass of the target, which
 a batch may share, verifies a *tree* of *nodes*. The *root* (depth 0) is the last emitted token, not yet in the KV
 cache; the *budget* is the most nodes, root excluded. The accepted nodes are the *path*, which the *bonus token* of the
-target follows. A *constraint* limits the tokens of a sequence; its *mask* has the tokens allowed after a node, and a
+target follows. A *constraint* limits the tokens of a text; its *mask* has the tokens allowed after a node, and a
 token is *forced* if no other is allowed. *Recycled candidates* are the target's likeliest next tokens in earlier
 passes.
 """
@@ -62,10 +62,10 @@ class DrafterStats(_Counts):
 
 @dataclass(frozen=True, slots=True)
 class PassStats(_Counts):
-    """Passes of the target, for all sequences.
+    """Passes of the target, for all texts.
 
     passes: number of passes; seconds: their time. rows: their rows; prompt_rows: rows of prefill; guesses: rows of
-    trees' nodes, roots excluded. steps: steps that sequences took in them.
+    trees' nodes, roots excluded. steps: steps that texts took in them.
     """
 
     passes: int = 0
@@ -82,7 +82,7 @@ class PassStats(_Counts):
 
     @property
     def texts_per_pass(self) -> float:
-        """Mean number of sequences that took a step in a pass."""
+        """Mean number of texts that took a step in a pass."""
         return self.steps / self.passes if self.passes else 0.0
 
     @property
@@ -111,10 +111,10 @@ class GenerationStats:
     step.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those that the KV cache held already.
-    new_tokens: emitted tokens. steps: passes of the target that emitted them; rows: this sequence's rows in them, roots
-    included; pass_rows: all rows of these passes; pass_texts: sum of the sequences that took steps in them.
+    new_tokens: emitted tokens. steps: passes of the target that emitted them; rows: this text's rows in them, roots
+    included; pass_rows: all rows of these passes; pass_texts: sum of the texts that took steps in them.
     prefill_seconds: wall time of prefill; decode_seconds: wall time after it, without the consumer's between steps;
-    target_seconds: its part in verify passes. A shared pass counts fully for each sequence.
+    target_seconds: its part in verify passes. A shared pass counts fully for each text.
     plain_seconds: estimated time of plain decoding of the same tokens in the same batch; 0 without measured costs.
     lengths: number of steps by accepted nodes. offered: by depth d, steps that accepted a node at depth d - 1 with
     children; taken: those of them that accepted one of these.
@@ -182,7 +182,7 @@ class GenerationStats:
             self.stages[_NAMES[stage]].emitted -= 1
 
     def finish(self, before: dict[str, DrafterStats], after: dict[str, DrafterStats], target_weight_bytes: int) -> None:
-        """Complete the figures at the end, from the drafters' work before and after the sequence."""
+        """Complete the figures at the end, from the drafters' work before and after the text."""
         for name, work in after.items():
             self.drafters[name] = self.drafters.get(name, DrafterStats()).plus(work.since(before[name]))
         read = self.steps * target_weight_bytes + sum(work.weight_bytes for work in self.drafters.values())
@@ -210,17 +210,17 @@ class GenerationStats:
 
     @property
     def rows_per_pass(self) -> float:
-        """Mean rows of a pass with a step of this sequence."""
+        """Mean rows of a pass with a step of this text."""
         return self.pass_rows / self.steps if self.steps else 0.0
 
     @property
     def texts_per_pass(self) -> float:
-        """Mean number of sequences that took a step in such a pass."""
+        """Mean number of texts that took a step in such a pass."""
         return self.pass_texts / self.steps if self.steps else 0.0
 
     @property
     def guess_share(self) -> float:
-        """Share of guesses among this sequence's rows."""
+        """Share of guesses among this text's rows."""
         return 1 - self.steps / self.rows if self.rows else 0.0
 
     @property

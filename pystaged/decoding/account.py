@@ -6,8 +6,8 @@ earns its tokens after the first; it drafts while the credit covers the cheapest
 covers. So drafting slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which
 two steps exceed their estimates: one whose draft stalls is charged only a part, and one overdraws the credit.
 
-In a batch, a plain step is a pass over one row of each sequence, and all sequences wait while one of them drafts. All
-times are processor time, which excludes other programs.
+In a batch, a plain step is a pass over one row of each text, and all texts wait while one of them drafts. All times are
+processor time, which excludes other programs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import AnyRequest, Verify
 from pystaged.decoding.tree import TokenTree
 
-OPENING = 4.0  # tokens of credit for the first sequence of a context
-LEAST = 1.0  # least tokens of credit for each later sequence
-LEAST_SECONDS = 0.003  # least credit of any sequence: a token of a tiny target takes less than one scheduling delay
+OPENING = 4.0  # tokens of credit for the first text of a context
+LEAST = 1.0  # least tokens of credit for each later text
+LEAST_SECONDS = 0.003  # least credit of any text: a token of a tiny target takes less than one scheduling delay
 SHARE = 0.005  # tokens of credit added for each decoded token
 MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
 PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
@@ -34,12 +34,10 @@ _BLEND = 0.05  # weight of a new observation of Python's time
 
 
 class Meter:
-    """Processor seconds of a sequence's own Python and of its share of draft passes; stops during passes.
-
-    Processor time excludes other programs, which are no cost of drafting.
+    """Processor seconds of a text's own Python and of its share of draft passes; stops during passes.
 
     Args:
-        clock: processor seconds of the calling thread.
+        clock: processor seconds of the calling thread, which exclude other programs: they are no cost of drafting.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
@@ -51,18 +49,18 @@ class Meter:
         return self._before + self._clock() - self._since
 
     def stop(self) -> None:
-        """Stop for a pass, and for what other sequences do meanwhile."""
+        """Stop for a pass, and for what other texts do meanwhile."""
         self._before = self()
 
     def go_on(self, draft: AnyRequest | None = None) -> None:
-        """Go on after a pass; that of a draft counts by the sequence's share of it."""
+        """Go on after a pass; that of a draft counts by the text's share of it."""
         self._since = self._clock()  # another thread may go on, whose clock differs
         if draft:
             self._before += draft.share * draft.processor_seconds
 
 
 class Account:
-    """Keeps the credit of a context's sequences.
+    """Keeps the credit of a context's texts.
 
     Args:
         cost: processor seconds of a target pass, refined here. With None every step drafts.
@@ -72,11 +70,11 @@ class Account:
     def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter) -> None:
         self.credit = OPENING  # tokens
         self._cost, self._batch, self._meter = cost, batch, meter
-        self._left = {True: OPENING, False: OPENING}  # credit for the next sequence, by whether decoding is greedy
-        self._greedy = self._may_stall = True  # of the sequence; whether none of its drafts has stalled yet
+        self._left = {True: OPENING, False: OPENING}  # credit for the next text, by whether decoding is greedy
+        self._greedy = self._may_stall = True  # of the text; whether none of its drafts has stalled yet
         self._allowance: float | None = None  # seconds of reading the prompt that are free
         self._past = 0  # past length of the step's rows
-        self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its sequences
+        self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its texts
         self._python = 0.0  # seconds of a step outside the pass and drafting
         self._begin = self._drafting = self._stalled = 0.0  # when the step began; seconds of drafting, and uncharged
 
@@ -86,7 +84,7 @@ class Account:
         self._python = other._python
 
     def open(self, drafter: Drafter | None, prompt_tokens: int, read: int, greedy: bool) -> None:
-        """Begin a sequence: the drafter begins to read the prompt, as far as that is covered, until `opened`.
+        """Begin a text: the drafter begins to read the prompt, as far as that is covered, until `opened`.
 
         Args:
             drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
@@ -109,23 +107,18 @@ class Account:
             self.credit -= max(0.0, self._meter() - self._begin - self._allowance) / self._token
             self._left[self._greedy] = self.credit
 
-    def begin(self, drafter: Drafter | None, past: int) -> bool:
-        """Begin a step; whether it drafts. past: tokens of the sequence before the root."""
+    def begin(self, drafter: Drafter | None, past: int) -> float | None:
+        """Begin a step. past: tokens of the text before the root. Returns the seconds that it may draft, which are the
+        credit less the price of verifying one node; None if it does not draft."""
         self._begin, self._drafting, self._stalled = self._meter(), 0.0, 0.0
         if drafter is None or self._cost is None:
-            return drafter is not None
+            return None if drafter is None else math.inf
         self._price_token(past)
-        if self._extra(2) + (drafter.lag() + drafter.price()) / self._token > self.credit:
-            return False
+        verifying = self._extra(2)
+        if verifying + (drafter.lag() + drafter.price()) / self._token > self.credit:
+            return None
         self._left[self._greedy] = 0.0  # until the step ends: the time of a failed one is not subtracted
-        return True
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the step may draft: the credit less the price of verifying one node."""
-        if self._cost is None:
-            return math.inf
-        return (self.credit - self._extra(2)) * self._token - (self._meter() - self._begin)
+        return (self.credit - verifying) * self._token - (self._meter() - self._begin)
 
     def trim(self, tree: TokenTree, estimate: float) -> TokenTree:
         """The first nodes of a drafted tree, as many as the credit covers, but at least the forced ones and the first
@@ -159,7 +152,7 @@ class Account:
         price = drafting / self._token + extra
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + self._stalled / self._token + SHARE * guessed, MOST)
-        # The sequence may end before the tokens that this step gained.
+        # The text may end before the tokens that this step gained.
         self._left[self._greedy] = min(before, self.credit)
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
@@ -170,10 +163,10 @@ class Account:
         """Set the past length of a step, and from it the seconds of a token."""
         assert self._cost is not None
         self._past = past
-        self._token = self._cost(self._batch.sequences, past) / self._batch.sequences
+        self._token = self._cost(self._batch.texts, past) / self._batch.texts
 
     def _extra(self, num_rows: int, certain: int = 1, experts: int | None = None) -> float:
-        """Tokens that a pass over `num_rows` rows of this sequence costs beyond a pass over its `certain` rows.
+        """Tokens that a pass over `num_rows` rows of this text costs beyond a pass over its `certain` rows.
         experts: those that it used; None for as many as usual."""
         assert self._cost is not None
         others, past = self._batch.rows, self._past

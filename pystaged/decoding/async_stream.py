@@ -13,11 +13,7 @@ from pystaged.result import GenerationResult, Piece
 
 
 class LoopQueue:
-    """A queue in an event loop, into which other threads put.
-
-    Args:
-        loop: the running one.
-    """
+    """A queue in a running event loop, into which other threads put."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

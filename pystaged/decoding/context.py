@@ -25,10 +25,10 @@ SPARE_CELLS = 64  # positions counted per session besides its tokens, for the cu
 BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
 _WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another text's and copy it
-_SHARE = 16  # a text on disk is read if it saves the prefill of at least its tokens divided by this
+_LOADED_DIVISOR = 16  # a text on disk is read if that saves the prefill of a 16th of its tokens
 _LEAST_KEPT = 32  # tokens; prefill of fewer is quick
-FREE_SHARE = 4  # contexts get the free memory divided by this
-_KEPT_SHARE, _MOST_KEPT = 16, 8  # states kept of a text: in the memory of contexts divided by this, and no more
+FREE_DIVISOR = 4  # contexts get a quarter of the free memory
+_KEPT_DIVISOR, _MOST_KEPT = 16, 8  # states kept of a text: in a 16th of the memory of contexts, and no more than 8
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
 
 
@@ -44,7 +44,6 @@ class Context:
             drafts.
         batch: the batch that shares the passes; by default one text alone.
         meter: measures the time of drafting; shared with the drafter.
-        clocks: wall time and processor time.
 
     Attributes:
         tokens: int32[n], the prompt of the text that has it; of an idle one, what its target holds.
@@ -154,11 +153,7 @@ class ContextPool:
     """
 
     def __init__(
-        self,
-        make: Callable[[Context | None, int], Context],
-        memory: int | None = None,
-        *,
-        free: int = 0,
+        self, make: Callable[[Context | None, int], Context], memory: int | None = None, *, free: int = 0
     ) -> None:
         self._make = make
         self.prompts: Prompts | None = None
@@ -166,11 +161,11 @@ class ContextPool:
         first = make(None, 0)
         self._sessions = first.sessions  # like those of all contexts; they may be closed
         kept_bytes = sum(session.kept_state_bytes for session in self._sessions)
-        kept_room = (memory or free // FREE_SHARE) // _KEPT_SHARE
+        kept_room = (memory or free // FREE_DIVISOR) // _KEPT_DIVISOR
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
         self.n_ctx = first.target.n_ctx  # positions of each context
         self.full_bytes = self._needed(self.n_ctx)
-        self.memory = memory or max(free // FREE_SHARE, self.full_bytes)
+        self.memory = memory or max(free // FREE_DIVISOR, self.full_bytes)
         self._lent, self._idle = list[Context](), [first]  # the least recently used first
         first.rest()
         self.closed = False
@@ -288,8 +283,8 @@ class ContextPool:
         length: tokens of the prompt that a context here can supply."""
         if self.prompts is None or (found := self.prompts.find(prompt, self.n_ctx)) is None:
             return False
-        path, tokens = found
-        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _SHARE)  # the whole file is read
+        path, tokens = found  # the whole file is read
+        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _LOADED_DIVISOR)
         is_here = any(np.array_equal(context.tokens[: len(tokens)], tokens) for context in self._idle)
         if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
             return False

@@ -99,7 +99,7 @@ class PassCost:
         """Refine the estimate by the time of a pass, because the load of a machine varies.
 
         Args:
-            share: weight of the observation: each sequence of a batch reports the same pass with its share of the rows.
+            share: weight of the observation: each text of a batch reports the same pass with its share of the rows.
             experts: as for the estimate.
         """
         del experts

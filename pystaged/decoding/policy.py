@@ -18,13 +18,13 @@ MAX_CHILDREN = 16  # candidates per node
 
 @dataclass(slots=True)
 class BatchLoad:
-    """Size of the batch that a sequence is decoded in. A sequence alone is a batch of one.
+    """Size of the batch that a text is decoded in. A text alone is a batch of one.
 
-    sequences: number of sequences that step together, this one included. rows: rows of the other sequences' trees in
-    the next target pass, roots included. tokens: number that the others are expected to gain from that pass.
+    texts: number of texts that step together, this one included. rows: rows of the other texts' trees in the next
+    target pass, roots included. tokens: number that the others are expected to gain from that pass.
     """
 
-    sequences: int = 1
+    texts: int = 1
     rows: int = 0
     tokens: float = 0.0
 
@@ -38,7 +38,7 @@ class Growth:
     number of drafting passes so far; seconds: their time. price: seconds of another pass, by the number of leaves that
     it expands; 0 without costs.
     lag: seconds for which the first pass also reads tokens that it lacks.
-    cells: past length: tokens of the sequence before the root, which every pass attends to.
+    cells: past length: tokens of the text before the root, which every pass attends to.
     experts: in `keep` of a mixture: predicted number of distinct experts of the root and the first n nodes, for n = 0,
     1, ...; the scores are then in the order of the nodes' gain per second, not descending.
     """
@@ -112,14 +112,14 @@ class GainPolicy:
     """Buys another pass while the tokens that it should add are worth its time, then keeps the n best nodes that
     maximize (1 + sum of scores) / (T_target(n + 1) + drafting time), at the current past length.
 
-    In a batch, the numerator includes the tokens that the other sequences expect, and T_target includes their rows.
-    Assumes that all sequences take the same time to draft and share the time of a drafting pass equally.
+    In a batch, the numerator includes the tokens that the other texts expect, and T_target includes their rows. Assumes
+    that all texts take the same time to draft and share the time of a drafting pass equally.
 
     Args:
         target_cost: seconds of a target pass, by its rows and its past length; of a mixture also by its experts.
         budget: most nodes of a tree.
         children: candidates per node.
-        batch: the batch that shares the passes; by default this sequence alone.
+        batch: the batch that shares the passes; by default this text alone.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class GainPolicy:
         return self._best_size(growth)[0]
 
     def expand(self, growth: Growth) -> int:
-        (row, rate), texts = self._margin(growth), self._batch.sequences
+        (row, rate), texts = self.margin(growth), self._batch.texts
         best_width, best_gain, gain = 0, 0.0, 0.0
         for width, more in enumerate(growth.gains, 1):
             gain += max(0.0, more - row)
@@ -143,12 +143,9 @@ class GainPolicy:
                 best_width, best_gain = width, net
         return best_width
 
-    def least(self, growth: Growth) -> float:
-        """The score from which a guess is worth a row of the target's pass."""
-        return self._margin(growth)[0]
-
-    def _margin(self, growth: Growth) -> tuple[float, float]:
-        """What another row after the best number of nodes costs, in tokens; and the tokens per second with that."""
+    def margin(self, growth: Growth) -> tuple[float, float]:
+        """What another row after the best number of nodes costs, in tokens, which is the least score of a guess that is
+        worth a row; and the tokens per second of that number."""
         size, rate = self._best_size(growth)
         costs = self._costs(size + 2, growth.cells)
         return rate * (costs[size + 1] - costs[size]), rate
@@ -156,7 +153,7 @@ class GainPolicy:
     def _best_size(self, growth: Growth) -> tuple[int, float]:
         """The best number of nodes and its expected tokens per second."""
         tokens, scores = 1.0 + self._batch.tokens, growth.scores[: self.budget]
-        drafting, costs = growth.seconds * self._batch.sequences, self._costs(1 + len(scores), growth.cells)
+        drafting, costs = growth.seconds * self._batch.texts, self._costs(1 + len(scores), growth.cells)
         if growth.experts and not self._batch.rows:
             experts = growth.experts[1 : 1 + len(scores)]
             costs = [costs[0], *(self._target_cost(n, growth.cells, each) for n, each in enumerate(experts, 2))]

@@ -46,7 +46,14 @@ class Stream(Iterator[Piece]):
             with self._turn:
                 self._reader = threading.get_ident()
                 try:
-                    piece = self._next()
+                    if self._over:
+                        raise StopIteration
+                    while isinstance(item := self._get(), PrefillProgress):
+                        item.report()
+                    if item is None:
+                        self._over = True
+                        raise StopIteration if self.text.error is None else self.text.error
+                    self._scheduler.note_read(self.text, item)
                 finally:
                     self._reader = None
         except BaseException:
@@ -54,17 +61,6 @@ class Stream(Iterator[Piece]):
             raise
         if self.text.is_cancelled:
             self.close()
-        return piece
-
-    def _next(self) -> Piece:
-        if self._over:
-            raise StopIteration
-        while isinstance(item := self._get(), PrefillProgress):
-            item.report()
-        if item is None:
-            self._over = True
-            raise StopIteration if self.text.error is None else self.text.error
-        self._scheduler.note_read(self.text, item)
         return item
 
     def _get(self) -> Piece | PrefillProgress | None:

@@ -56,18 +56,8 @@ class Request:
     processor_seconds: float = field(default=0.0, init=False)
 
     @property
-    def can_share(self) -> bool:
-        """Whether its pass can be shared; a session on another machine cannot."""
-        return not hasattr(self.session, "run")
-
-    @property
     def arguments(self) -> tuple[Any, ...]:
         raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise the error of the pass."""
-        if self.error is not None:
-            raise self.error
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +81,7 @@ class Read(Request):
         hidden = None if self.hidden is None else self.hidden[: self.num_rows]
         return self.tokens[: self.num_rows], hidden
 
-    def take(self, found: Any) -> None:
-        del found
+    def take(self, _found: Any) -> None:
         self.result = self.num_rows
 
 
@@ -212,7 +201,7 @@ def make_pass(requests: Sequence[AnyRequest]) -> list[Any]:
 def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make = make_pass) -> None:
     """Make one pass for requests, and store what came of it; if it fails, one for each, so that only the request at
     fault fails."""
-    if len(requests) > 1 and all(request.can_share for request in requests):
+    if len(requests) > 1 and not any(hasattr(request.session, "run") for request in requests):  # on other machines
         before = [_extent(request) if isinstance(request, Propose) else request.past for request in requests]
         try:
             _share(requests, clocks, make)
@@ -266,7 +255,7 @@ def _extent(request: AnyRequest) -> int:
 
 
 def own_copy(error: BaseException) -> BaseException:
-    """A copy of an error that ends several sequences, for one of them; each reader that raises an exception adds to its
+    """A copy of an error that ends several texts, for one of them; each reader that raises an exception adds to its
     traceback. Errors that cannot be copied are returned themselves."""
     if isinstance(error, MemoryError):  # there may be no memory for it
         return error

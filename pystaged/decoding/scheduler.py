@@ -36,7 +36,6 @@ class Scheduler:
     that finalizers may call it at any time.
 
     Args:
-        contexts: lends each text a context.
         note_end: called when a text has ended.
     """
 
@@ -220,7 +219,9 @@ class Scheduler:
             self._end(text, error)
 
     def _ready(self) -> list[Text]:
-        return [text for text in self._texts if text.can_step]
+        """The texts that have begun and have not ended, except those that are too far ahead of their readers."""
+        running = [text for text in self._texts if text.context and not text.is_over]
+        return [text for text in running if text.num_sent - text.num_read < text.most_unread]
 
     def _ring(self) -> None:
         """Wake the thread, if there is one, to read the inbox and the texts' flags."""

@@ -1,4 +1,4 @@
-"""Speculative decoding of one sequence in its simplest form.
+"""Speculative decoding of one text in its simplest form.
 
 The rest of this package adds to it: `stepper` makes the same step for all texts of a batch and `text` that of one,
 `account` decides whether a step drafts, `context` reuses KV caches, and grammars cut trees. Only grammars change
@@ -33,7 +33,7 @@ def speculate(
         drafter: proposes trees of tokens.
         prompt: int32[n], n >= 1.
         max_tokens: most tokens to decode.
-        is_end: whether a token ends the sequence; it is not emitted.
+        is_end: whether a token ends the text; it is not emitted.
 
     Returns:
         For each step, the tokens of its accepted path and the bonus token.

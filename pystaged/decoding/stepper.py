@@ -34,8 +34,6 @@ class Stepper:
     Args:
         cost: seconds of a target pass; None verifies all drafted nodes.
         prefill_budget: longest time of a pass that decodes and prefills, in seconds.
-        make: makes a pass.
-        clocks: wall time and processor time.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
     for text in texts:
         assert text.context
         batch = text.context.batch
-        batch.sequences = 1 + len(steps) - (text in steps)
+        batch.texts = 1 + len(steps) - (text in steps)
         batch.rows = all_rows - (steps[text].num_rows if text in steps else 0)
         batch.tokens = all_tokens - tokens.get(text, 0.0)
 

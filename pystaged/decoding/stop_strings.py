@@ -146,4 +146,4 @@ class _Stops:
         return found or 0
 
 
-_stops = lru_cache(8)(_Stops)  # shared by the sequences of one request
+_stops = lru_cache(8)(_Stops)  # shared by the texts of one request

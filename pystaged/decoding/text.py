@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,6 @@ from pystaged.sampling.repetition import LoopFinder
 from pystaged.sampling.text import Prompt
 from pystaged.sampling.thinking import Reasoning, ReasoningConstraint
 from pystaged.stats import DrafterStats, GenerationStats
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _SCORED_ROWS = 64  # rows of a pass that scores; few, because each row has logits
 
@@ -157,8 +154,7 @@ class Text:
         if tokenizer:
             if roles.reasoning is not None:
                 self.constraint = ReasoningConstraint(roles.reasoning, self.constraint, tokenizer)
-            length = len(self.prompt_tokens)
-            self.sampling = bind(config.sampling, tokenizer, length, config.logprobs, self.constraint)
+            self.sampling = bind(config.sampling, tokenizer, len(self.prompt_tokens), config.logprobs, self.constraint)
         self.logprobs = None if config.logprobs is None else []
         self._is_end = roles.is_end or (tokenizer.is_end if tokenizer else lambda _: False)
         self._first_scored = max(1, config.prompt_logprobs_start)
@@ -183,11 +179,6 @@ class Text:
         """The stop string that has ended the text, or None."""
         return self._buffer.met
 
-    @property
-    def can_step(self) -> bool:
-        """Whether it has begun, has not ended and is not too far ahead of its reader."""
-        return self.context is not None and not self.is_over and self.num_sent - self.num_read < self.most_unread
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one of its tokens in the text."""
         return self.tokenizer.token_bytes(token, special=token in self.roles.spelled) if self.tokenizer else b""
@@ -197,20 +188,13 @@ class Text:
         found = list(self._prompt_logprobs)  # a copy, because the thread may be appending
         tokens = self.prompt_tokens[self._first_scored :][: len(found)].tolist()
         scored = None if self.config.prompt_logprobs is None else [*map(self._logprob, tokens, found)]
+        finish: FinishReason = self.finish or "cancelled"
+        text, seed = "".join(self._parts), self.config.sampling.seed
         return GenerationResult(
-            "".join(self._parts),
-            self.tokens,
-            self.finish or "cancelled",
-            self.config.sampling.seed,
-            self.stats,
-            self.stages,
-            self.pieces,
-            self.logprobs,
-            scored,
-            self.origin,
+            text, self.tokens, finish, seed, self.stats, self.stages, self.pieces, self.logprobs, scored, self.origin
         )
 
-    def begin(self, context: Context) -> Self:
+    def begin(self, context: Context) -> Text:
         """Begin in a context, and keep what that holds of the prompt."""
         prompt, target = self.prompt_tokens, context.target
         self.context, self._phase = context, Phase.PREFILL
@@ -221,8 +205,7 @@ class Text:
         reused = min(common_prefix(target.tokens, prompt), self.most_reused)
         reused = min(reused, self._drafter.reusable(prompt)) if self._drafter else reused
         self.reused = self._length = target.rewind(reused)  # tokens in the context
-        if self.reused < len(prompt) - 1:
-            self._progress(0)
+        self._progress(0)
         return self
 
     def ask(self) -> None:
@@ -257,6 +240,8 @@ class Text:
             if request.session is not self.context.target:
                 assert self._drafter
                 self._drafter.take(request)
+            elif request.error is not None:
+                raise request.error
             elif isinstance(request, Verify):
                 self._accept(request, self.context)
             else:
@@ -300,14 +285,21 @@ class Text:
     def _next_read(self) -> AnyRequest | None:
         """The next pass that reads the prompt; None when it is read."""
         assert self.context
-        if self._drafter and (request := self._drafter.request()):  # reads what the target has read
+        prompt, drafter, account = self.prompt_tokens, self._drafter, self.context.account
+        if drafter and (request := drafter.request()):  # reads what the target has read
             return request
         if self._phase is Phase.PREFILL:
-            if self._length < len(self.prompt_tokens) - 1:
+            if self._length < len(prompt) - 1:
                 return self._piece_of_prompt()
-            self._open()
+            # The drafter begins, and reads the prompt as far as its account allows.
+            self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
+            greedy = self.sampling.is_greedy
+            if drafter:
+                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
+            self._phase = Phase.CATCH_UP
+            account.open(drafter, len(prompt), self._length - self.reused, greedy)
             return self._next_read()
-        self.context.account.opened()
+        account.opened()
         self.stats.reused_tokens += self.reused
         self.stats.prefill_seconds += self.context.clocks.wall() - self._began
         self._phase = Phase.STEP
@@ -326,7 +318,6 @@ class Text:
 
     def _note_piece(self, request: AnyRequest) -> None:
         """Take a piece of the prompt that the target has read."""
-        request.check()
         first = self._length
         self._length += request.result
         if isinstance(request, Score):
@@ -336,19 +327,6 @@ class Text:
             self._drafter.watch(self.prompt_tokens, first, self._length)
         self._progress(self._length - self.reused)
 
-    def _open(self) -> None:
-        """Begin to draft: the drafter reads the prompt, as far as its account allows."""
-        assert self.context
-        prompt, read, drafter = self.prompt_tokens, self._length - self.reused, self._drafter
-        if not read:
-            self._progress(0)
-        self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
-        greedy = self.sampling.is_greedy
-        if drafter:
-            drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
-        self._phase = Phase.CATCH_UP
-        self.context.account.open(drafter, len(prompt), read, greedy)
-
     def _begin_tree(self) -> None:
         """Begin a step: a drafter begins a tree if that may pay."""
         assert self.context
@@ -357,9 +335,10 @@ class Text:
         left = self.config.max_tokens - len(self.tokens)
         self._max_depth = min(left, target.n_ctx - self._length, target.most_pending) - 1
         drafter = self._drafter if self._max_depth >= 1 else None
-        self._drafts = drafter if account.begin(drafter, self._length) else None
-        if self._drafts:
-            self._drafts.draft(self.sampling, self._max_depth, account.seconds)
+        self._drafts, seconds = None, account.begin(drafter, self._length)
+        if drafter and seconds is not None:
+            self._drafts = drafter
+            drafter.draft(self.sampling, self._max_depth, seconds)
 
     def _verify(self) -> Verify:
         """The pass over the tree that was drafted."""
@@ -380,7 +359,6 @@ class Text:
         """Take the path of a tree and the bonus token; tell drafter and account; emit them."""
         meter = context.meter
         meter.go_on()
-        verified.check()
         tree, (path, tokens, _, candidates) = verified.tree, verified.result
         experts = self._note_experts(tree.tokens)
         begin = meter()
@@ -431,7 +409,7 @@ class Text:
             self.logprobs += found
         self.finish = "stop" if self._buffer.met is not None else finish
         seconds = context.clocks.wall() - self._began
-        self.stats.record(verified, stages[:count], context.batch.sequences, speedup, seconds)
+        self.stats.record(verified, stages[:count], context.batch.texts, speedup, seconds)
         if self.queue and (count or text):
             self.num_sent += count
             said = tuple(tokens[:count]), tuple(stages[:count]), verified.tree, tuple(path), found

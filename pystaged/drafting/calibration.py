@@ -27,7 +27,7 @@ LATER = (11, 12, 13, 14, 15, 16, 17)  # tokens of a parallel draft's pass after 
 FEATURES = 18  # drafts that read hidden states
 
 # The share of a lookup in a mixture, by the source of the mixture before it; 1 if that is empty. The longer an n-gram
-# of the sequence, the larger its share.
+# of the text, the larger its share.
 _SHARES: dict[int, dict[int, float]] = {
     TABLE: {RECYCLED[1]: 0.5, RECYCLED[2]: 0.2},
     CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
@@ -54,7 +54,7 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
 
 
 def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
-    """The scores of the k best tokens at a position of a sequence, as in Candidates; ties go to the lowest token."""
+    """The scores of the k best tokens at a position of a text, as in Candidates; ties go to the lowest token."""
     if sampling.temperature == 0 or not chances:
         likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
         return {token: math.log(-chance) for chance, token in likeliest}
@@ -78,7 +78,7 @@ _COVERED = 0.8  # assumed chance that a judged node's children hold the target's
 _HELD = 0.4  # the same of the children that lookups give the root
 _BLEND = 0.02  # weight of a new observation of these
 _ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
-_FORGET = 0.05  # share of the way that each new sequence moves the first back to its initial value
+_FORGET = 0.05  # share of the way that each new text moves the first back to its initial value
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 
@@ -95,7 +95,7 @@ class _Rates(dict[Cell, float]):
 
 
 class Calibration:
-    """What a drafter learns from greedy sequences, or from sampled ones: the probability that a candidate is the
+    """What a drafter learns from greedy texts, or from sampled ones: the probability that a candidate is the
     target's token, given that its parent is; and what judging a node adds.
 
     A candidate of one source has a cell for the source, its rank and a bin of its share: the softmax over the scores of
@@ -121,7 +121,7 @@ class Calibration:
         return other
 
     def forget(self) -> None:
-        """Expect a little more of a proposer that was not worth its price: it may be in the next sequence."""
+        """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
         self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
 
     def hold(self, chance: float) -> None:

@@ -1,9 +1,9 @@
-"""Samples text from a model, many sequences in one pass, to count its n-gram table on."""
+"""Samples text from a model, many texts in one pass, to count its n-gram table on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
@@ -12,37 +12,36 @@ from numpy.typing import NDArray
 
 from pystaged._core import Model, Sampling, Session, Work, run
 from pystaged.decoding.readers import results
-from pystaged.decoding.text import Text
 from pystaged.options.config import GenerationConfig
 
 if TYPE_CHECKING:
     from pystaged.chat.format import ChatFormat
     from pystaged.engine import Engine
 
-_SHARE = 16  # a sequence is a context's length divided by this; trigrams need no longer ones
-_SIDE_BY_SIDE = 64  # sequences in one pass
+_PER_CONTEXT = 16  # texts that fill a context; trigrams need no longer ones
+_SIDE_BY_SIDE = 64  # texts in one pass
 _LONGEST_QUESTION, _LONGEST_ANSWER = 128, 256
 
 
 def sample_documents(
     model: Model, start: int, num_tokens: int, *, temperature: float, seed: int = 0
 ) -> Iterator[NDArray[np.int32]]:
-    """Sample sequences that begin after a token.
+    """Sample texts that begin after a token.
 
     Args:
-        start: the token before each sequence, normally the end of text.
-        num_tokens: least number of tokens in all; the number of sequences is a multiple of 16.
+        start: the token before each text, normally the end of text.
+        num_tokens: least number of tokens in all; the number of texts is a multiple of 16.
         temperature: 1.5 in Spector & Ré 2023 (arXiv 2308.04623), for more varied text.
         seed: the same seed gives the same text; from 0 to 2**32 - 1.
 
     Yields:
-        int32[n], one sequence each.
+        int32[n], one text each.
 
     The caller checks temperature and seed by check_sampling.
     """
     sessions = [Session(model)]
-    length = max(2, sessions[0].n_ctx // _SHARE)
-    number = _SHARE * -(-num_tokens // (_SHARE * length))
+    length = max(2, sessions[0].n_ctx // _PER_CONTEXT)
+    number = _PER_CONTEXT * -(-num_tokens // (_PER_CONTEXT * length))
     sessions += [Session(model) for _ in range(1, min(_SIDE_BY_SIDE, number))]
     try:
         for first in range(0, number, len(sessions)):
@@ -105,15 +104,20 @@ def user_opening(chat_format: ChatFormat) -> list[int]:
 def _answered(
     engine: Engine, opening: list[int], num_tokens: int, temperature: float, seed: int
 ) -> Generator[NDArray[np.int32], None, None]:
-    written, asked = 0, {""}
+    chat_format, written, asked = engine.chat_format, 0, {""}
     for first in count(seed, 2 * _SIDE_BY_SIDE):
         found = engine.generate(
             opening, n=_SIDE_BY_SIDE, max_tokens=_LONGEST_QUESTION, temperature=temperature, seed=first
         )
         questions = [text for text in dict.fromkeys(result.text.strip() for result in found) if text not in asked]
         asked.update(questions)
+        texts = []
+        for i, question in enumerate(questions, first + _SIDE_BY_SIDE):  # seeds, all different
+            prompt, warmth = chat_format.encode([{"role": "user", "content": question}]), 0 if i % 2 else temperature
+            config = GenerationConfig(max_tokens=_LONGEST_ANSWER, temperature=warmth, seed=i, stop=chat_format.stop)
+            texts.append(engine.start(prompt, config))
         before = written
-        for answer in results(_answers(engine, questions, temperature, first + _SIDE_BY_SIDE)):
+        for answer in results(texts):
             written += len(answer.tokens)
             yield np.array(answer.tokens, np.int32)
         if written == before:
@@ -124,26 +128,9 @@ def _answered(
             return
 
 
-def _answers(engine: Engine, questions: Sequence[str], temperature: float, seed: int) -> Iterator[Text]:
-    """Sequences that answer the questions; every other one is greedy. Each has its own seed, so that samples differ."""
-    chat_format = engine.chat_format
-    return (
-        engine.start(
-            chat_format.encode([{"role": "user", "content": question}]),
-            GenerationConfig(
-                max_tokens=_LONGEST_ANSWER,
-                temperature=0 if i % 2 else temperature,
-                seed=seed + i,
-                stop=chat_format.stop,
-            ),
-        )
-        for i, question in enumerate(questions)
-    )
-
-
 def check_sampling(temperature: float, seed: int) -> None:
     """Raise ValueError if the temperature or seed of sample_documents or sample_answers is out of range."""
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be above 0 and finite, or all sequences are the same; not {temperature}")
+        raise ValueError(f"temperature must be above 0 and finite, or all texts are the same; not {temperature}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, not {seed}")

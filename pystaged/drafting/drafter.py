@@ -40,6 +40,7 @@ class TreeDrafter:
 
     With a GainPolicy, lookups expand every node that may be among the best, and each pass of the other proposer is
     bought by what it should add. With any other policy, all proposers expand the leaves that the policy chooses.
+    Methods without a description do for all proposers what Proposer's method of that name says.
 
     Args:
         proposers: in the order of their price: lookups in the order of mixing, then at most one other.
@@ -79,19 +80,21 @@ class TreeDrafter:
         self._learnt = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
-        self._tail: list[int] = []  # last tokens of the prediction and the sequence
-        self._length = 0  # tokens of the sequence, its root included
+        self._tail: list[int] = []  # last tokens of the prediction and the text
+        self._length = 0  # tokens of the text, its root included
         self._tree: GrowingTree | None = None  # the last tree until its outcome is known
-        self._late: Sequence[Proposer] = ()  # proposers that read the sequence now, until `_deadline` of the meter
+        self._late: Sequence[Proposer] = ()  # proposers that read the text now, until `_deadline` of the meter
         self._deadline = math.inf
         self._asking: Proposer | None = None  # whose pass is being made
         self._asked = 0.0  # when preparing that pass began
 
     def work(self) -> dict[str, DrafterStats]:
+        """Statistics of its work so far, by stage name."""
         found = {"ngram": replace(self._looking_up)}
         return found | {"draft": replace(self._passes)} if self._costly else found
 
     def sessions(self) -> list[Session]:
+        """Its own sessions, which hold texts."""
         return [proposer.session for proposer in self._proposers if proposer.session is not None]
 
     def inherit(self, other: Drafter) -> None:
@@ -116,6 +119,7 @@ class TreeDrafter:
         prediction: Sequence[int] = (),
         constraint: Constraint | None = None,
     ) -> None:
+        """Begin a text. greedy: whether decoding is. constraint: the text's; forbidden nodes are cut from any tree."""
         self._tree, self._late, self._constraint = None, (), constraint
         self._tail = [*prediction, *context[-TAIL:].tolist()][-TAIL:]
         self._length = len(context)
@@ -133,18 +137,18 @@ class TreeDrafter:
             proposer.end()
 
     def lag(self) -> float:
+        """Estimated seconds to read the tokens that its cheapest draft needs and that it has not read yet."""
         return sum(proposer.lag() for proposer in self._lookups or self._proposers)
 
     def price(self) -> float:
+        """Estimated seconds of its cheapest draft after that: one pass or one lookup."""
         own = self._cost(1) if self._cost else 0.0
         return own if self._lookups or not self._costly else own + self._costly.price(1)
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        self._read(self._proposers, seconds)
-
-    def _read(self, proposers: Sequence[Proposer], seconds: float) -> None:
+        """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
         self._deadline = self._meter() + seconds
-        self._late = [proposer for proposer in proposers if proposer is not self._costly or self._may_buy()]
+        self._late = [proposer for proposer in self._proposers if proposer is not self._costly or self._may_buy()]
 
     def _may_buy(self) -> bool:
         """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
@@ -155,6 +159,7 @@ class TreeDrafter:
         return self._gain.expand(growth) > 0
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
+        """Draft a tree of at most max_depth levels below the root, by passes that should fit into `seconds`."""
         begin = self._meter()
         if self._tree is not None:
             self._discard()  # the outcome of the last tree is not known, because its step failed
@@ -164,11 +169,12 @@ class TreeDrafter:
         if max_depth < 1:
             self.tree = tree.build([])
             return
-        self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
-        if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
-            self._read(late, seconds)
+        self._tree, tree.began, tree.seconds_left, self._deadline = tree, begin, seconds, begin + seconds
+        late = [proposer for proposer in self._proposers if not proposer.is_ready]
+        self._late = [proposer for proposer in late if proposer is not self._costly or self._may_buy()]
 
     def request(self) -> AnyRequest | None:
+        """The next pass that it needs; None if it is done."""
         tree, costly = self._tree, self._costly
         try:
             # Read what proposers lack of the text.
@@ -211,6 +217,7 @@ class TreeDrafter:
             raise
 
     def take(self, request: AnyRequest) -> None:
+        """Go on with the result of a pass. Raises the pass's error if the text cannot go on without it."""
         self._meter.go_on(request)
         assert self._asking
         self._asking.take(request)
@@ -240,7 +247,20 @@ class TreeDrafter:
         self.tree = tree.build(kept)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._learn(tokens)
+        """Append the tokens that the target emitted after the root. If it has not drafted, this takes almost no time,
+        because plain steps are not charged for it."""
+        if (tree := self._tree) is not None:
+            node = 0
+            for chosen in tokens:  # learn from the target's choice at each node of its path
+                children = tree.children[node]
+                for token, child in children.items():
+                    for cell in tree.nodes[child].cells:
+                        self._known.update(cell, token == chosen)
+                if node in tree.judged:
+                    self._known.cover(tree.nodes[node].cells, chosen in children)
+                if chosen not in children:
+                    break
+                node = children[chosen]
         self._tree = None
         self._tail = [*self._tail, *tokens][-TAIL:]
         self._length += len(tokens)
@@ -254,7 +274,7 @@ class TreeDrafter:
 
     def _rows(self, tree: GrowingTree) -> list[int]:
         """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
-        nodes, gains = self._unjudged(tree) if self._gain else self._leaves(tree)
+        nodes, gains = self._unjudged(tree) if self._gain else (self._leaves(tree), [])
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
@@ -266,12 +286,12 @@ class TreeDrafter:
             width -= 1
         return nodes[: max(width, 0)]
 
-    def _leaves(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
+    def _leaves(self, tree: GrowingTree) -> list[int]:
         """All nodes that are not expanded yet, best first."""
         deepest = tree.max_depth if self._lookups else tree.deepest
         first = tree.nodes[tree.first].depth
         nodes = [tree.first, *(node for node in tree.ranked() if tree.nodes[node].depth > first)]
-        return [node for node in nodes if node not in tree.judged and tree.nodes[node].depth < deepest], []
+        return [node for node in nodes if node not in tree.judged and tree.nodes[node].depth < deepest]
 
     def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
         """The nodes that the next pass of the costly proposer may judge, in the order of what it should add, each after
@@ -310,7 +330,7 @@ class TreeDrafter:
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
-                least = max(policy.least(self._growth(tree, [-score for score in scores])), _LEAST / 2)
+                least = max(policy.margin(self._growth(tree, [-score for score in scores]))[0], _LEAST / 2)
             score, node = leaves.pop(0)
             if -score < least or (len(scores) >= policy.budget and score >= scores[policy.budget - 1]):
                 break
@@ -384,19 +404,3 @@ class TreeDrafter:
 
     def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
         return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Learn from the target's choice at each node of its path."""
-        tree, node = self._tree, 0
-        if tree is None:
-            return
-        for chosen in tokens:
-            children = tree.children[node]
-            for token, child in children.items():
-                for cell in tree.nodes[child].cells:
-                    self._known.update(cell, token == chosen)
-            if node in tree.judged:
-                self._known.cover(tree.nodes[node].cells, chosen in children)
-            if chosen not in children:
-                return
-            node = children[chosen]

@@ -20,14 +20,14 @@ from pystaged.options.config import SamplingConfig
 
 _CANDIDATES = 16  # per node
 _LEAST_READ = 32  # queued rows that are read without waiting for a tree
-_MOST_UNREAD = 512  # queued rows; with more the draft stops drafting in this sequence
+_MOST_UNREAD = 512  # queued rows; with more the draft stops drafting in this text
 _WORTH_READING = 64  # tokens; so many the target always reads again for a draft that lacks their hidden states
 _MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft or MTP layer
 _GREEDY = SamplingConfig().native
 
 
 class FeatureProposer(PassProposer):
-    """Reads one row, the target's hidden states, for each token of the sequence except the root.
+    """Reads one row, the target's hidden states, for each token of the text except the root.
 
     Rows are queued, and read when a tree is drafted or when many are queued. Only committed tokens stay in the draft's
     KV cache; what it computed for guesses is discarded.
@@ -59,7 +59,7 @@ class FeatureProposer(PassProposer):
         held = np.concatenate([self.session.tokens, np.array(self._tokens, np.int32)])
         found = common_prefix(held, prompt[self.ahead :])
         kept = min(common_prefix(self._target.tokens, prompt), len(prompt) - 1)
-        # If the target would have to read many tokens again, the draft is not used in this sequence.
+        # If the target would have to read many tokens again, the draft is not used in this text.
         return found if kept - found <= max(_WORTH_READING, len(prompt) - kept) else len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
@@ -67,8 +67,7 @@ class FeatureProposer(PassProposer):
         self._add(prompt[first + self.ahead : last + self.ahead].tolist())
         return True
 
-    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        del prediction
+    def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
         self._root = int(context[-1])
         self._go_to(len(context) - 1)
 
@@ -92,8 +91,8 @@ class FeatureProposer(PassProposer):
         """Estimated seconds that unread rows add to a tree."""
         raise NotImplementedError
 
-    def catch_up(self, seconds: float = math.inf) -> Read | None:
-        del seconds  # reading takes a small part of what the target's own pass over the rows took
+    def catch_up(self, _seconds: float = math.inf) -> Read | None:
+        # Without a limit, because it takes a small part of the time of the target's own pass over the rows.
         unread = len(self._tokens) - 1  # the last row belongs to the first pass of the next tree
         return self._read(unread) if unread >= _LEAST_READ else None
 
@@ -106,12 +105,9 @@ class FeatureProposer(PassProposer):
 
     def _read(self, count: int) -> Read:
         """The pass that reads the first unread rows."""
-        tokens = np.array(self._tokens[:count], np.int32)
-        return Read(self.session, self._length, tokens, hidden=self._unread(count))
-
-    def _unread(self, count: int) -> HiddenRows:
         assert self._hidden is not None
-        return self._hidden[:count]
+        tokens = np.array(self._tokens[:count], np.int32)
+        return Read(self.session, self._length, tokens, hidden=self._hidden[:count])
 
     def _consume(self, count: int) -> None:
         """Count the first unread rows as read."""
@@ -201,24 +197,21 @@ class EagleProposer(FeatureProposer):
             return None  # they are found; or it is lost, or too many tokens before are forced
         _, states, rows = zip(*(self._judged[parent] for parent in parents), strict=True)
         tokens = [tree.nodes[node].token for node in nodes]
-        return self._evaluate(nodes, tokens, rows, sum(states[1:], states[0]), len(nodes))
+        return self._evaluate(nodes, tokens, rows, sum(states[1:], states[0]))
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
-        del tree
+    def propose(self, _tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         return [self._judged[node][0] if node in self._judged else Proposal({}, FEATURES) for node in nodes]
 
     def _read_root(self) -> Propose | None:
         """The pass over what is unread; the last row is the root's."""
-        count = len(self._tokens)
-        if count == 0:
-            return None
-        return self._evaluate([0], self._tokens, range(-1, count - 1), self._unread(count), 1)
+        parents = range(-1, len(self._tokens) - 1)
+        return self._evaluate([0], self._tokens, parents, self._hidden) if self._hidden else None
 
     def _evaluate(
-        self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows, judged: int
+        self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows
     ) -> Propose:
         self._asked, k = nodes, self._num_candidates
-        return Propose(self.session, self._length, tokens, parents, judged, k, _GREEDY, hidden=hidden)
+        return Propose(self.session, self._length, tokens, parents, len(nodes), k, _GREEDY, hidden=hidden)
 
     def keep(self, request: AnyRequest) -> None:
         found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
@@ -245,13 +238,11 @@ class AssistantProposer(EagleProposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return max(0, len(prompt) - 2)  # the target reads the token before the root
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
-        del prompt, first
+    def watch(self, _prompt: NDArray[np.int32], _first: int, last: int) -> bool:
         self._see(last)
         return False
 
-    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        del prediction
+    def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
         self._forget()
         self._root, length = int(context[-1]), len(context) - 1
         if self._length != length:
@@ -280,7 +271,7 @@ class AssistantProposer(EagleProposer):
         self._is_lost = self._hidden is None
 
     def _read_root(self) -> Propose | None:
-        return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden, 1)
+        return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden)
 
     def _keep_root(self, count: int) -> None:
         """It has no rows of the text."""
@@ -293,11 +284,9 @@ class BlockProposer(FeatureProposer):
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
         self._first = 0 if model.is_anchored else 1  # row of the first proposal
-        self._places = model.block_size - self._first
         self._is_evaluated = False
 
-    def price(self, num_nodes: int) -> float:
-        del num_nodes
+    def price(self, _num_nodes: int) -> float:
         return self.cost(self._model.block_size, self._length) if self.cost and not self._is_evaluated else 0.0
 
     def _reading(self, cost: PassCost, unread: int) -> float:
@@ -305,11 +294,10 @@ class BlockProposer(FeatureProposer):
         return cost(unread, self._length) / 2
 
     def most_levels(self) -> float:
-        room = self.session.n_ctx - self._length - len(self._tokens)
-        return self._places if room >= self._model.block_size else 0
+        room, size = self.session.n_ctx - self._length - len(self._tokens), self._model.block_size
+        return size - self._first if room >= size else 0
 
-    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
-        del tree, nodes
+    def request(self, _tree: GrowingTree, _nodes: Sequence[int]) -> AnyRequest | None:
         if self._is_evaluated or self._is_lost:
             return None
         if self._tokens:
@@ -329,8 +317,7 @@ class BlockProposer(FeatureProposer):
                 self.lose()
         return [Proposal({}, FEATURES) for _ in nodes]
 
-    def keep(self, request: AnyRequest) -> None:
-        del request
+    def keep(self, _request: AnyRequest) -> None:
         self._is_evaluated = True
 
     def _forget(self) -> None:

@@ -50,12 +50,12 @@ def estimate(
         ValueError: there is no text, or a document is not integer[n] inside the vocabulary.
     """
     text, begins = _join(documents, vocab_size)
-    levels = [_uniform(vocab_size)]
+    uniform, zeros = np.full(vocab_size, 1 / vocab_size), np.zeros(vocab_size, np.int64)
+    levels = [_Level(0, np.arange(vocab_size), uniform, zeros, zeros[:1], zeros[:1], np.zeros(1))]
     for order in (1, 2, 3):
         grams = _pack(text, begins, order, vocab_size)
         levels.append(_discount(grams, levels[-1], vocab_size, min_count if order == 3 else 1))
-    tokens, probabilities = levels[0].grams, levels[0].probabilities
-    heads = [_Heads(levels[0].rows, tokens, probabilities, np.ones(vocab_size, np.bool_))]
+    heads = [_Heads(zeros, levels[0].grams, uniform, np.ones(vocab_size, np.bool_))]
     for level, widths in zip(levels[1:], _widths(levels, vocab_size, max_successors), strict=True):
         heads.append(_rank(level, heads[-1], widths, vocab_size, max_successors))
     heads[1].stored[:max_successors] = True  # unigrams have no shorter context to back off to
@@ -131,14 +131,6 @@ def _pack(text: NDArray[np.int32], begins: NDArray[np.bool_], order: int, vocab_
         if shift:
             inside &= ~begins[shift : shift + count]
     return grams[inside]
-
-
-def _uniform(vocab_size: int) -> _Level:
-    """Order 0: all tokens are equally probable."""
-    zeros = np.zeros(vocab_size, np.int64)
-    return _Level(
-        0, np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size), zeros, zeros[:1], zeros[:1], np.zeros(1)
-    )
 
 
 def _shares(counts: _Ints) -> _Floats:

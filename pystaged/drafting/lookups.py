@@ -1,4 +1,4 @@
-"""Proposers that look tokens up: n-grams of the sequence, an n-gram table, and recycled candidates of the target."""
+"""Proposers that look tokens up: n-grams of the text, an n-gram table, and recycled candidates of the target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pystaged.drafting.table import NgramTable
 _LONGEST = 4  # tokens of the longest n-gram of the text that is looked up
 _LONGER = (16, 8)  # where the last 4 tokens match, these lengths are also tried
 _WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
-_CANDIDATES = 8  # per node, of the sequence's n-grams and of the table
+_CANDIDATES = 8  # per node, of the text's n-grams and of the table
 _KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often
 # Processor seconds on a laptop: of a lookup with the Python around it, refined while running; of reading a token.
 LOOKUP_SECONDS, READ_SECONDS = 5e-5, 2e-6
@@ -29,12 +29,12 @@ class Lookup(Proposer):
     """A proposer that depends on the last tokens alone."""
 
     def after(self, tail: list[int]) -> Proposal:
-        """Propose tokens after a sequence whose last tokens are `tail`."""
+        """Propose tokens after a text whose last tokens are `tail`."""
         raise NotImplementedError
 
 
 class RecycledProposer(Lookup):
-    """Proposes the target's own candidates after the same tokens in earlier passes, of all sequences."""
+    """Proposes the target's own candidates after the same tokens in earlier passes, of all texts."""
 
     recycled: RecycledCandidates
 
@@ -66,11 +66,11 @@ class TableProposer(Lookup):
 
 
 class ContextProposer(Lookup):
-    """Proposes the tokens that followed the longest n-gram, of 1, 2, 3, 4, 8 or 16 tokens, that ends the sequence and
+    """Proposes the tokens that followed the longest n-gram, of 1, 2, 3, 4, 8 or 16 tokens, that ends the text and
     occurred before in it or in its prediction."""
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []  # of the prediction, then of the sequence
+        self._tokens: list[int] = []  # of the prediction, then of the text
         self._num_read = 0  # those whose n-grams are known
         self._followers: dict[tuple[int, ...], list[int]] = {}  # positions after each n-gram of 1 to 4 tokens
 
@@ -123,7 +123,7 @@ class ContextProposer(Lookup):
 
 
 def lookups(table: NgramTable | None = None, recycled: RecycledCandidates | None = None) -> list[Lookup]:
-    """The lookups in the order of mixing: those that are given, and n-grams of the sequence."""
+    """The lookups in the order of mixing: those that are given, and n-grams of the text."""
     return [
         *([RecycledProposer(recycled)] if recycled else []),
         *([TableProposer(table)] if table else []),

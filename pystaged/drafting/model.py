@@ -22,7 +22,7 @@ PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
 
 class ModelProposer(PassProposer):
-    """Evaluates the requested nodes in one pass and ranks the draft's candidates under the sequence's sampling.
+    """Evaluates the requested nodes in one pass and ranks the draft's candidates under the text's sampling.
 
     Args:
         session, cost: as in PassProposer.
@@ -38,17 +38,16 @@ class ModelProposer(PassProposer):
         super().__init__(session, cost)
         self._substitutes = substitutes or {}
         self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
-        self._missing: list[int] = []  # tokens of the sequence before the root that the session has not read
+        self._missing: list[int] = []  # tokens of the text before the root that the session has not read
         self._tree: GrowingTree | None = None  # the current one; it holds the text's constraint
         self._rows, self._num_rows = dict[int, int](), 0  # pending rows of its nodes; all that are pending
-        self._after: dict[int, Candidates] = {}  # by node
+        self._after: dict[int, Candidates] = {}  # what it names, by node
 
     def inherit(self, other: Proposer) -> None:
         if isinstance(other, ModelProposer):
             self._pace = other._pace
 
-    def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        del prediction
+    def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
         read = self._spelled(context[:-1].tolist())
         self._length = self.session.rewind(common_prefix(self.session.tokens, np.array(read, np.int32)))
         self._missing = read[self._length :]
@@ -75,7 +74,7 @@ class ModelProposer(PassProposer):
     def lag(self) -> float:
         missing = len(self._missing)
         if self._is_lost or missing >= self.session.n_ctx - self._length:
-            return math.inf  # or the sequence is longer than the draft's context
+            return math.inf  # or the text is longer than the draft's context
         if self.cost is None or missing == 0:
             return 0.0
         if self.is_ready:  # they are read in the root's pass
@@ -95,12 +94,10 @@ class ModelProposer(PassProposer):
         return Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
-        if self._is_lost or all(node in self._after for node in nodes):
-            return None
-        return self._evaluate(tree, nodes)
+        is_over = self._is_lost or all(node in self._after for node in nodes)
+        return None if is_over else self._evaluate(tree, nodes)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
-        del tree
+    def propose(self, _tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
 
     def lose(self) -> None:
@@ -109,10 +106,18 @@ class ModelProposer(PassProposer):
 
     def keep(self, request: AnyRequest) -> None:
         self._num_rows += request.num_rows
-        self._store([self._candidates(*each) for each in zip(*request.result, strict=True)])
+        assert self._tree
+        for key, tokens, scores in zip(self._asked, *request.result, strict=True):
+            # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
+            good = {
+                token: score
+                for token, score in zip(tokens, scores, strict=True)
+                if 0 <= token < self._tree.vocab_size and token not in self._substitutes
+            }
+            self._after[key] = Candidates(good, DRAFT)
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
-        """The pass over nodes, and after the last one over the tokens `more`, which are no part of the sequence."""
+        """The pass over nodes, and after the last one over the tokens `more`, which are no part of the text."""
         self._asked, self._tree = nodes, tree
         tokens: list[int] = []
         parents: list[int] = []
@@ -132,13 +137,9 @@ class ModelProposer(PassProposer):
         k, sampling = tree.num_candidates, tree.sampling.native
         return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
 
-    def _store(self, found: list[Candidates]) -> None:
-        """Keep the candidates after each row that was judged."""
-        self._after |= zip(self._asked, found, strict=True)
-
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
-        if self._tree is None or not self._rows:
+        if self._tree is None:
             self._missing += emitted[:-1]
         else:
             rows, node = list(range(len(self._missing))), 0
@@ -152,16 +153,6 @@ class ModelProposer(PassProposer):
             self._missing = emitted[len(rows) - len(self._missing) : -1]
         self._root = tokens[-1]
         self._forget()
-
-    def _candidates(self, tokens: list[int], scores: list[float]) -> Candidates:
-        assert self._tree is not None
-        # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
-        good = {
-            token: score
-            for token, score in zip(tokens, scores, strict=True)
-            if 0 <= token < self._tree.vocab_size and token not in self._substitutes
-        }
-        return Candidates(good, DRAFT)
 
     def _masks(self, constraint: Constraint, tree: GrowingTree, num_rows: int) -> NDArray[np.uint32]:
         """Allowed tokens after each node, uint32[num_rows, words]. All are allowed in further rows, after a forbidden
@@ -218,11 +209,9 @@ class ParallelModelProposer(ModelProposer):
     ) -> None:
         super().__init__(session, cost, substitutes)
         self._mask = mask
-        self._first = 0  # depth of the first node to expand
-        self._found: list[Candidates] = []  # candidates after that node, and after each mask token
+        self._first = 0  # depth of the first node to expand; `_after` has the candidates by depth below it
 
-    def price(self, num_nodes: int) -> float:
-        del num_nodes
+    def price(self, _num_nodes: int) -> float:
         return 0.0 if self._rows else super().price(PLACES)
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
@@ -230,31 +219,26 @@ class ParallelModelProposer(ModelProposer):
             return None
         self._first = tree.nodes[nodes[0]].depth
         masks = [self._mask] * (min(PLACES, tree.deepest - self._first) - 1)
-        return self._evaluate(tree, nodes[:1], masks)
+        request = self._evaluate(tree, nodes[:1], masks)
+        self._asked = range(1 + len(masks))
+        return request
+
+    def keep(self, request: AnyRequest) -> None:
+        super().keep(request)
+        for place in range(1, len(self._after)):
+            self._after[place].source = LATER[place - 1]
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
-        return [self._at(tree, node) for node in nodes]
-
-    def _store(self, found: list[Candidates]) -> None:
-        self._found = found
-        for place, candidates in enumerate(found[1:]):
-            candidates.source = LATER[place]
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._found = []
-
-    def _at(self, tree: GrowingTree, node: int) -> Candidates:
-        """The candidates for the depth of a node, without those that the constraint forbids there."""
-        place = tree.nodes[node].depth - self._first
-        if place >= len(self._found):
-            return Candidates({}, DRAFT)
-        found = self._found[place]
-        if place == 0 or not tree.constraint:
-            return found
-        mask = tree.constraint.mask(tree.path(node))
-        scores = {} if mask is None else {token: score for token, score in found.scores.items() if allows(mask, token)}
-        return Candidates(scores, found.source)
+        found = []
+        for node in nodes:
+            place = tree.nodes[node].depth - self._first
+            named = self._after.get(place) or Candidates({}, DRAFT)
+            if place and tree.constraint:  # the pass judged all tokens there
+                mask = tree.constraint.mask(tree.path(node))
+                good = [token for token in named.scores if mask is not None and allows(mask, token)]
+                named = Candidates({token: named.scores[token] for token in good}, named.source)
+            found.append(named)
+        return found
 
 
 def draft_proposer(

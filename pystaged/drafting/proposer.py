@@ -21,15 +21,14 @@ _CANDIDATES = 6  # per node; even where fewer become children, all are needed fo
 
 
 class GrowingTree(TreeBuilder):
-    """A growing tree at the end of a sequence.
+    """A growing tree at the end of a text.
 
     Args:
-        tail: the last tokens of the sequence, at most TAIL; the last one is the root.
-        length: tokens of the sequence, the root included.
+        tail: the last tokens of the text, at most TAIL; the last one is the root.
+        length: tokens of the text, the root included.
         max_depth: most levels below the root.
         most_children: children per node.
-        sampling: the sequence's sampling.
-        constraint: the sequence's constraint, or None.
+        sampling, constraint: the text's.
         vocab_size: tokens at or above it are never proposed.
     """
 
@@ -61,7 +60,7 @@ class GrowingTree(TreeBuilder):
         self._tail = tail
 
     def tail(self, node: int) -> list[int]:
-        """The last TAIL tokens of the sequence up to a node."""
+        """The last TAIL tokens of the text up to a node."""
         return [*self._tail, *self.path(node)][-TAIL:]
 
 
@@ -78,7 +77,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class Candidates:
-    """The best tokens after a node under the sequence's sampling noise, best first.
+    """The best tokens after a node under the text's sampling noise, best first.
 
     scores: log p / temperature + noise by token; log p if decoding is greedy. source: as in Proposal.
     """
@@ -97,7 +96,7 @@ class Proposer:
         by_levels: whether a node's parent must have been in an earlier pass.
         recycled: the candidates that it looks up and that learn from the target's rows, or None.
         cost: processor seconds of its passes, which its drafter refines, or None.
-        session: its own, which holds the sequence, or None.
+        session: its own, which holds the text, or None.
     """
 
     by_levels = False
@@ -105,60 +104,55 @@ class Proposer:
     cost: PassCost | None = None
     session: Session | None = None
 
-    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
+    def request(self, _tree: GrowingTree, _nodes: Sequence[int]) -> AnyRequest | None:
         """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
         one are forced."""
-        del tree, nodes
         return None
 
     def take(self, request: AnyRequest) -> None:
-        """Take the result of a pass. Raises the pass's error if the sequence cannot go on without it."""
-        request.check()
+        """Take the result of a pass. Raises the pass's error if the text cannot go on without it."""
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
         """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
         together with its parent."""
         raise NotImplementedError
 
-    def price(self, num_nodes: int) -> float:
+    def price(self, _num_nodes: int) -> float:
         """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
-        del num_nodes
         return 0.0
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
         return len(prompt)
 
-    def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> bool:
+    def watch(self, _prompt: NDArray[np.int32], _first: int, _last: int) -> bool:
         """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states. Returns
         whether this proposer reads them now."""
-        del prompt, first, last
         return False
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        """Begin a sequence with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
+        """Begin a text with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence; the last of them is the next root."""
+        """Append tokens to the text; the last of them is the next root."""
 
     def discard(self) -> None:
         """Drop the current tree, whose outcome will not be known."""
 
     def end(self) -> None:
-        """End the sequence and free what the next start would discard."""
+        """End the text and free what the next start would discard."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has read enough of the sequence to propose."""
+        """Whether it has read enough of the text to propose."""
         return True
 
     def lag(self) -> float:
-        """Estimated seconds to read the rest of the sequence."""
+        """Estimated seconds to read the rest of the text."""
         return 0.0
 
-    def catch_up(self, seconds: float = math.inf) -> Read | None:
-        """Read the rest of the sequence, as much as fits into `seconds`; returns the next pass that this needs."""
-        del seconds
+    def catch_up(self, _seconds: float = math.inf) -> Read | None:
+        """Read the rest of the text, as much as fits into `seconds`; returns the next pass that this needs."""
         return None
 
     def most_levels(self) -> float:
@@ -181,30 +175,30 @@ class PassProposer(Proposer):
 
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
-        self._length = 0  # tokens of the sequence that the session holds
+        self._length = 0  # tokens of the text that the session holds
         self._root = 0
-        self._is_lost = False  # whether it cannot draft in this sequence
+        self._is_lost = False  # whether it cannot draft in this text
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
     def price(self, num_nodes: int) -> float:
         return self.cost(num_nodes, self._length) if self.cost else 0.0
 
     def take(self, request: AnyRequest) -> None:
-        if isinstance(request.error, ModelError):  # its values overflow; the sequence goes on without it
+        if isinstance(request.error, ModelError):  # its values overflow; the text goes on without it
             self.lose()
-            return
-        request.check()
-        if isinstance(request, Read):
+        elif request.error is not None:
+            raise request.error
+        elif isinstance(request, Read):
             self.note_read(request)
         else:
             self.keep(request)
 
     def lose(self) -> None:
-        """Drop the current tree, and draft no more in this sequence."""
+        """Drop the current tree, and draft no more in this text."""
         raise NotImplementedError
 
     def note_read(self, request: Read) -> None:
-        """Go on after a pass that read a part of the sequence."""
+        """Go on after a pass that read a part of the text."""
         raise NotImplementedError
 
     def keep(self, request: AnyRequest) -> None:

@@ -60,7 +60,7 @@ def test_texts_share_a_pass_but_not_what_each_must_read_before() -> None:
 def test_a_guess_is_worth_a_row_from_what_the_row_costs() -> None:
     policy = GainPolicy(PassCost({1: 1.0, 16: 1.5}))
     for scores in ([], [0.9, 0.8, 0.7]):
-        least = policy.least(Growth(scores, [], 0, 0.0))
+        least, _ = policy.margin(Growth(scores, [], 0, 0.0))
         kept = policy.keep(Growth([*scores, least * 1.001], [], 0, 0.0))
         assert kept == len(scores) + 1
         assert policy.keep(Growth([*scores, least * 0.999], [], 0, 0.0)) == len(scores)

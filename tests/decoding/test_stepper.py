@@ -371,7 +371,7 @@ def test_guesses_fade_as_texts_come() -> None:
             step(stepper, texts)
         rows = sum(request.num_rows for request in machine.passes[-1])
         shares.append((rows - count) / count)
-        assert {text.context.batch.sequences for text in texts} == {count}
+        assert {text.context.batch.texts for text in texts} == {count}
     # One text is not trimmed here: its own policy has chosen already.
     assert shares[0] == 5
     assert shares[1:] == sorted(shares[1:], reverse=True)
