@@ -283,8 +283,8 @@ class ContextPool:
         length: tokens of the prompt that a context here can supply."""
         if self.prompts is None or (found := self.prompts.find(prompt, self.n_ctx)) is None:
             return False
-        path, tokens = found  # the whole file is read
-        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _LOADED_DIVISOR)
+        path, tokens = found
+        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _LOADED_DIVISOR)  # all is read
         is_here = any(np.array_equal(context.tokens[: len(tokens)], tokens) for context in self._idle)
         if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
             return False

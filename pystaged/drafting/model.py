@@ -233,7 +233,7 @@ class ParallelModelProposer(ModelProposer):
         for node in nodes:
             place = tree.nodes[node].depth - self._first
             named = self._after.get(place) or Candidates({}, DRAFT)
-            if place and tree.constraint:  # the pass judged all tokens there
+            if place and named.scores and tree.constraint:  # the pass judged all tokens there
                 mask = tree.constraint.mask(tree.path(node))
                 good = [token for token in named.scores if mask is not None and allows(mask, token)]
                 named = Candidates({token: named.scores[token] for token in good}, named.source)

@@ -111,6 +111,7 @@ class Proposer:
 
     def take(self, request: AnyRequest) -> None:
         """Take the result of a pass. Raises the pass's error if the text cannot go on without it."""
+        raise NotImplementedError
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
         """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
@@ -131,7 +132,8 @@ class Proposer:
         return False
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
-        """Begin a text with all its tokens so far, int32[n], the last of which is the root; and its prediction."""
+        """Begin a text with all its tokens so far, int32[n], the last of which is the root; and its
+        prediction: tokens expected after the prompt, no part of the text."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text; the last of them is the next root."""
@@ -152,7 +154,7 @@ class Proposer:
         return 0.0
 
     def catch_up(self, _seconds: float = math.inf) -> Read | None:
-        """Read the rest of the text, as much as fits into `seconds`; returns the next pass that this needs."""
+        """Read the rest of the text, as much as fits into some seconds; returns the next pass that this needs."""
         return None
 
     def most_levels(self) -> float:
