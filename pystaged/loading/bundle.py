@@ -223,9 +223,12 @@ def _load(
     path: Path, tokenizer: Tokenizer, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None
 ) -> Model:
     """Load a model; with `kept`, map its weights from the weight cache and report the cache's problems to it."""
-    kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    if device in ("cpu", _LLAMA):
-        _check_memory(path)
+    kernel, need, most = os.environ.get("PYSTAGED_KERNEL", ""), SeenModel.now(path).size, loadable_memory()
+    if device in ("cpu", _LLAMA) and need > most:  # it would swap without end
+        raise DeviceError(
+            f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "
+            "type, such as `pystaged quantize` makes"
+        )
     try:
         if kept and device == "cpu":
             model = load_packed(path, kernel, num_threads, kept, kv)
@@ -243,13 +246,3 @@ def _load(
             f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
         )
     return model
-
-
-def _check_memory(path: Path) -> None:
-    """Raise DeviceError if a model's weights do not fit in this machine's memory: it would swap without end."""
-    need, most = SeenModel.now(path).size, loadable_memory()
-    if need > most:
-        raise DeviceError(
-            f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "
-            "type, such as `pystaged quantize` makes"
-        )

@@ -51,9 +51,7 @@ class Family:
 
     architecture: str
     layers: Mapping[str, str] = field(default_factory=lambda: LLAMA)
-    others: Mapping[str, str] = field(
-        default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"},
-    )
+    others: Mapping[str, str] = field(default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"})
     blocks: str = "layers"
     biased: Mapping[str, str | None] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -146,10 +144,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": Family("llama", defaults=_UNTIED, only=_SILU | {"sliding_window": (None,)}, adjacent=True),
     "qwen2": Family(
-        "qwen2",
-        biased=dict.fromkeys(("attn_q", "attn_k", "attn_v")),
-        defaults=_UNTIED,
-        only=_SILU | _PLAIN,
+        "qwen2", biased=dict.fromkeys(("attn_q", "attn_k", "attn_v")), defaults=_UNTIED, only=_SILU | _PLAIN
     ),
     "qwen3": Family("qwen3", layers=LLAMA | HEAD_NORMS, defaults=_UNTIED, only=_SILU | _PLAIN),
     "smollm3": Family(

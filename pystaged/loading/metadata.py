@@ -59,14 +59,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
-    """Whether a GGUF file holds a draft that reads its target's hidden states.
-
-    Args:
-        target: the target's metadata, so that its MTP layer is recognized, too.
-
-    Raises:
-        ModelError: the file is not GGUF.
-    """
+    """Whether a GGUF file holds a draft that reads its target's hidden states; with the target's metadata its MTP layer
+    is recognized, too. Raises ModelError where the file is not GGUF."""
     from pystaged._core import metadata  # noqa: PLC0415
 
     found = metadata(path)
