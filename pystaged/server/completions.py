@@ -28,12 +28,8 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
 
 
 def texts(state: State, request: CompletionRequest, usual: int, logprobs: int | None) -> Texts:
-    """A request's sequences. Raises ApiError.
-
-    Args:
-        usual: the default of max_tokens.
-        logprobs: number of likeliest tokens to report; None for no log-probabilities.
-    """
+    """A request's sequences. Raises ApiError. usual: the default of max_tokens. logprobs: number of likeliest tokens to
+    report; None for no log-probabilities."""
     n, engine = request.n or 1, state.engine
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; set n instead")

@@ -33,14 +33,8 @@ _log = logging.getLogger("pystaged.server")
 
 
 class State:
-    """An engine with its gate.
-
-    Args:
-        engine: an open one. name: the model's for clients. metrics: of the server.
-
-    Attributes:
-        ready: when it was made, by time.monotonic().
-    """
+    """An open engine with its gate. name: the model's for clients. metrics: of the server. ready: when it was made, by
+    time.monotonic()."""
 
     def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
         self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
