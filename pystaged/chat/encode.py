@@ -15,11 +15,7 @@ _COMES_IN = re.compile(f"[^{TEMPLATE}]+")
 
 
 class Encoder:
-    """Encodes rendered templates as tokens.
-
-    Args:
-        tokenizer: of the model.
-    """
+    """Encodes rendered templates as tokens of a model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
