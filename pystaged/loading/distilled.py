@@ -46,12 +46,10 @@ def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], No
     fitting: dict[Path, dict[str, str]] = {}
     for path in sorted(DISTILLED.all(), key=lambda path: path != own):
         try:
-            found = metadata(path)
+            if (found := metadata(path)).items() >= wanted.items():
+                fitting[path] = found
         except OSError as error:
             report(f"passed over: {error}")
-            continue
-        if found.items() >= wanted.items():
-            fitting[path] = found
     if not fitting:
         return None
     made_for = identity(model)

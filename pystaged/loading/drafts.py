@@ -118,12 +118,10 @@ def cached_drafts(
     file's metadata; report: called with a line about a draft that cannot be used; on_cpu: as in known_drafts."""
     for draft in known_drafts(tokenizer.metadata, on_cpu=on_cpu):
         try:
-            found = cache.find(draft)
+            if found := cache.find(draft):
+                yield found
         except ValueError as error:  # there are several
             report(f"passed over: the draft {draft}: {error}")
-            continue
-        if found:
-            yield found
 
 
 def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -132,10 +130,9 @@ def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: N
         try:
             if not reads_target(found):
                 substitutes(tokenizer, Tokenizer(os.fsencode(found)))
+            return found
         except (OSError, ValueError) as error:
             report(f"passed over: {found}: {error}")
-            continue
-        return found
     return None
 
 

@@ -72,9 +72,8 @@ def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
 def predicts_ahead(found: Mapping[str, str], target: Mapping[str, str]) -> bool:
     """Whether a file has an MTP layer for a model of the target's architecture, width and depth, by the metadata of the
     file and of the target's, which may be the same."""
-    same_family = found.get("general.architecture") == target.get("general.architecture")
-    same = same_family and depth_and_width(found) == depth_and_width(target)
-    return same and _number(found, "nextn_predict_layers") > 0
+    draft, model = ((each.get("general.architecture"), *depth_and_width(each)) for each in (found, target))
+    return draft == model and _number(found, "nextn_predict_layers") > 0
 
 
 def depth_and_width(metadata: Mapping[str, str]) -> tuple[int, int]:

@@ -111,7 +111,10 @@ def read_vocabulary(
     for content, token, special in _added_tokens(model.path, whole, settings):
         model.ids.setdefault(content, token)
         added.setdefault(content, special or bool(_SPECIAL.fullmatch(content)))
-    added |= dict.fromkeys(_special_tokens(settings) & model.ids.keys(), True)
+    named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
+    for token in (END_OF_TEXT, *named):  # special ones, which are recognized in texts and never written
+        if (found := _text_in(token, "content")) in model.ids:
+            added[found] = True
     _check_ids(model.path, model.ids, num_rows)
     _check_merges(model)
 
@@ -279,12 +282,6 @@ def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal():
             yield token["content"], int(number), token.get("special") is True
-
-
-def _special_tokens(settings: dict[str, Any]) -> set[str]:
-    """Contents of special tokens, which are recognized in texts and never written."""
-    named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
-    return {END_OF_TEXT} | {content for token in named if (content := _text_in(token, "content"))}
 
 
 def _text_in(value: object, *keys: str) -> str | None:
