@@ -195,10 +195,11 @@ class NativeAnswer(Answer):
             "stop": list(config.stop),
             "n_probs": config.logprobs or 0,
         }
+        kinds = {"stop": "word" if self.sequences[i].met_stop_string else "eos", "cancelled": "none"}
         return {
             "index": i,
             "stop": True,
-            "stop_type": self._stop_kind(i, result),
+            "stop_type": kinds.get(result.finish_reason, "limit"),
             "model": self.state.name,
             "has_new_line": "\n" in result.text,
             "truncated": False,
@@ -208,11 +209,6 @@ class NativeAnswer(Answer):
             "generation_settings": settings,
             "timings": timings([stats]),
         }
-
-    def _stop_kind(self, i: int, result: GenerationResult) -> str:
-        if result.finish_reason == "stop":
-            return "word" if self.sequences[i].met_stop_string else "eos"
-        return "none" if result.finish_reason == "cancelled" else "limit"
 
     def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
         if logprobs is None:

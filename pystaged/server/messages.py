@@ -135,9 +135,10 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
         raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     tools = request.tools or []
+    told = [{"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools]
     more: dict[str, Any] = {
         "stop": request.stop_sequences or None,
-        "tools": [_tool(tool) for tool in tools],
+        "tools": [{"type": "function", "function": function} for function in told],
         "tool_choice": _choice(choice) if choice and tools else None,
     }
     if choice and choice.disable_parallel_tool_use:
@@ -159,11 +160,6 @@ def _system(state: State, content: Content) -> list[dict[str, Any]]:
         blocks = [block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in blocks]
     text = _text(blocks)
     return [{"role": "system", "content": text}] if text else []
-
-
-def _tool(tool: MessageTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _choice(choice: MessageToolChoice) -> str | dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -269,12 +269,8 @@ class ResponseAnswer(Answer):
 
     def _kind(self, block: Block) -> str:
         """The kind of a block; a call of a tool that takes text is one of its own."""
-        return "custom" if block.kind == "call" and block.name in self._customs else block.kind
-
-    @cached_property
-    def _customs(self) -> set[str]:
-        """The names of the tools that take text."""
-        return {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
+        customs = {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
+        return "custom" if block.kind == "call" and block.name in customs else block.kind
 
     def _id(self, block: Block) -> str:
         return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"
