@@ -83,14 +83,9 @@ class Served:
 
 
 class Models:
-    """The models of a server by name, for one event loop. A request's name is compared with these names alone.
-
-    Args:
-        files: the models' files by name.
-        load: loads one.
-        memory: bytes that loaded models may take together; one alone is always loaded.
-        kv_memory: bytes of memory for the keys and values of each.
-    """
+    """The models of a server by name, for one event loop. A request's name is compared with these names alone. files:
+    theirs, by name. load: loads one. memory: bytes that loaded models may take together; one alone is always loaded.
+    kv_memory: bytes of memory for the keys and values of each."""
 
     def __init__(
         self, settings: Settings, files: dict[str, Path], load: Callable[[Path], Engine], *, memory: int, kv_memory: int

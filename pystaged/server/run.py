@@ -52,12 +52,8 @@ def address(listener: socket.socket) -> str:
 
 def serve(app: ASGIApp, listener: socket.socket, *, grace: int, **told: Callable[..., object]) -> None:
     """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for sequences in progress. A second
-    Ctrl-C stops at once.
-
-    Args:
-        **told: ready: called when the server accepts requests; waiting: at the end, with the number of those in
-            progress, if there are any.
-    """
+    Ctrl-C stops at once. ready: called when the server accepts requests; waiting: at the end, with the number of those
+    in progress, if there are any."""
     Server(app, grace, **told).run(sockets=[listener])
 
 
