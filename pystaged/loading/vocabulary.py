@@ -285,7 +285,7 @@ def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -
 
 
 def _text_in(value: object, *keys: str) -> str | None:
-    """A text, or that in a member of an object, of whose members by the keys in turn; None where there is none."""
+    """A text, or the one that keys of objects, each in the one before, lead to; None where there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
