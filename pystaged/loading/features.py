@@ -182,7 +182,7 @@ def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray
 
 def _worth(form: Form) -> float:
     """Expected right guesses of two, less a margin for each deviation from the usual form."""
-    return form.first * (1 + form.second) - _BETTER * sum(getattr(form, name) for name in _CHANGES)
+    return form.first * (1 + form.second) - _BETTER * [getattr(form, name) for name in _CHANGES].count(True)
 
 
 def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) -> tuple[int, int, int]:
