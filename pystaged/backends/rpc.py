@@ -24,6 +24,7 @@ _CAPABILITIES = 24  # bytes
 KEPT = ...  # stands in calls for the sampling that the host has stored
 _PROPERTIES = ("tokens", "num_bytes", "num_pending", "closed")
 _METHODS = ("follow", "commit", "discard", "keep_states", "rewind", "stretch", "logits")
+_SIZES = ("vocab_size", "weight_bytes", "cell_bytes", "state_bytes", "kept_state_bytes", "most_pending")
 
 
 def endpoints(device: str) -> list[str]:
@@ -123,14 +124,6 @@ class Servers:
 class RemoteModel:
     """Stands in for _core.Model: has its properties."""
 
-    # The others are there, too.
-    vocab_size: int
-    weight_bytes: int
-    cell_bytes: int
-    state_bytes: int
-    kept_state_bytes: int
-    most_pending: int
-
     def __init__(self, path: bytes, kernel: str, num_threads: int, device: str) -> None:
         self.servers = Servers(device)
         try:
@@ -147,10 +140,6 @@ class RemoteSession:
     windowed_cell_bytes = most_windowed = 0
 
     def __init__(self, model: RemoteModel, n_ctx: int, begun: int | None = None) -> None:
-        self.weight_bytes = model.weight_bytes
-        self.vocab_size = model.vocab_size
-        self.most_pending = model.most_pending
-        self.state_bytes, self.kept_state_bytes = model.state_bytes, model.kept_state_bytes
         self._model, self._servers = model, model.servers
         if begun is None:
             begun, n_ctx = self._servers.call("open", n_ctx)
@@ -177,7 +166,9 @@ class RemoteSession:
         return int(self._call("reachable", length)) if self.state_bytes else length
 
     def __getattr__(self, name: str) -> Any:
-        """A property, or a method whose arguments are sent as they are."""
+        """A property, what the model says of its sessions, or a method whose arguments are sent as they are."""
+        if name in _SIZES:
+            return getattr(self._model, name)
         if name in _PROPERTIES:
             return self._servers.call("get", self._id, name)
         if name in _METHODS:
@@ -189,10 +180,6 @@ class RemoteSession:
             self._call("close")
         except DeviceError:
             return  # the server is gone, and the session with it
-
-    @property
-    def cell_bytes(self) -> int:
-        return self._model.cell_bytes
 
     def _told(self, argument: object) -> object:
         """Send a sampling to the host if it is new, and return its stand-in. It is sent once, because its rules may

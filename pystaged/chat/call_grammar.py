@@ -204,11 +204,7 @@ def _is_open(members: Members) -> bool:
 
 def _named(schema: Schema, members: Members, readable: str) -> _Named:
     """Name, schema and necessity of an object's members. Those whose names do not match a pattern could not be read
-    back, and are left out.
-
-    Raises:
-        GrammarError: such a member is required.
-    """
+    back, and are left out; GrammarError where such a member is required."""
     found = []
     for key in members.named:
         if not re.fullmatch(readable, key):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 from pystaged._core import Tokenizer
 from pystaged.chat.marked import MESSAGE, TEMPLATE, marks_of
@@ -15,11 +18,7 @@ _COMES_IN = re.compile(f"[^{TEMPLATE}]+")
 
 
 class Encoder:
-    """Encodes rendered templates as tokens.
-
-    Args:
-        tokenizer: of the model.
-    """
+    """Encodes rendered templates as tokens of a model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +43,7 @@ class Encoder:
             answers: the tokens that the model wrote, by their text's mark; used where the template left that text
                 unchanged.
         """
-        tokens = _Parts(self._tokenizer)
+        parts: list[tuple[bool | None, Any]] = []
         marks, at = marks_of(text), 0
         text = str.__str__(text)
         controls = [
@@ -64,13 +63,29 @@ class Encoder:
 
         for begin, end in [*controls, (len(text), len(text))]:
             for where, written in self._answers(text, marks, at, begin, answers):
-                tokens.add(text[at:where], plain=spells_one(at, where))
-                tokens.take(written)
+                parts += [(spells_one(at, where), text[at:where]), (None, written)]
                 at = where + len(self._tokenizer.decode(written))
-            tokens.add(text[at:begin], plain=spells_one(at, begin))
-            tokens.add(text[begin:end], plain=False)
+            parts += [(spells_one(at, begin), text[at:begin]), (False, text[begin:end])]
             at = end
-        return self._begun(tokens.done())
+        return self._begun(self._encoded(parts))
+
+    def _encoded(self, parts: Sequence[tuple[bool | None, Any]]) -> list[int]:
+        """The tokens of texts, which are plain (True) or not, and of tokens (None). Texts with control tokens are
+        encoded together, because a vocabulary may let a control token absorb the white space after it."""
+        tokens: list[int] = []
+        goes_on = False  # directly after an answer, so no space may be inserted
+        for plain, group in groupby(parts, key=itemgetter(0)):
+            if plain is None:
+                tokens.extend(token for _, written in group for token in written)
+                goes_on = True
+            elif text := "".join(part for _, part in group):
+                if goes_on:
+                    found = encode_continuation(self._tokenizer, text, parse_special=not plain)
+                else:
+                    found = self._tokenizer.encode(text, add_special=False, parse_special=not plain)
+                tokens += found.tolist()
+                goes_on = False
+        return tokens
 
     def _answers(
         self, text: str, marks: str, begin: int, end: int, answers: Mapping[str, Sequence[int]]
@@ -96,46 +111,3 @@ class Encoder:
         while bos >= 0 and tokens[begun : begun + 1] == [bos]:
             begun += 1
         return [bos, *tokens[begun:]] if begun or self._tokenizer.adds_bos else tokens
-
-
-class _Parts:
-    """Tokens of a text that is added in parts. Parts with control tokens are encoded together, because a vocabulary
-    may let a control token absorb the white space after it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._waiting = ""
-        self._goes_on = False  # directly after an answer, so no space may be inserted
-
-    def add(self, text: str, *, plain: bool) -> None:
-        """Add text. plain: encode it without control tokens, even if it spells some."""
-        if not plain:
-            self._waiting += text
-            return
-        self._flush()
-        self._tokens += self._encode(text, parse_special=False)
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Add tokens unchanged."""
-        self._flush()
-        self._tokens += tokens
-        self._goes_on = True
-
-    def done(self) -> list[int]:
-        """All tokens."""
-        self._flush()
-        return self._tokens
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._tokens += self._encode(self._waiting, parse_special=True)
-        self._waiting = ""
-
-    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
-        goes_on, self._goes_on = self._goes_on, False
-        if goes_on:
-            tokens = encode_continuation(self._tokenizer, text, parse_special=parse_special)
-        else:
-            tokens = self._tokenizer.encode(text, add_special=False, parse_special=parse_special)
-        return list(map(int, tokens))

@@ -81,13 +81,8 @@ PROBES = {
 def arranged(
     messages: _Messages, tools: list[Any] | None, source: str, knows_tools: bool, can: Callable[[str], bool]
 ) -> tuple[_Messages, list[Any] | None]:
-    """Arrange a conversation for a template; returns its messages and tools.
-
-    Args:
-        messages, tools: with marks.
-        source: the template.
-        can: whether the template can do what one of PROBES shows.
-    """
+    """Arrange a conversation, which has marks, for the template `source`; returns its messages and tools. can: whether
+    the template can do what one of PROBES shows."""
     form = form_of(source) if knows_tools else HERMES
     found = _with_systems(messages, "developer" in source and can("developer"), can)
     calls = [message["tool_calls"] for message in found if "tool_calls" in message]

@@ -15,14 +15,12 @@ def infill_prompt(
     tokenizer: Tokenizer, prefix: str, suffix: str, *, begun: str, files: Files, n_ctx: int, max_tokens: int
 ) -> list[int]:
     """The tokens of a prompt for the text between prefix and suffix, as llama-server makes them: what is furthest from
-    the gap is left out if it does not fit. Control tokens spelled in the texts are text.
+    the gap is left out if it does not fit. Control tokens spelled in the texts are text. Raises ValueError where the
+    vocabulary has no tokens for this.
 
     Args:
         begun: beginning of the new text.
         max_tokens: most tokens of the new text.
-
-    Raises:
-        ValueError: the vocabulary has no tokens for this.
     """
     marks = tokenizer.infill_tokens
     missing = [name for name in ("prefix", "suffix", "middle") if name not in marks]

@@ -238,7 +238,7 @@ def _turn(
 def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Schemas) -> Parser[None]:
     """gpt-oss's messages: each has a header, which says its channel and to whom it is."""
     marks = ("<|message|>", *(HARMONY.begins if form is HARMONY else ()))
-    while begun or (yield from _begins_header(source)):
+    while begun or (yield from _begins(source, "<|channel|>", "<|start|>", "<|message|>", "to=", takes=False)):
         if begun:
             header, mark = "final" if begun == "text" else "analysis", "<|message|>"
             begun = None
@@ -258,16 +258,9 @@ def _messages(source: Source, begun: Begun, form: CallForm | None, schemas: Sche
     yield from source.until((), "text")
 
 
-def _begins_header(source: Source) -> Parser[bool]:
-    for mark in ("<|channel|>", "<|start|>", "<|message|>", "to="):
-        if (yield from _begins(source, mark, takes=False)):
-            return True
-    return False
-
-
-def _begins(source: Source, mark: str, *, takes: bool = True) -> Parser[bool]:
-    """Whether a mark comes next, after white space; if so, read it."""
+def _begins(source: Source, *marks: str, takes: bool = True) -> Parser[bool]:
+    """Whether one of some marks comes next, after white space; if so, read it, which then is the only one."""
     space = yield from source.space()
-    found = yield from source.starts(mark, drops=False)
-    source.text = source.text[len(mark) :] if found and takes else space + source.text
+    found = yield from source.starts(*marks, drops=False)
+    source.text = source.text[len(marks[0]) :] if found and takes else space + source.text
     return found

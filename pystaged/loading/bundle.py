@@ -77,13 +77,13 @@ class Bundle:
                 report(f"the model runs on the cpu, because drafts such as {given.name} read its hidden states")
                 device = "cpu"
 
-        def load(path: Path, tokenizer: Tokenizer, device: str) -> dict[str, Model]:
+        def load(path: Path, device: str) -> dict[str, Model]:
             """Load a model on each device that it may run on."""
             kept, loaded = report if options["weight_cache"] else None, dict[str, Model]()
             devices = candidates(device, kv)
             for name in devices:
                 try:
-                    loaded[name] = _load(path, tokenizer, options["num_threads"], name, kv, kept)
+                    loaded[name] = _load(path, options["num_threads"], name, kv, kept)
                 except UnsupportedModelError as error:
                     why = str(error).removeprefix(f"{path}: ").partition(";")[0]
                     runs = f"{path.name} runs by llama.cpp"
@@ -91,14 +91,14 @@ class Bundle:
                         raise ValueError(f"{runs}, which needs kv='f16' (--kv f16), not {kv} ({why})") from None
                     report(f"{runs}: not exact, drafts from n-grams and draft models only ({why})")
                     self.inexact = f"{runs}, because {why}" if path == self.path else self.inexact
-                    loaded[_LLAMA] = _load(path, tokenizer, options["num_threads"], _LLAMA, kv, None)
+                    loaded[_LLAMA] = _load(path, options["num_threads"], _LLAMA, kv, None)
                 except DeviceError as error:
                     if not loaded and name == devices[-1]:
                         raise
                     report(f"passed over: {error}")
             return loaded
 
-        targets = load(self.path, self.tokenizer, device)
+        targets = load(self.path, device)
         drafts: dict[str, Model] = {}
         self.draft_path: Path | None = None
         self.features: Model | None = None
@@ -112,7 +112,7 @@ class Bundle:
                 else:
                     tokenizer = Tokenizer(os.fsencode(path))
                     replaced = substitutes(self.tokenizer, tokenizer)
-                    drafts = load(path, tokenizer, draft_device)
+                    drafts = load(path, draft_device)
                     self.substitutes, self.draft_mask = replaced, tokenizer.mask_token
                 self.draft_path = path
                 break
@@ -219,18 +219,18 @@ def _tokenizer(path: Path) -> Tokenizer:
         raise
 
 
-def _load(
-    path: Path, tokenizer: Tokenizer, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None
-) -> Model:
+def _load(path: Path, num_threads: int, device: str, kv: str, kept: Callable[[str], None] | None) -> Model:
     """Load a model; with `kept`, map its weights from the weight cache and report the cache's problems to it."""
-    kernel = os.environ.get("PYSTAGED_KERNEL", "")
-    if device in ("cpu", _LLAMA):
-        _check_memory(path)
+    kernel, need, most = os.environ.get("PYSTAGED_KERNEL", ""), SeenModel.now(path).size, loadable_memory()
+    if device in ("cpu", _LLAMA) and need > most:  # it would swap without end
+        raise DeviceError(
+            f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "
+            "type, such as `pystaged quantize` makes"
+        )
     try:
         if kept and device == "cpu":
-            model = load_packed(path, kernel, num_threads, kept, kv)
-        else:
-            model = load_model(os.fsencode(path), kernel, num_threads, device, kv)
+            return load_packed(path, kernel, num_threads, kept, kv)
+        return load_model(os.fsencode(path), kernel, num_threads, device, kv)
     except ModelError as error:
         if re.search(r"tensor '(v|a|mm)\.", str(error)):
             raise ValueError(
@@ -238,18 +238,3 @@ def _load(
                 "a file of text alone, which repositories on the hub have: `pystaged pull OWNER/NAME-GGUF`"
             ) from None
         raise
-    if tokenizer.num_tokens != model.vocab_size:
-        raise ValueError(
-            f"{path} has weights for {model.vocab_size} tokens, but a vocabulary of {tokenizer.num_tokens}"
-        )
-    return model
-
-
-def _check_memory(path: Path) -> None:
-    """Raise DeviceError if a model's weights do not fit in this machine's memory: it would swap without end."""
-    need, most = SeenModel.now(path).size, loadable_memory()
-    if need > most:
-        raise DeviceError(
-            f"{path} needs {need / 1e9:.1f} GB of memory, and there are {most / 1e9:.1f} GB; use a file of a smaller "
-            "type, such as `pystaged quantize` makes"
-        )

@@ -69,13 +69,10 @@ def own_place(model: Path) -> Path:
 
 
 def find(name: str) -> Path | None:
-    """The file of a cached model, None where there is none.
+    """The file of a cached model, None where there is none. Raises as hub_id, and ValueError for a name of several.
 
     Args:
         name: "owner/name" or "name", either with ":TYPE" or ":FILE.gguf"; or the hub's address of it.
-
-    Raises:
-        ValueError: the name fits several models; as hub_id.
     """
     repository, _, wanted = hub_id(name).partition(":")
     found = _all(repository)
@@ -150,12 +147,7 @@ def shown(text: str) -> str:
 
 def remove(name: str) -> int:
     """Remove a model, its packed weights, recycled candidates and n-gram table; returns the bytes freed. The target of
-    a link that leads out of the cache stays.
-
-    Raises:
-        FileNotFoundError: no such model.
-        ValueError: as in find.
-    """
+    a link that leads out of the cache stays. Raises FileNotFoundError where there is no such model, and as find."""
     path = find(name)
     if path is None:
         raise FileNotFoundError(f"there is no model {name!r} in the cache; `pystaged models` lists them")

@@ -132,7 +132,7 @@ def _write_draft(
         computed["d2t"] = _token_ids(folder, plan.ids, stored[plan.ids], numbers.num_tokens)
     tensors = [
         *_computed(computed),
-        *(_tensor(folder, shape, wanted, wanted.source, stored, quantization, parts) for wanted in plan.tensors),
+        *(_tensor(folder, shape, each, each.source, stored[each.source], quantization, parts) for each in plan.tensors),
     ]
     with _writer(folder, out, numbers.kind, tensors, about) as writer:
         _write_metadata(writer, shape, numbers.num_tokens, quantization, numbers.kind)
@@ -147,13 +147,11 @@ def _write_draft(
 
 
 def check(config: dict[str, Any], path: Path, quantization: str) -> bool:
-    """Check what a config.json says alone, before the weights are there; errors as in write_gguf.
+    """Check what a config.json says alone, before the weights are there; returns whether it is a draft that reads
+    hidden states, of which write_gguf makes a file of any of DRAFT_TYPES. Errors as in write_gguf.
 
     Args:
         quantization: what the file is to be, in small letters.
-
-    Returns:
-        Whether it is a draft that reads hidden states, of which write_gguf makes a file of any of DRAFT_TYPES.
     """
     if not feature_drafts.Numbers.of(language_part(config), path):
         Shape.of(config, path)
@@ -192,12 +190,8 @@ def _computed(tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[Planned]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The names of the files in an index.
-
-    Raises:
-        ValueError: the index is damaged or names files outside its folder.
-        OSError: the index cannot be read.
-    """
+    """The names of the files in an index. Raises ValueError for one that is damaged or names files outside its folder,
+    and OSError for one that cannot be read."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index} is damaged: it has no weight_map")
@@ -244,7 +238,7 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
         source = wanted.source if wanted.source.startswith("lm_head.") else prefix + wanted.source
         if source not in stored:
             raise ValueError(f"{folder}: tensor {source!r} is missing")
-        tensors.append(_tensor(folder, shape, wanted, source, stored, quantization, 2 * family.adjacent))
+        tensors.append(_tensor(folder, shape, wanted, source, stored[source], quantization, 2 * family.adjacent))
         used.add(source)
     for source in sorted(stored.keys() - used):
         if not _BUFFERS.fullmatch(source.removeprefix(prefix)) and not source.startswith(family.skipped):
@@ -253,23 +247,11 @@ def _plan(folder: Path, shape: Shape, stored: dict[str, Stored], quantization: s
 
 
 def _tensor(
-    folder: Path,
-    shape: Shape,
-    wanted: Wanted,
-    source: str,
-    all_stored: Mapping[str, Stored],
-    quantization: str,
-    parts: int,
+    folder: Path, shape: Shape, wanted: Wanted, source: str, stored: Stored, quantization: str, parts: int
 ) -> Planned:
-    """Plan a tensor of the GGUF file from one of the checkpoint.
-
-    Args:
-        parts: of heads that RoPE rotates, see _in_turn; 0 to leave their rows as they are.
-
-    Raises:
-        ValueError: it has another shape, or a type that is not supported.
-    """
-    name, stored, family = wanted.part, all_stored[source], shape.family
+    """Plan a tensor of the GGUF file from one of the checkpoint. Raises ValueError for another shape, or a type that is
+    not supported. parts: of heads that RoPE rotates, see _in_turn; 0 to leave their rows as they are."""
+    name, family = wanted.part, shape.family
     is_matrix = len(wanted.shape) == 2
     sizes = wanted.shape[::-1] if family.transposed and is_matrix and wanted.layer is not None else wanted.shape
     if stored.shape != sizes:
@@ -292,14 +274,11 @@ def _tensor(
 def _rows(
     stored: Stored, source: str, kind: GGMLQuantizationType, together: int, change: Callable[[Floats], Floats]
 ) -> Iterator[npt.NDArray[Any]]:
-    """A tensor's rows as the file stores them, in chunks.
+    """A tensor's rows as the file stores them, in chunks. Raises ValueError for a number that is not finite, or too
+    large for the type.
 
     Args:
-        together: number of rows that `change` needs together.
-        change: converts the checkpoint's numbers to the file's.
-
-    Raises:
-        ValueError: a number is not finite, or too large for the type.
+        together: number of rows that `change`, which converts the checkpoint's numbers to the file's, needs together.
     """
     rows = stored.shape[0]
     step = together * max(1, _CHUNK // (together * int(np.prod(stored.shape[1:]))))
@@ -353,11 +332,7 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}")
-        tensors = _pickled if name == PICKLED else _tensors_of
-        for tensor, where in tensors(folder / name).items():
-            if tensor in stored:
-                raise ValueError(f"{folder}: tensor {tensor!r} is in both {stored[tensor].path.name} and {name}")
-            stored[tensor] = where
+        stored |= _pickled(folder / name) if name == PICKLED else _tensors_of(folder / name)
     return stored
 
 
@@ -397,11 +372,8 @@ def _pickled(path: Path) -> dict[str, Stored]:
 
 
 def torch_for(path: Path) -> Any:
-    """The module torch, which reads a pytorch_model.bin.
-
-    Raises:
-        ValueError: it is not installed; the message says how to convert the file where it is.
-    """
+    """The module torch, which reads a pytorch_model.bin. Raises ValueError where it is not installed; the message says
+    how to convert the file where it is."""
     try:
         import torch  # noqa: PLC0415
     except ImportError:

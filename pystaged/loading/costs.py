@@ -96,11 +96,8 @@ def measure_passes(
 
 
 class Costs:
-    """Seconds of models' passes: sampled or loaded, refined while running, and saved.
-
-    Args:
-        report: called with a line before devices are compared.
-    """
+    """Seconds of models' passes: sampled or loaded, refined while running, and saved. report: called with a line before
+    devices are compared."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report

@@ -38,25 +38,18 @@ def identity(path: Path) -> str:
 
 def find_distilled(model: Path, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
     """The draft that was distilled for a model's file, else one for a model of the same vocabulary, width and depth,
-    such as another quantization or a fine-tune; None where there is none.
-
-    Args:
-        tokenizer: the model's, with its file's metadata.
-        report: called with a line about a draft that cannot be read, or that was distilled for another file.
-    """
+    such as another quantization or a fine-tune; None where there is none. tokenizer: the model's, with its file's
+    metadata; report: called with a line about a draft that cannot be read, or that was distilled for another file."""
     depth, width = depth_and_width(tokenizer.metadata)
     wanted = {VOCABULARY: tokenizer.fingerprint, _WIDTH: str(width), DEPTH: str(depth)}
     own = DISTILLED.path(model)
-    paths = sorted(DISTILLED.all(), key=lambda path: path != own)
     fitting: dict[Path, dict[str, str]] = {}
-    for path in paths:
+    for path in sorted(DISTILLED.all(), key=lambda path: path != own):
         try:
-            found = metadata(path)
+            if (found := metadata(path)).items() >= wanted.items():
+                fitting[path] = found
         except OSError as error:
             report(f"passed over: {error}")
-            continue
-        if found.items() >= wanted.items():
-            fitting[path] = found
     if not fitting:
         return None
     made_for = identity(model)

@@ -91,12 +91,8 @@ KNOWN: dict[Targets, tuple[str, ...]] = {
 
 
 def known_drafts(metadata: Mapping[str, str], *, on_cpu: bool = True) -> list[str]:
-    """The names on the hub of the drafts for a target, the most promising first.
-
-    Args:
-        metadata: of the target's file.
-        on_cpu: whether the target runs on the CPU, which drafts that read hidden states need.
-    """
+    """The names on the hub of the drafts for a target, by its file's metadata, the most promising first. on_cpu:
+    whether it runs on the CPU, which drafts that read hidden states need."""
     family = metadata.get("general.architecture", ""), metadata.get("tokenizer.ggml.pre")
     layers, width = depth_and_width(metadata)
     name = re.sub(r"[^a-z0-9]", "", metadata.get("general.name", "").lower())
@@ -110,32 +106,22 @@ def known_drafts(metadata: Mapping[str, str], *, on_cpu: bool = True) -> list[st
 
 
 def own_layer(model: Path, tokenizer: Tokenizer) -> Path | None:
-    """A model's file if it has an MTP layer, which drafts for the model; else None.
-
-    Args:
-        tokenizer: the model's, with its file's metadata.
-    """
+    """A model's file if it has an MTP layer, which drafts for the model; else None. tokenizer: the model's, with its
+    file's metadata."""
     return model if predicts_ahead(tokenizer.metadata, tokenizer.metadata) else None
 
 
 def cached_drafts(
     tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None, *, on_cpu: bool = True
 ) -> Iterator[Path]:
-    """The files of those that are in the cache, the best first; they are not opened.
-
-    Args:
-        tokenizer: the target's, with its file's metadata.
-        report: called with a line about a draft that cannot be used.
-        on_cpu: as in known_drafts.
-    """
+    """The files of those that are in the cache, the best first; they are not opened. tokenizer: the target's, with its
+    file's metadata; report: called with a line about a draft that cannot be used; on_cpu: as in known_drafts."""
     for draft in known_drafts(tokenizer.metadata, on_cpu=on_cpu):
         try:
-            found = cache.find(draft)
+            if found := cache.find(draft):
+                yield found
         except ValueError as error:  # there are several
             report(f"passed over: the draft {draft}: {error}")
-            continue
-        if found:
-            yield found
 
 
 def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -144,10 +130,9 @@ def find_draft(tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: N
         try:
             if not reads_target(found):
                 substitutes(tokenizer, Tokenizer(os.fsencode(found)))
+            return found
         except (OSError, ValueError) as error:
             report(f"passed over: {found}: {error}")
-            continue
-        return found
     return None
 
 

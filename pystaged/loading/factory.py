@@ -60,7 +60,7 @@ class ContextFactory:
         return context
 
     def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:
-        bundle, batch, meter = self._bundle, BatchLoad(), Meter()
+        bundle, batch, meter, size = self._bundle, BatchLoad(), Meter(), self._bundle.target.vocab_size
         cost = draft_cost = lookup_cost = experts = None
         if isinstance(policy, GainPolicy):  # a user's, which needs the prices of passes
             draft_cost, lookup_cost = self.draft_cost(), self._lookup_cost
@@ -73,13 +73,7 @@ class ContextFactory:
         elif draft:
             proposers.append(draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes))
         drafter = TreeDrafter(
-            proposers,
-            policy,
-            bundle.target.vocab_size,
-            cost=lookup_cost,
-            meter=meter,
-            experts=experts,
-            chains=self._chains,
+            proposers, policy, size, cost=lookup_cost, meter=meter, experts=experts, chains=self._chains
         )
         return Context(target, drafter, cost=cost, batch=batch, meter=meter)
 

@@ -9,12 +9,7 @@ from typing import Any
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _OFF = (False, None)
 _FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
+_ATTENTION = {f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 LLAMA = _NORMS | _ATTENTION | _FEED_FORWARD
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -51,9 +46,7 @@ class Family:
 
     architecture: str
     layers: Mapping[str, str] = field(default_factory=lambda: LLAMA)
-    others: Mapping[str, str] = field(
-        default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"},
-    )
+    others: Mapping[str, str] = field(default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"})
     blocks: str = "layers"
     biased: Mapping[str, str | None] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -71,9 +64,7 @@ class Family:
 _UNTIED = {"tie_word_embeddings": False}
 _SILU = {"hidden_act": ("silu", "swish")}
 _PLAIN = {"use_sliding_window": _OFF, "attention_bias": _OFF, "mlp_bias": _OFF}
-_OPTIONAL_BIASES = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), "attention_bias") | dict.fromkeys(
-    _FEED_FORWARD, "mlp_bias"
-)
+_OPTIONAL_BIASES = dict.fromkeys(_ATTENTION, "attention_bias") | dict.fromkeys(_FEED_FORWARD, "mlp_bias")
 _GRANITE_SCALES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -146,10 +137,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": Family("llama", defaults=_UNTIED, only=_SILU | {"sliding_window": (None,)}, adjacent=True),
     "qwen2": Family(
-        "qwen2",
-        biased=dict.fromkeys(("attn_q", "attn_k", "attn_v")),
-        defaults=_UNTIED,
-        only=_SILU | _PLAIN,
+        "qwen2", biased=dict.fromkeys(("attn_q", "attn_k", "attn_v")), defaults=_UNTIED, only=_SILU | _PLAIN
     ),
     "qwen3": Family("qwen3", layers=LLAMA | HEAD_NORMS, defaults=_UNTIED, only=_SILU | _PLAIN),
     "smollm3": Family(

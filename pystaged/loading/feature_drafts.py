@@ -53,11 +53,7 @@ _OTHER_NAMES = (
 
 
 def _kind_of(config: Mapping[str, Any], path: Path) -> str | None:
-    """EAGLE3 or DFLASH, by a config.json; None for the checkpoint of a model.
-
-    Raises:
-        ValueError: a draft of another kind.
-    """
+    """EAGLE3 or DFLASH, by a config.json; None for that of a model. Raises ValueError for a draft of another kind."""
     part = config.get("dflash_config")
     part = part if isinstance(part, dict) else {}
     named = (config.get("speculators_model_type"), *_listed(config.get("architectures")), part.get("projector_type"))
@@ -78,15 +74,11 @@ def _listed(value: object) -> list[object]:
 class Numbers:
     """A draft's settings in config.json.
 
-    Args:
-        shape: what the draft's layers have in common with Llama's.
-        taps: ids of the target's layers, from 0, whose inputs the draft reads; None if config.json names none.
-        num_tokens, num_rows: sizes of the target's vocabulary and of the draft's.
-        feature_norms: each feature has a norm of its own.
-        metadata: further GGUF keys.
-        own_embedding, own_head: False if the checkpoint's are copies of the target's.
-        mask_token: id, None for EAGLE-3.
-        neighbours: RoPE rotates neighbouring dimensions together, not those half a head apart.
+    shape: what the draft's layers have in common with Llama's. taps: ids of the target's layers, from 0, whose inputs
+    the draft reads; None if config.json names none. num_tokens, num_rows: sizes of the target's vocabulary and of the
+    draft's. feature_norms: each feature has a norm of its own. metadata: further GGUF keys. own_embedding, own_head:
+    False if the checkpoint's are copies of the target's. mask_token: id, None for EAGLE-3. neighbours: RoPE rotates
+    neighbouring dimensions together, not those half a head apart.
     """
 
     kind: str
@@ -104,11 +96,8 @@ class Numbers:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> Numbers | None:
-        """Read and check a config.json; None for that of a model.
-
-        Raises:
-            ValueError: another kind of draft or a variant that is not supported, or an impossible number.
-        """
+        """Read and check a config.json; None for that of a model. Raises ValueError for another kind of draft, for a
+        variant that is not supported, and for an impossible number."""
         kind = _kind_of(config, path)
         if kind is None:
             return None
@@ -143,9 +132,7 @@ class Numbers:
         width = number("target_hidden_size") if "target_hidden_size" in config else None
         metadata: dict[str, int] = {}
         speculators = "speculators_model_type" in config
-        deepspec = any(
-            name in ("Qwen3Eagle3Model", "Qwen3DSparkModel") for name in _listed(config.get("architectures"))
-        )
+        deepspec = "Qwen3Eagle3Model" in _listed(config.get("architectures"))
         mask, feature_norms = None, False
         if kind == EAGLE3:
             for key in ("norm_before_residual", "norm_before_fc", "norm_output"):
@@ -199,13 +186,10 @@ def _taps(config: Mapping[str, Any], path: Path) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of a draft's GGUF file.
+    """The tensors of a draft's GGUF file, each made from one of the checkpoint's, and its keys of this kind of draft.
 
-    Args:
-        tensors: each made from one of the checkpoint's.
-        feature_norms: names of the checkpoint's norms, one for each feature; the file has them in one tensor.
-        ids: name of the checkpoint's tensor of target ids minus draft ids (d2t); None if the vocabularies are the same.
-        metadata: GGUF keys of this kind of draft.
+    feature_norms: names of the checkpoint's norms, one for each feature; the file has them in one tensor. ids: name of
+    the checkpoint's tensor of target ids minus draft ids (d2t); None if the vocabularies are the same.
     """
 
     tensors: list[Wanted]
@@ -216,14 +200,8 @@ class Plan:
 
 
 def plan(folder: Path, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """Find the tensors in a checkpoint.
-
-    Args:
-        shapes: of the checkpoint's tensors, by name.
-
-    Raises:
-        ValueError: a tensor is missing or unknown, or features do not fit together.
-    """
+    """Find the tensors in a checkpoint, of which these are the shapes by name. Raises ValueError for a tensor that is
+    missing or unknown, and for features that do not fit together."""
     check_files(str(folder), [MASK_EMBEDDING] if (folder / MASK_EMBEDDING).is_file() else [])
     names = _usual_names(folder, shapes)
 
@@ -287,11 +265,7 @@ def _usual_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _wanted(
-    numbers: Numbers,
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    count: int,
-    target_width: int,
+    numbers: Numbers, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], count: int, target_width: int
 ) -> Iterator[Wanted]:
     """The tensors by the usual names, also missing ones."""
     shape, width = numbers.shape, numbers.shape.width

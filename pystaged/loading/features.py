@@ -40,6 +40,12 @@ _WEAK = 0.25  # share of right guesses below which a draft is hardly worth its t
 # only of so many tokens with the lowest ids, which are the commonest because BPE merged them first.
 _MOST_SHARE, _COMMON = 0.2, 1 << 15
 _VERSION = 1  # of what is tried
+# How a form may differ from the usual one, in words.
+_CHANGES = {
+    "deeper": "reads the outputs of its layers, not the inputs",
+    "other_pairs": "RoPE rotates other pairs than its file says",
+    "other_feedback": "feeds back other hidden states than its file says",
+}
 _GREEDY = SamplingConfig().native
 
 
@@ -77,14 +83,11 @@ def load_features(
         raise ValueError(
             f"the draft {path} reads hidden states, which targets have on the CPU only; choose the device cpu"
         )
-    place = _place(path, target, target_path)
-    form = _kept(place)
+    place, form = _place(path, target, target_path), known_form(path, target, target_path)
     draft = _load(path, target, form or Form())
     if draft.architecture not in FEATURES:
         target.tap(draft.target_layers, all_rows=not draft.borrows_cells, last_row=draft.borrows_cells)
         return draft
-    if form and form.deeper and draft.target_layers[-1] == target.num_layers:  # there is no deeper layer
-        form, draft = None, _load(path, target, Form())
     if form is None:
         report(f"trying the draft {path.name} on {len(_PROMPTS) * _TOKENS} tokens of the target's own text")
         form = _best(path, target, draft, _own_texts(target, tokenizer))
@@ -94,28 +97,21 @@ def load_features(
             draft = _load(path, target, form)
     if form.first < _WEAK:
         report(f"the draft {path.name} is seldom right ({form.first:.0%}); was it made for this model?")
-    target.tap(_layers(draft, form), all_rows=True)
+    target.tap([layer + form.deeper for layer in draft.target_layers], all_rows=True)
     return draft
 
 
 def describe(form: Form) -> str:
     """A form's shares of right guesses, and how it differs from the usual form, in words."""
-    changed = [
-        words
-        for is_so, words in (
-            (form.deeper, "reads the outputs of its layers, not the inputs"),
-            (form.other_pairs, "RoPE rotates other pairs than its file says"),
-            (form.other_feedback, "feeds back other hidden states than its file says"),
-        )
-        if is_so
-    ]
+    changed = [words for name, words in _CHANGES.items() if getattr(form, name)]
     found = f"right for {form.first:.0%} of next tokens, and after right ones for {form.second:.0%}"
     return f"{found} ({', '.join(changed)})" if changed else found
 
 
 def known_form(path: Path, target: Model, target_path: Path) -> Form | None:
     """The form that was found for a draft and a target; None where they have not been tried."""
-    return _kept(_place(path, target, target_path))
+    found = kept(_place(path, target, target_path))
+    return Form(**json.loads(found)) if found else None
 
 
 def _load(path: Path, target: Model, form: Form) -> Model:
@@ -133,10 +129,6 @@ def _load(path: Path, target: Model, form: Form) -> Model:
     return draft
 
 
-def _layers(draft: Model, form: Form) -> list[int]:
-    return [layer + form.deeper for layer in draft.target_layers]
-
-
 def _place(path: Path, target: Model, target_path: Path) -> Path:
     """The file of the form that was found."""
     parts = [_VERSION, target.name, target.weight_bytes]
@@ -145,11 +137,6 @@ def _place(path: Path, target: Model, target_path: Path) -> Path:
         parts += [each.absolute(), info.st_size, info.st_mtime_ns]
     key = hashlib.sha256("|".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:24]
     return cache_folder() / "drafts" / f"{key}.json"
-
-
-def _kept(place: Path) -> Form | None:
-    found = kept(place)
-    return Form(**json.loads(found)) if found else None
 
 
 def _own_texts(target: Model, tokenizer: Tokenizer) -> list[tuple[NDArray[np.int32], int]]:
@@ -179,7 +166,7 @@ def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray
     """The form with the most right guesses; each of its fields is decided in turn."""
 
     def tried(draft: Model, form: Form) -> Form:
-        target.tap(_layers(draft, form), all_rows=True)
+        target.tap([layer + form.deeper for layer in draft.target_layers], all_rows=True)
         right = np.sum([_right(target, draft, *text) for text in texts], axis=0)
         return replace(form, first=float(right[0] / max(1, right[2])), second=float(right[1] / max(1, right[0])))
 
@@ -195,7 +182,7 @@ def _best(path: Path, target: Model, draft: Model, texts: Sequence[tuple[NDArray
 
 def _worth(form: Form) -> float:
     """Expected right guesses of two, less a margin for each deviation from the usual form."""
-    return form.first * (1 + form.second) - _BETTER * (form.deeper + form.other_pairs + form.other_feedback)
+    return form.first * (1 + form.second) - _BETTER * [getattr(form, name) for name in _CHANGES].count(True)
 
 
 def _right(target: Model, draft: Model, tokens: NDArray[np.int32], prompt: int) -> tuple[int, int, int]:

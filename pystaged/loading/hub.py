@@ -26,14 +26,12 @@ HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::
 
 def pull(name: str, quantization: str = "", progress: Progress = lambda *_: None) -> Path:
     """Get a model from the hub: a GGUF file into Hugging Face's cache, a checkpoint converted and quantized into ours.
+    Returns its file.
 
     Args:
         name: "owner/name", optionally with ":FILE.gguf" or ":TYPE"; or the hub's address of it.
         quantization: a type, in place of the name's.
         progress: called with bytes, or tensors while quantizing.
-
-    Returns:
-        The model's file.
 
     Raises:
         FileNotFoundError: no such repository, or no file in it that is or becomes a model.
@@ -105,10 +103,8 @@ def _convert(repository: _Repository, kind: str) -> Path:
         weights = convert.shard_names(repository.fetch(convert.INDEX))
     elif weights == [convert.PICKLED]:
         convert.torch_for(Path(name, convert.PICKLED))
-    for file in repository.sizes if not is_draft else ():
-        if file == convert.GENERATION or vocabulary.TOKENIZER_FILES.fullmatch(file):
-            repository.fetch(file)
-    for file in weights:
+    settings = [] if is_draft else list(filter(vocabulary.SETTINGS_FILES.fullmatch, repository.sizes))
+    for file in (*settings, *weights):
         repository.fetch(file)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_symlink():  # of older versions, to a file of that name that the repository had before
@@ -119,11 +115,7 @@ def _convert(repository: _Repository, kind: str) -> Path:
 
 
 class _Repository:
-    """A model repository on the hub, at its newest commit; or its copy in the cache if the hub cannot be reached.
-
-    Args:
-        progress: called while files are downloaded.
-    """
+    """A model repository on the hub, at its newest commit; or its copy in the cache if the hub cannot be reached."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
@@ -238,8 +230,5 @@ def _bar(show: Callable[[int], None]) -> type[Any]:
             super().update(n)
             most = max(most, int(self.n))  # Xet has two bars, one for what is received and one for what is written
             show(most)
-
-        def display(self, *_: object, **__: object) -> None:
-            pass
 
     return Bar

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class KeptFiles:
-    """Kept files of one kind.
-
-    Args:
-        kind: name of their folder.
-        suffix: of their names; `kind` if not given.
-    """
+    """Kept files of one kind. kind: name of their folder; suffix: of their names, `kind` if not given."""
 
     def __init__(self, kind: str, suffix: str = "") -> None:
         self._kind, self._suffix = kind, suffix or kind
@@ -63,11 +58,7 @@ def load_packed(path: Path, kernel: str, num_threads: int, report: Callable[[str
     """Load a model with its weights mapped from the cache; they are packed there first if missing.
 
     If writing fails, the model is loaded without the cache. `report` gets the reason, also for cached weights that are
-    unusable because they are damaged or of another file or version.
-
-    Raises:
-        ModelError, ValueError: as Model.
-    """
+    unusable because they are damaged or of another file or version. Raises as Model."""
     from pystaged._core import Model  # noqa: PLC0415  who lists models needs none
 
     target, source = PACKED.path(path), os.fsencode(path.absolute())

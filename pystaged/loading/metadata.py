@@ -59,14 +59,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
-    """Whether a GGUF file holds a draft that reads its target's hidden states.
-
-    Args:
-        target: the target's metadata, so that its MTP layer is recognized, too.
-
-    Raises:
-        ModelError: the file is not GGUF.
-    """
+    """Whether a GGUF file holds a draft that reads its target's hidden states; with the target's metadata its MTP layer
+    is recognized, too. Raises ModelError where the file is not GGUF."""
     from pystaged._core import metadata  # noqa: PLC0415
 
     found = metadata(path)
@@ -78,9 +72,8 @@ def reads_target(path: Path, target: Mapping[str, str] | None = None) -> bool:
 def predicts_ahead(found: Mapping[str, str], target: Mapping[str, str]) -> bool:
     """Whether a file has an MTP layer for a model of the target's architecture, width and depth, by the metadata of the
     file and of the target's, which may be the same."""
-    same_family = found.get("general.architecture") == target.get("general.architecture")
-    same = same_family and depth_and_width(found) == depth_and_width(target)
-    return same and _number(found, "nextn_predict_layers") > 0
+    draft, model = ((each.get("general.architecture"), *depth_and_width(each)) for each in (found, target))
+    return draft == model and _number(found, "nextn_predict_layers") > 0
 
 
 def depth_and_width(metadata: Mapping[str, str]) -> tuple[int, int]:

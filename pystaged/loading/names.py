@@ -16,8 +16,8 @@ from pystaged.platform.files import expanded
 from pystaged.platform.seen import parts_of
 
 SMOLLM2 = "smollm2"
-_BUNDLED_TARGET = "target.Q8_0.gguf"
 BUNDLED_DRAFT = "draft.Q8_0.gguf"
+_BUNDLED: dict[str | Path, str] = {"bundled": "target.Q8_0.gguf", "bundled-draft": BUNDLED_DRAFT}
 BUNDLED_TABLE = "draft.ngram.npz"
 BUNDLED_PROMPTS = "humaneval_prompts.jsonl"
 PACKAGED = (SMOLLM2, "bundled", "bundled-draft")
@@ -41,10 +41,8 @@ def resolve(model: str | Path, progress: Progress = lambda *_: None) -> Path:
         ValueError, OSError: as in pull.
     """
     model = packaged_name(model)
-    if model == "bundled":
-        return bundled_file(_BUNDLED_TARGET)
-    if model == "bundled-draft":
-        return bundled_file(BUNDLED_DRAFT)
+    if model in _BUNDLED:
+        return bundled_file(_BUNDLED[model])
     if model == SMOLLM2:
         return _smollm2()
     path = expanded(model)
@@ -129,11 +127,7 @@ def _likely(path: Path) -> str | None:
 
 
 def default_model(report: Callable[[str], None]) -> str:
-    """The model if none is named: SmolLM2 if it is installed, else the bundled pair.
-
-    Args:
-        report: called with a line if it is the bundled pair.
-    """
+    """The model if none is named: SmolLM2 if it is installed, else the bundled pair, of which `report` gets a line."""
     try:
         _smollm2()
     except FileNotFoundError:
@@ -147,12 +141,8 @@ def default_model(report: Callable[[str], None]) -> str:
 
 def resolve_draft(model: str | Path, draft: str | Path | None, progress: Progress = lambda *_: None) -> Path | None:
     """The GGUF file of a draft: "bundled" for the one in the package, "auto" for that one if the model is "bundled",
-    too; None where no file is named: for "none" and None, and for "auto" with another model.
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: as in resolve.
-        ValueError: it is a draft head, which earlier versions had.
-    """
+    too; None where no file is named: for "none" and None, and for "auto" with another model. Raises as resolve, and
+    ValueError for a draft head, which earlier versions had."""
     if draft == "bundled" or (draft == "auto" and packaged_name(model) == "bundled"):
         return bundled_file(BUNDLED_DRAFT)
     if draft in (None, "none", "auto"):
@@ -177,14 +167,11 @@ def name_of(model: str) -> str:
 def several(
     models: Sequence[str], folder: Path | None, found: Callable[[str], str | Path] = resolve
 ) -> dict[str, Path]:
-    """The files of models by name: of those named, those of a folder, and those in the cache.
+    """The files of models by name: of those named, those of a folder, and those in the cache. Raises as resolve,
+    ValueError for two that are named alike, and FileNotFoundError for a folder without GGUF files.
 
     Args:
         found: the path of a model that is named.
-
-    Raises:
-        ValueError: two are named alike.
-        FileNotFoundError: a folder without GGUF files; it and OSError also as in resolve.
     """
     files: dict[str, Path] = {}
     for model in models:

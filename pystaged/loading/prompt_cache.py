@@ -49,6 +49,7 @@ class KeptPrompts:
             if _NAME.match(part.name) and part.suffix == ".part":
                 remove_leftover(part)
         self._content = hashlib.sha256(content.encode()).hexdigest()
+        self._start = _TITLE + self._content.encode() + b"\n"
         self._most_bytes, self._report = most_bytes, report
         self._texts: dict[Path, NDArray[np.int32]] = {}
         self._writer = ThreadPoolExecutor(1, "pystaged prompts")
@@ -129,10 +130,9 @@ class KeptPrompts:
         whether one ever is."""
         files = []
         for path in self._folder.glob("*.prompt"):
-            if not _NAME.fullmatch(path.name):
-                continue
-            with suppress(FileNotFoundError):  # another process removed it
-                files.append((path.stat().st_mtime, path.stat().st_size, path))
+            if _NAME.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # another process removed it
+                    files.append((path.stat().st_mtime, path.stat().st_size, path))
         excess = num_bytes - self._most_bytes + sum(size for _, size, _ in files)
         for _, size, path in sorted(files) if num_bytes <= self._most_bytes else []:
             if excess <= 0:
@@ -153,9 +153,8 @@ class KeptPrompts:
 
     def _tokens(self, path: Path) -> NDArray[np.int32]:
         """The tokens in the head of a file. Raises OSError and ValueError for what is none."""
-        start = self._start()
         with open_regular(path) as file:
-            if file.read(len(start)) != start:
+            if file.read(len(self._start)) != self._start:
                 raise ValueError(f"{path}: of another model or version")
             length = int.from_bytes(file.read(8), "little")
             data = file.read(4 * length) if 4 * length <= os.fstat(file.fileno()).st_size else b""
@@ -163,11 +162,8 @@ class KeptPrompts:
             raise ValueError(f"{path}: damaged")
         return np.frombuffer(data, "<i4").astype(np.int32)
 
-    def _start(self) -> bytes:
-        return _TITLE + self._content.encode() + b"\n"
-
     def _head(self, tokens: NDArray[np.int32]) -> bytes:
-        return self._start() + len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes()
+        return self._start + len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes()
 
     def _drop(self, path: Path, problem: str) -> None:
         """Remove a file that cannot be used; another process may have removed it already."""

@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from collections import deque
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from pystaged.loading.metadata import FILE_TYPES, UNQUANTIZED, About, read_metadata
 from pystaged.loading.progress import Progress
@@ -28,23 +27,14 @@ _FAILURE = re.compile(r"\berror\b|fail|invalid|assert", re.IGNORECASE)
 
 
 def check_type(quantization: str) -> str:
-    """Return the type in lower case.
-
-    Raises:
-        ValueError: an unknown type.
-    """
+    """Return the type in lower case. Raises ValueError for an unknown one."""
     if quantization.lower() not in FILE_TYPES:
         raise ValueError(f"unknown type {quantization!r}: choose from {', '.join(FILE_TYPES)}")
     return quantization.lower()
 
 
 def quantize(
-    source: Path,
-    out: Path,
-    quantization: str,
-    *,
-    allow_requantize: bool = False,
-    progress: Progress = lambda *_: None,
+    source: Path, out: Path, quantization: str, *, allow_requantize: bool = False, progress: Progress = lambda *_: None
 ) -> None:
     """Write a GGUF file in another type; a mixed type such as q4_k_m gives some tensors more bits, as in llama.cpp.
 
@@ -64,22 +54,11 @@ def quantize(
     if not allow_requantize and stored.isdecimal() and int(stored) not in UNQUANTIZED:
         raise _requantizing(source, next((name for name, number in FILE_TYPES.items() if str(number) == stored), ""))
     with whole_file(out) as part:
-        last: deque[str] = deque(maxlen=1)
         sizes: dict[str, int] = {}  # of all tensors
-        needed = 0
+        needed, failure = 0, ""
+        words = __name__, source, part, str(FILE_TYPES[quantization]), str(int(allow_requantize))
         # The child watches its standard input, which closes when this process ends.
-        with process.start(
-            __name__,
-            source,
-            part,
-            str(FILE_TYPES[quantization]),
-            str(int(allow_requantize)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as child:
+        with process.start(*words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, text=True, errors="replace") as child:
             try:
                 for line in child.stderr or ():
                     if not needed and (found := _SIZE.search(line)):
@@ -90,7 +69,7 @@ def quantize(
                     elif needed and (found := _TENSOR.search(line)):
                         progress("quantizing", int(found[1]), int(found[2]))
                     if _FAILURE.search(line):  # may be on the failed tensor's line
-                        last.append(line.strip())
+                        failure = line.strip()
             finally:
                 child.kill()
         # llama.cpp opens files on Windows by their names in the system's code page, so it may have written another.
@@ -102,10 +81,10 @@ def quantize(
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {needed / 1e6:.1f} MB are needed")
             if damage := _damage(source):
                 raise ValueError(damage)
-            if last and (found := _REQUANTIZING.search(last[0])):
+            if found := _REQUANTIZING.search(failure):
                 raise _requantizing(source, found[1])
             ended = f"the quantizer ended with {child.returncode}"
-            reason = last[0] if last else ended if child.returncode else "the written file is incomplete"
+            reason = failure or (ended if child.returncode else "the written file is incomplete")
             raise ValueError(f"{source} cannot be quantized to {quantization}: {reason}")
 
 
@@ -151,8 +130,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process.end_with_parent()
     source, out, file_type, allow_requantize = sys.argv[1:]
-
-    done = False
-    for dry_run in (True, False):  # the first logs the file's size
-        done = _core.quantize(source, out, int(file_type), allow_requantize == "1", dry_run)
-    return int(not done)
+    options = source, out, int(file_type), allow_requantize == "1"
+    _core.quantize(*options, True)  # a dry run, which logs the file's size
+    return int(not _core.quantize(*options, False))

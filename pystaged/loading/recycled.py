@@ -24,13 +24,8 @@ _ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probabilit
 class KeptCandidates:
     """A model's recycled candidates and their file, at most 10.2 MB.
 
-    They begin empty if the file is missing, damaged, or of another model or version. Processes may share a file; the
-    last writer wins.
-
-    Args:
-        model: path of its file.
-        vocabulary: its fingerprint.
-        clock: returns seconds.
+    They begin empty if the file is missing, damaged, or of another model, vocabulary (its fingerprint) or version.
+    Processes may share a file; the last writer wins.
     """
 
     def __init__(self, model: Path, vocabulary: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -76,11 +76,7 @@ def whole(path: Path, name: str, value: object, least: int = 1) -> int:
 
 
 def _positive(path: Path, name: str, value: object) -> float:
-    """Return a finite number above 0.
-
-    Raises:
-        ValueError: it is none; the message names it.
-    """
+    """Return a finite number above 0. Raises ValueError that names what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise ValueError(f"{path}: {name} is {value!r}, but must be a number above 0")
     return float(value)
@@ -104,12 +100,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, from its config.json.
-
-    Args:
-        metadata: entries that only some families have, by GGUF key.
-        computed: tensors that no checkpoint stores, by name.
-    """
+    """A model's shape, from its config.json. metadata: entries that only some families have, by GGUF key; computed:
+    tensors that no checkpoint stores, by name."""
 
     family: Family
     width: int
@@ -127,11 +119,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any], path: Path) -> Shape:
-        """Read and check a config.json.
-
-        Raises:
-            ValueError: another architecture, a variant that GGUF cannot express, or an impossible shape.
-        """
+        """Read and check a config.json. Raises ValueError for another architecture, a variant that GGUF cannot express,
+        or an impossible shape."""
         reader = _Config.of(config, path)
         family, number = reader.family, reader.number
         width, heads = number("hidden_size"), number("num_attention_heads")
@@ -191,13 +180,8 @@ class Shape:
         }
 
     def tensors(self, num_rows: int) -> Iterator[Wanted]:
-        """The GGUF file's tensors in order, without computed ones.
-
-        One by one, so that an absurd number of layers fails at the first missing one.
-
-        Args:
-            num_rows: rows of the token embedding.
-        """
+        """The GGUF file's tensors in order, without computed ones; one by one, so that an absurd number of layers fails
+        at the first missing one. num_rows: of the token embedding."""
         sizes = self.sizes(self.width) | {
             "token_embd": (num_rows, self.width),
             "output": (num_rows, self.width),
@@ -229,11 +213,7 @@ def _positions(path: Path, original: object) -> int:
 
 
 def _check_layers(reader: _Config, shape: Shape) -> None:
-    """Check layer patterns and attention scales, which GGUF does not store.
-
-    Raises:
-        ValueError: they are not the architecture's.
-    """
+    """Raise ValueError for layer patterns and attention scales, which GGUF does not store, of another architecture."""
 
     def check(name: str, expected: object) -> None:
         if reader.get(name) not in (None, expected):

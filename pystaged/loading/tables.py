@@ -22,10 +22,7 @@ def table_path(model: Path) -> Path:
 
 
 def find_table(
-    model: Path | None,
-    ngrams: str | Path | None,
-    tokenizer: Tokenizer,
-    report: Callable[[str], None] = lambda _: None,
+    model: Path | None, ngrams: str | Path | None, tokenizer: Tokenizer, report: Callable[[str], None] = lambda _: None
 ) -> NgramTable | None:
     """The named table, else one beside the model, else one in the package; None where none fits the vocabulary.
 
@@ -37,8 +34,7 @@ def find_table(
         report: called with a line about an unusable table, except a packaged one for another vocabulary.
 
     Raises:
-        OSError: the named table cannot be read.
-        ValueError: the named table is damaged, or for another vocabulary.
+        OSError, ValueError: the named table cannot be read, is damaged, or for another vocabulary.
     """
     if ngrams is not None:
         return NgramTable.load(expanded(ngrams), vocab_hash=tokenizer.fingerprint)

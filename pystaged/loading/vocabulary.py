@@ -17,9 +17,10 @@ from pystaged.platform.files import read_small
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 _TEMPLATES = "additional_chat_templates"  # a folder
-# Names of files that are read here.
-TOKENIZER_FILES = re.compile(
-    rf"(tokenizer|tokenizer_config|special_tokens_map|chat_template)\.json|(chat_template|{_TEMPLATES}/[^/]+)\.jinja"
+# Names of a checkpoint's files beside config.json and the weights.
+SETTINGS_FILES = re.compile(
+    r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|generation_config)\.json|"
+    rf"(chat_template|{_TEMPLATES}/[^/]+)\.jinja"
 )
 _MOST_BYTES = 1 << 28  # far beyond any vocabulary
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")
@@ -85,16 +86,14 @@ class _Model:
 def read_vocabulary(
     folder: Path, num_rows: int, config: dict[str, Any], generation: dict[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Read tokenizer.json and the settings beside it, and pad to the embedding's rows.
+    """Read tokenizer.json and the settings beside it, and pad to the embedding's rows; returns names of methods of
+    GGUFWriter, with the value that each is to write.
 
     Args:
         folder: of the checkpoint.
         num_rows: rows of the token embedding; rows without a token become unused tokens.
         config: config.json, for special tokens that the tokenizer does not name.
         generation: generation_config.json, for further tokens that end texts.
-
-    Returns:
-        Names of methods of GGUFWriter, with the value that each is to write.
 
     Raises:
         ValueError: the tokenizer is damaged, of an unsupported kind, or has tokens without a row.
@@ -112,7 +111,10 @@ def read_vocabulary(
     for content, token, special in _added_tokens(model.path, whole, settings):
         model.ids.setdefault(content, token)
         added.setdefault(content, special or bool(_SPECIAL.fullmatch(content)))
-    added |= dict.fromkeys(_special_tokens(settings) & model.ids.keys(), True)
+    named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
+    for token in (END_OF_TEXT, *named):  # special ones, which are recognized in texts and never written
+        if (found := _text_in(token, "content")) in model.ids:
+            added[found] = True
     _check_ids(model.path, model.ids, num_rows)
     _check_merges(model)
 
@@ -148,12 +150,8 @@ def read_vocabulary(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: the file holds no JSON object, or more than 256 MiB; the message names it.
-        OSError: the file cannot be read.
-    """
+    """The object in a JSON file. Raises ValueError where there is none, or more than 256 MiB, and OSError for a file
+    that cannot be read."""
     text = _text(path)
     try:
         found = json.loads(text)
@@ -254,7 +252,7 @@ def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], mer
     if not all(step in _SPACES for step in steps):
         return None
     vocab, known = dict(model["vocab"]), set(merges)
-    added = {_content(token) for token in _list(whole, "added_tokens")}
+    added = {_text_in(token, "content") for token in _list(whole, "added_tokens")}
     for token in vocab.keys() - added:
         for i in range(1, len(token)):
             left, right = token[:i], token[i:]
@@ -286,16 +284,11 @@ def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -
             yield token["content"], int(number), token.get("special") is True
 
 
-def _special_tokens(settings: dict[str, Any]) -> set[str]:
-    """Contents of special tokens, which are recognized in texts and never written."""
-    named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
-    return {END_OF_TEXT} | {content for content in map(_content, named) if content}
-
-
-def _content(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def _text_in(value: object, *keys: str) -> str | None:
+    """A text, or the one that keys of objects, each in the one before, lead to; None where there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
 
 
 def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
@@ -322,15 +315,11 @@ def _check_merges(model: _Model) -> None:
 
 
 def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
-    """Ids of special tokens by role.
-
-    Raises:
-        ValueError: nothing names the token that ends a text.
-    """
+    """Ids of special tokens by role. Raises ValueError where nothing names the token that ends a text."""
     known = set(model.ids.values())
     ends = {}
     for role in _ROLES:
-        content, token = _content(settings.get(f"{role}_token")), config.get(f"{role}_token_id")
+        content, token = _text_in(settings.get(f"{role}_token"), "content"), config.get(f"{role}_token_id")
         token = token[0] if isinstance(token, list) and token else token
         if content in model.ids:
             ends[role] = model.ids[content]
@@ -343,14 +332,8 @@ def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> di
 
 
 def _further_ends(model: _Model, eos: int, listed: object) -> dict[str, int]:
-    """Roles for tokens that end texts besides eos.
-
-    Args:
-        listed: an id, or a list of ids.
-
-    Raises:
-        ValueError: a GGUF file has no roles for so many.
-    """
+    """Roles for tokens that end texts besides eos. Raises ValueError where a GGUF file has none for so many. listed: an
+    id, or a list of ids."""
     ids = {token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int}
     further = [token for content, token in model.ids.items() if token in ids and token != eos and content not in _ENDS]
     if len(further) > 2:
@@ -367,16 +350,10 @@ def _adds(
     flags = {"add_bos_token": model.is_sentencepiece, "add_eos_token": False}
     for step in steps:
         if isinstance(step, dict) and step.get("type") == "TemplateProcessing":
-            single = [_template_token(part) for part in _list(step, "single")]
+            single = [_text_in(part, "SpecialToken", "id") for part in _list(step, "single")]
             flags["add_bos_token"] = single[:1] == [tokens[ends["bos"]]]
             flags["add_eos_token"] = single[-1:] == [tokens[ends["eos"]]]
     return {key: settings[key] if isinstance(settings.get(key), bool) else value for key, value in flags.items()}
-
-
-def _template_token(part: object) -> str | None:
-    """The special token in one part of a post-processor's template."""
-    token = part.get("SpecialToken") if isinstance(part, dict) else None
-    return token.get("id") if isinstance(token, dict) else None
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[str, str]] | None:
@@ -386,13 +363,9 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[st
     found: Any = {name: _text(path).replace("\r\n", "\n") for name, path in files.items() if path.is_file()}
     if not found:
         found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, dict):
-        found = [{"name": name, "template": template} for name, template in found.items()]
-    if not isinstance(found, list):
-        return found if isinstance(found, str) else None
-    several = [
-        each
-        for each in found
-        if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
-    ]
+    if isinstance(found, list):
+        found = {_text_in(each, "name"): _text_in(each, "template") for each in found}
+    if not isinstance(found, dict):
+        return _text_in(found)
+    several = [{"name": name, "template": text} for name, text in found.items() if name and isinstance(text, str)]
     return several[0]["template"] if [each["name"] for each in several] == ["default"] else several

@@ -32,22 +32,11 @@ _FIELDS = {
     "penalty_repeat": "repeat_penalty",
     "penalty_last_n": "repeat_last_n",
 }
-# Names in a checkpoint's generation_config.json, and those in GGUF keys.
-_CHECKPOINT_NAMES = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
-    """The sampling that the model's makers recommend, with llama.cpp's defaults for the rest.
-
-    Args:
-        metadata: the GGUF file's. Invalid values are ignored.
-    """
+    """The sampling that the model's makers recommend, by a GGUF file's metadata, of which invalid values are ignored;
+    with llama.cpp's defaults for the rest."""
     found = dict(_USUAL)
     if metadata.get("general.basename", "").lower() == "smollm2":
         found |= _SMOLLM2
@@ -61,20 +50,17 @@ def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
 def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
     """Convert a checkpoint's generation_config.json to keys of a GGUF file, without invalid values."""
     found = {}
-    for name, key in _CHECKPOINT_NAMES.items():
-        value = generation_config.get(name)
-        checked = None if isinstance(value, bool) else _checked(_FIELDS[key], value)
+    for key, name in _FIELDS.items():
+        value = generation_config.get("repetition_penalty" if name == "repeat_penalty" else name)
+        checked = None if isinstance(value, bool) else _checked(name, value)
         if checked is not None:
             found[_SECTION + key] = checked
     return found
 
 
 def toy_words(metadata: Mapping[str, str], memory: int) -> str:
-    """A line that says of SmolLM2-135M that it is a toy, and which model to take next; "" for other models.
-
-    Args:
-        memory: bytes of this machine.
-    """
+    """A line that says of SmolLM2-135M that it is a toy, and which model to take next; "" for other models. memory:
+    bytes of this machine."""
     if metadata.get("general.basename", "").lower() != "smollm2" or metadata.get("general.size_label") != "135M":
         return ""
     name, size = next((name, size) for most, name, size in _REAL if memory >= most * 1e9)

@@ -32,10 +32,7 @@ def update(digest: Any, file: BinaryIO) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary file beside `path`, which replaces `path` if the block ends without an error. Links are followed.
-
-    Raises:
-        OSError: as in destination.
-    """
+    Raises as destination."""
     path = destination(path)
     with part_file(path) as part:
         yield part
@@ -66,11 +63,8 @@ def part_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keep other processes that ask for the same out of a folder while the block runs.
-
-    Raises:
-        OSError: another process is there.
-    """
+    """Keep other processes that ask for the same out of a folder while the block runs. Raises OSError where one is
+    there already."""
     with (folder / ".lock").open("ab") as file:
         try:
             system.lock(file)
@@ -112,11 +106,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def destination(path: Path) -> Path:
-    """The path at which a file will be written, with links followed.
-
-    Raises:
-        OSError: the path is a folder or a device, or its folder does not exist.
-    """
+    """The path at which a file will be written, with links followed. Raises OSError for a folder or a device, or where
+    its folder does not exist."""
     try:
         target = path.resolve()
     except RuntimeError:  # a loop of links, before Python 3.13
@@ -160,12 +151,7 @@ def remove_leftover(part: Path) -> None:
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file; never blocks on pipes or devices.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file, or larger than `most_bytes`.
-    """
+    """Read a regular file; errors as in open_regular, and ValueError for one that is larger than `most_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -174,12 +160,8 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; never blocks on pipes or devices.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no regular file.
-    """
+    """Open a regular file for reading; never blocks on pipes or devices. Raises OSError where it cannot be opened, and
+    ValueError for what is no regular file."""
     # Opening a pipe would wait for its writer, and a device need not end.
     descriptor = os.open(path, system.READ_ONLY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -189,11 +171,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Check that the disk has room for a file.
-
-    Raises:
-        OSError: it has not, naming the folder and the needed and free bytes.
-    """
+    """Raise OSError if the disk has no room for a file, naming the folder and the needed and free bytes."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if free < num_bytes:

@@ -9,11 +9,7 @@ from pystaged.platform import system
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can allocate without swapping; half of the memory on macOS.
-
-    Args:
-        root: folder of proc and sys, for tests.
-    """
+    """Bytes that this process can allocate without swapping; half of the memory on macOS. root: of proc and sys."""
     try:
         free = 1024 * _field(root / "proc/meminfo", "MemAvailable:")
     except (OSError, ValueError):
@@ -49,12 +45,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number after a name in a file.
-
-    Raises:
-        OSError: no such file.
-        ValueError: no such name in it.
-    """
+    """The number after a name in a file. Raises OSError for no such file, and ValueError for no such name in it."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words[:1] == [name]:

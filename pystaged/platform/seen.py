@@ -47,12 +47,8 @@ class SeenModel(NamedTuple):
         return cls(path, sum(each.size for each in files), files)
 
     def sha256(self) -> str:
-        """SHA-256 of the files' concatenated content, computed once a process.
-
-        Raises:
-            OSError: a file cannot be read, or has changed.
-            ValueError: a file is not a regular one.
-        """
+        """SHA-256 of the files' concatenated content, computed once a process. Raises OSError for a file that cannot be
+        read, or has changed, and ValueError for one that is not regular."""
         return _sha256(self)
 
 

@@ -25,12 +25,8 @@ for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
 
 
 def lock(file: IO[Any]) -> None:
-    """Lock an open file until it is closed, without waiting.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-        OSError: the file system has no locks.
-    """
+    """Lock an open file until it is closed, without waiting. Raises BlockingIOError where another process has locked
+    it, and OSError where the file system has no locks."""
     if POSIX:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return

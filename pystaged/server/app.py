@@ -105,8 +105,7 @@ class _Endpoints:
         self._models, self._settings = models, models.settings
         self._forms = anyio.CapacityLimiter(_MOST_FORMS)
 
-    async def metrics(self, request: Request) -> Response:
-        del request
+    async def metrics(self, _: Request) -> Response:
         states = self._models.loaded()
         text = self._models.metrics.text([each.engine for each in states], [each.gate for each in states])
         headers = {"Process-Start-Time-Unix": str(self._models.created)}  # as llama-server has it
@@ -115,8 +114,7 @@ class _Endpoints:
     async def model(self, request: Request) -> Response:
         return as_json(encoded(about.model(self._models, request.path_params["name"])))
 
-    async def listed(self, answer: Callable[[Models], Any], request: Request) -> Response:
-        del request
+    async def listed(self, answer: Callable[[Models], Any], _: Request) -> Response:
         return as_json(await run_sync(lambda: encoded(answer(self._models))))
 
     async def given(self, answer: Callable[[State], Any], request: Request) -> Response:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pystaged.chat import ChatTemplateError
 from pystaged.chat.call_grammar import call_grammar
+from pystaged.chat.calls import Schemas
 from pystaged.chat.format import SWITCHES
-from pystaged.chat.turn import Begun, Block, Dialect, TurnReader
+from pystaged.chat.turn import Begun, Block, Dialect, Thinking, TurnReader
 from pystaged.decoding.text import TokenRoles
 from pystaged.options.config import GenerationConfig
 from pystaged.result import GenerationResult, Piece
@@ -28,70 +30,39 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MEMBERS = {"text": "content", "reasoning": "reasoning_content"}  # of a part, by the kind of its block
 
 
-@dataclass(frozen=True)
-class _Manner:
-    """How an answer is written and read.
-
-    dialect: the model's. splits: whether reasoning is apart. begun: where the answer begins.
-    schemas: of the arguments of the tools on offer; None for no tools.
-    """
-
-    dialect: Dialect
-    splits: bool
-    begun: Begun
-    schemas: Mapping[str, Mapping[str, Any]] | None
-
-    @property
-    def spelled(self) -> frozenset[int]:
-        """The control tokens that the reader needs."""
-        thinking = self.dialect.thinking if self.splits else None
-        marks = (*(self.dialect.form.marks if self.schemas is not None else ()), *(thinking.marks if thinking else ()))
-        return frozenset(self.dialect.controls[mark] for mark in marks if mark in self.dialect.controls)
-
-    @property
-    def hides(self) -> bool:
-        """Whether an answer may have parts that are not its text."""
-        return self.schemas is not None or (self.splits and self.dialect.thinking is not None)
-
-    def reader(self) -> TurnReader:
-        """Reads one answer."""
-        thinking = self.dialect.thinking if self.splits else None
-        form = self.dialect.form if self.schemas is not None else None
-        return TurnReader(thinking, self.begun, form, self.schemas or {})
-
-
 def begin(state: State, request: ChatRequest) -> ChatAnswer:
     """Check a request and prepare its sequences; may take seconds. Raises ApiError and ChatTemplateError."""
     return ChatAnswer(state, request, turns(state, request))
 
 
 def turns(state: State, request: ChatRequest, param: str = "messages") -> Texts:
-    """Prepare the answers to a request. Errors as in begin.
-
-    Args:
-        param: the member that errors about the messages name.
-    """
+    """Prepare the answers to a request. Errors as in begin. param: the member that errors about the messages name."""
     engine, tools, settings = state.engine, _offered(request), state.settings
     template = engine.chat_format.source(bool(tools))
     dialect = Dialect.of(template, engine.tokenizer, engine.chat_format.knows_tools)
     prompt = _written(state, request, engine.chat_format.encode, param)
     if len(prompt) > engine.n_ctx:
         raise too_long(len(prompt), engine.n_ctx, engine.model.max_context, param)
-    splits = request.reasoning_format != "none"
     prefill = request.messages[-1].model_dump() if _continues(request) else None
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} or None
-    manner = _Manner(dialect, splits, dialect.begun(prompt.tolist(), engine.tokenizer, prefill), schemas)
-    config, ends = _config(state, request, manner), engine.chat_format.stop
-    reader = manner.reader if manner.hides and config.stop else None
-    if reader is None:
+    start = dialect.begun(prompt.tolist(), engine.tokenizer, prefill)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    # What is apart from an answer's text.
+    thinking = dialect.thinking if request.reasoning_format != "none" else None
+    form = dialect.form if schemas else None
+    marks = (*(form.marks if form else ()), *(thinking.marks if thinking else ()))
+    spelled = frozenset(dialect.controls[mark] for mark in marks if mark in dialect.controls)
+    config, ends = _config(state, request, dialect, schemas), engine.chat_format.stop
+    reader = partial(TurnReader, thinking, start, form, schemas)
+    hides = (form or thinking) and config.stop
+    if not hides:
         config, ends = replace(config, stop=(*config.stop, *ends)), ()
     limit = settings.reasoning_budget
     if _thinks(state, request) is False and engine.chat_format.variables(bool(tools)).isdisjoint(SWITCHES):
         limit = 0
-    thoughts = _reasoning(request, manner, limit, engine.tokenizer, config.grammar is not None)
-    roles = TokenRoles(spelled=manner.spelled, reasoning=thoughts, reader=reader, ends=ends)
-    sequences = begun(engine, [prompt], config, request.n or 1, _form(request, manner), roles)
-    return Texts(sequences, config.sampling.seed, [manner.reader() for _ in sequences])
+    thoughts = _reasoning(request, dialect.thinking, start, limit, engine.tokenizer, config.grammar is not None)
+    roles = TokenRoles(spelled=spelled, reasoning=thoughts, reader=reader if hides else None, ends=ends)
+    sequences = begun(engine, [prompt], config, request.n or 1, _form(request, schemas), roles)
+    return Texts(sequences, config.sampling.seed, [reader() for _ in sequences])
 
 
 def count(state: State, request: ChatRequest) -> int:
@@ -167,7 +138,7 @@ def _must_call(request: ChatRequest) -> bool:
     return request.tool_choice not in (None, "none", "auto")
 
 
-def _config(state: State, request: ChatRequest, manner: _Manner) -> GenerationConfig:
+def _config(state: State, request: ChatRequest, dialect: Dialect, schemas: Schemas) -> GenerationConfig:
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
@@ -185,11 +156,11 @@ def _config(state: State, request: ChatRequest, manner: _Manner) -> GenerationCo
     given, grammar, must_call = options.get("json_schema"), options.get("grammar"), _must_call(request)
     if must_call and (given is not None or grammar is not None):
         raise unsupported("tool_choice", "a required tool call cannot be combined with another output format")
-    if manner.schemas and grammar is None and (must_call or given is not None):
+    if schemas and grammar is None and (must_call or given is not None):
         # The answer is calls, or has the form.
         several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, ToolChoice)
         try:
-            options["grammar"] = call_grammar(manner.dialect, manner.schemas, several=several, answer=given)
+            options["grammar"] = call_grammar(dialect, schemas, several=several, answer=given)
         except GrammarError as error:
             raise ApiError(400, str(error), param="tools") from None
         options["json_schema"] = None
@@ -197,25 +168,21 @@ def _config(state: State, request: ChatRequest, manner: _Manner) -> GenerationCo
 
 
 def _reasoning(
-    request: ChatRequest, manner: _Manner, limit: int | None, tokenizer: Any, has_grammar: bool
+    request: ChatRequest, thinking: Thinking | None, start: Begun, limit: int | None, tokenizer: Any, has_grammar: bool
 ) -> Reasoning | None:
-    """How the answer reasons, if that needs a limit, or a grammar waits for its end.
-
-    Args:
-        limit: most tokens of reasoning if the request does not say, None for no limit.
-    """
-    thinking, asked = manner.dialect.thinking, request.reasoning_budget_tokens
+    """How the answer reasons, if that needs a limit, or a grammar waits for its end. limit: most tokens of reasoning if
+    the request does not say, None for no limit."""
+    asked, is_open = request.reasoning_budget_tokens, start in ("thinking", "reasoning")
     budget = limit if asked is None else asked if asked >= 0 else None
-    is_open = manner.begun in ("thinking", "reasoning")
     if thinking is None or (budget is None and not (has_grammar and is_open)):
         return None
     closing = encode_continuation(tokenizer, thinking.closing).tolist()
     return Reasoning(thinking.begin.encode(), thinking.end.encode(), tuple(closing), is_open, budget)
 
 
-def _form(request: ChatRequest, manner: _Manner) -> str:
+def _form(request: ChatRequest, schemas: Schemas) -> str:
     """The request member that constrains the answer."""
-    if manner.schemas and _must_call(request):
+    if schemas and _must_call(request):
         return "tools"
     if request.grammar is not None:
         return "grammar"

@@ -28,12 +28,8 @@ def begin(state: State, request: CompletionRequest) -> CompletionAnswer:
 
 
 def texts(state: State, request: CompletionRequest, usual: int, logprobs: int | None) -> Texts:
-    """A request's sequences. Raises ApiError.
-
-    Args:
-        usual: the default of max_tokens.
-        logprobs: number of likeliest tokens to report; None for no log-probabilities.
-    """
+    """A request's sequences. Raises ApiError. usual: the default of max_tokens. logprobs: number of likeliest tokens to
+    report; None for no log-probabilities."""
     n, engine = request.n or 1, state.engine
     if request.best_of is not None and request.best_of > n:
         raise unsupported("best_of", "best_of above n is not supported; set n instead")
@@ -199,10 +195,11 @@ class NativeAnswer(Answer):
             "stop": list(config.stop),
             "n_probs": config.logprobs or 0,
         }
+        kinds = {"stop": "word" if self.sequences[i].met_stop_string else "eos", "cancelled": "none"}
         return {
             "index": i,
             "stop": True,
-            "stop_type": self._stop_kind(i, result),
+            "stop_type": kinds.get(result.finish_reason, "limit"),
             "model": self.state.name,
             "has_new_line": "\n" in result.text,
             "truncated": False,
@@ -212,11 +209,6 @@ class NativeAnswer(Answer):
             "generation_settings": settings,
             "timings": timings([stats]),
         }
-
-    def _stop_kind(self, i: int, result: GenerationResult) -> str:
-        if result.finish_reason == "stop":
-            return "word" if self.sequences[i].met_stop_string else "eos"
-        return "none" if result.finish_reason == "cancelled" else "limit"
 
     def _probabilities(self, logprobs: list[TokenLogprob] | tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
         if logprobs is None:

@@ -25,14 +25,8 @@ _KINDS = {  # others are invalid_request_error
 class ApiError(Exception):
     """An error that is sent as the answer.
 
-    Args:
-        status: HTTP status.
-        message: text for people.
-        param: the request member that is wrong.
-        code: identifier for programs.
-        kind: the error's `type`; by default that of the status.
-        headers: of the answer.
-        **more: further members of the error object.
+    status: of HTTP. message: text for people. param: the request member that is wrong. code: identifier for programs.
+    kind: the error's `type`; by default that of the status. headers: of the answer. more: members of the error object.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ LogprobRow = tuple[str, float | None, dict[str, float] | None, int]
 
 
 def usage(stats: Sequence[GenerationStats], num_prompts: int) -> dict[str, Any]:
-    """A request's token counts; a prompt counts once, however many sequences it has.
-
-    Args:
-        stats: of each prompt's sequences, prompt by prompt.
-    """
+    """A request's token counts; a prompt counts once, however many sequences it has. stats: prompt by prompt."""
     firsts = stats[:: len(stats) // num_prompts]
     prompt = sum(each.prompt_tokens for each in firsts)
     new = sum(each.new_tokens for each in stats)
@@ -86,11 +82,8 @@ class CompletionLogprobs:
         self._offset = 0
 
     def prompt(self, tokens: Sequence[int], text: str, known: Sequence[TokenLogprob] | None) -> list[LogprobRow]:
-        """Log-probabilities of the prompt's tokens; the first has none.
-
-        Args:
-            text: the echoed prompt; a vocabulary may have inserted a space before its tokens.
-        """
+        """Log-probabilities of the prompt's tokens; the first has none. text: the echoed prompt; a vocabulary may have
+        inserted a space before its tokens."""
         decoded = self._tokenizer.decode(tokens)
         # An inserted space is not part of the text.
         self._offset = min(0, len(text) - len(decoded))

@@ -25,12 +25,8 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Gate:
-    """Admits sequences; for one event loop.
-
-    Args:
-        parallel: most sequences in progress. most_waiting: most sequences in the queue.
-        clock: returns seconds.
-    """
+    """Admits sequences; for one event loop. parallel: most sequences in progress. most_waiting: most sequences in the
+    queue. clock: returns seconds."""
 
     def __init__(self, parallel: int, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._parallel, self._most_waiting, self._clock = parallel, most_waiting, clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -14,8 +15,8 @@ from pystaged.server import chats
 from pystaged.server.answer import Answer, is_begun, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.models import State
-from pystaged.server.options import chat_request, refuse
-from pystaged.server.request_types import ChatRequest, Many, Open, ToolName, Tools, TurnRequest, only
+from pystaged.server.options import chat_request, refuse, text_of
+from pystaged.server.request_types import ChatRequest, Many, Open, Part, ToolName, Tools, TurnRequest, only
 
 # The type of a block's new text, and the member that holds it.
 _DELTAS = {
@@ -27,12 +28,12 @@ _DELTAS = {
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"n": (1,), "mcp_servers": ([],), "container": ()}
 # Claude Code's first line, which changes with every turn, so that no prompt would begin like the one before.
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+_text = partial(text_of, param="messages", types=("text",))
 
 
-class Block(Open):
+class Block(Part):
     """A part of a message: text, thinking, tool_use or tool_result; others that the model need not see are skipped."""
 
-    type: str
     text: str = ""
     thinking: str = ""
     id: str = ""
@@ -134,9 +135,10 @@ def _chat(state: State, request: MessageRequest) -> ChatRequest:
         raise unsupported("messages", "the last message must be the user's, or text that the answer goes on with")
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     tools = request.tools or []
+    told = [{"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools]
     more: dict[str, Any] = {
         "stop": request.stop_sequences or None,
-        "tools": [_tool(tool) for tool in tools],
+        "tools": [{"type": "function", "function": function} for function in told],
         "tool_choice": _choice(choice) if choice and tools else None,
     }
     if choice and choice.disable_parallel_tool_use:
@@ -158,11 +160,6 @@ def _system(state: State, content: Content) -> list[dict[str, Any]]:
         blocks = [block.model_copy(update={"text": _BILLING.sub("", block.text)}) for block in blocks]
     text = _text(blocks)
     return [{"role": "system", "content": text}] if text else []
-
-
-def _tool(tool: MessageTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _choice(choice: MessageToolChoice) -> str | dict[str, Any]:
@@ -208,16 +205,6 @@ def _result(content: Any) -> str:
         return _text(content if isinstance(content, str) else [Block.model_validate(part) for part in content or []])
     except (ValidationError, TypeError):
         raise ApiError(400, "messages: the content of a tool_result must be text", param="messages") from None
-
-
-def _text(content: Content) -> str:
-    """The text of blocks. Raises ApiError for a block that is no text, which the model would miss."""
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text":
-            raise unsupported("messages", f"content of type {block.type} is not supported: the model reads text only")
-    return "".join(block.text for block in content)
 
 
 class MessageAnswer(Answer):

@@ -13,11 +13,7 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50
 
 
 class Metrics:
-    """Counts requests and finished sequences.
-
-    Args:
-        prefix: of all metric names.
-    """
+    """Counts requests and finished sequences. prefix: of all metric names."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

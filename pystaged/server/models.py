@@ -33,14 +33,8 @@ _log = logging.getLogger("pystaged.server")
 
 
 class State:
-    """An engine with its gate.
-
-    Args:
-        engine: an open one. name: the model's for clients. metrics: of the server.
-
-    Attributes:
-        ready: when it was made, by time.monotonic().
-    """
+    """An open engine with its gate. name: the model's for clients. metrics: of the server. ready: when it was made, by
+    time.monotonic()."""
 
     def __init__(self, engine: Engine, settings: Settings, name: str, metrics: Metrics) -> None:
         self.engine, self.settings, self.name, self.metrics = engine, settings, name, metrics
@@ -89,14 +83,9 @@ class Served:
 
 
 class Models:
-    """The models of a server by name, for one event loop. A request's name is compared with these names alone.
-
-    Args:
-        files: the models' files by name.
-        load: loads one.
-        memory: bytes that loaded models may take together; one alone is always loaded.
-        kv_memory: bytes of memory for the keys and values of each.
-    """
+    """The models of a server by name, for one event loop. A request's name is compared with these names alone. files:
+    theirs, by name. load: loads one. memory: bytes that loaded models may take together; one alone is always loaded.
+    kv_memory: bytes of memory for the keys and values of each."""
 
     def __init__(
         self, settings: Settings, files: dict[str, Path], load: Callable[[Path], Engine], *, memory: int, kv_memory: int

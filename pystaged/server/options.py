@@ -16,7 +16,7 @@ from pystaged.options.table import SAMPLING
 from pystaged.sampling.definitions import GrammarError
 from pystaged.sampling.text import Prompt, encode_continuation
 from pystaged.server.errors import ApiError, unsupported
-from pystaged.server.request_types import ChatRequest, TextRequest, TurnRequest
+from pystaged.server.request_types import ChatRequest, Part, TextRequest, TurnRequest, joined
 
 # Other servers' names for the same options.
 _ALIASES = {
@@ -72,15 +72,19 @@ def chat_request(request: TurnRequest, messages: Sequence[Mapping[str, Any]], **
     return ChatRequest.model_validate({**same, "messages": messages, **given})
 
 
+def text_of(content: str | Sequence[Part], param: str, types: Sequence[str]) -> str:
+    """The text of a message's content. Raises ApiError for a part of no such type, which the model would miss."""
+    for part in () if isinstance(content, str) else content:
+        if part.type not in types:
+            raise unsupported(param, f"content of type {part.type} is not supported: the model reads text only")
+    return joined(content)
+
+
 def text_options(
     request: TextRequest, defaults: dict[str, Any], engine: Engine, usual: int = ANSWER_TOKENS
 ) -> dict[str, Any]:
-    """The TextOptions of a request's sequences.
-
-    Args:
-        defaults: the server's options, which a request may override; its max_tokens is also a limit.
-        usual: the default of max_tokens.
-    """
+    """The TextOptions of a request's sequences. defaults: the server's options, which a request may override; its
+    max_tokens is also a limit. usual: the default of max_tokens."""
     given = {name: getattr(request, name) for name in (*SAMPLING, "grammar", "json_schema", "speculate", "stop_loops")}
     given["logit_bias"] = _biases(request.logit_bias, engine.tokenizer) if request.logit_bias else None
     if request.top_k is not None:
@@ -105,11 +109,8 @@ def checked(options: dict[str, Any]) -> GenerationConfig:
 def begun(
     engine: Engine, prompts: Sequence[Prompt], config: GenerationConfig, n: int, form: str, roles: TokenRoles = USUAL
 ) -> list[Text]:
-    """Prepare n sequences for each prompt; seeds as in Engine.repeated. Raises ApiError.
-
-    Args:
-        form: the request member that constrains the output.
-    """
+    """Prepare n sequences for each prompt; seeds as in Engine.repeated. Raises ApiError. form: the request member that
+    constrains the output."""
     try:
         sequences = [engine.start(prompt, config, roles) for prompt in prompts]
         return list(engine.repeated(sequences, n))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cached_property
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,18 +16,16 @@ from pystaged.server.answer import Answer, ended, read_arguments
 from pystaged.server.errors import ApiError, unsupported
 from pystaged.server.figures import usage
 from pystaged.server.models import State
-from pystaged.server.options import chat_request, refuse
+from pystaged.server.options import chat_request, refuse, text_of
 from pystaged.server.request_types import (
     ChatRequest,
     ChosenFunction,
     Open,
-    Part,
     Parts,
     ResponseFormat,
     ToolName,
     Tools,
     TurnRequest,
-    joined,
     only,
 )
 
@@ -47,6 +45,7 @@ _EVENTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "custom": ("custom_tool_call_input", "input", {}, "ctc"),
 }
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_text = partial(text_of, param="input", types=_TEXTS)
 _ITEMS = (
     *(None, "message", "reasoning", "item_reference", "function_call", "function_call_output"),
     *("custom_tool_call", "custom_tool_call_output"),
@@ -182,13 +181,6 @@ def _assistant(messages: list[dict[str, Any]], *may_have: str) -> dict[str, Any]
     return messages[-1]
 
 
-def _text(content: str | list[Part]) -> str:
-    for part in [] if isinstance(content, str) else content:
-        if part.type not in _TEXTS:
-            raise unsupported("input", f"content of type {part.type} is not supported: the model reads text only")
-    return joined(content)
-
-
 def _tools(request: ResponseRequest) -> tuple[list[dict[str, Any]] | None, Any]:
     """The tools and the choice as in /v1/chat/completions."""
     tools, choice = request.tools or [], request.tool_choice
@@ -277,12 +269,8 @@ class ResponseAnswer(Answer):
 
     def _kind(self, block: Block) -> str:
         """The kind of a block; a call of a tool that takes text is one of its own."""
-        return "custom" if block.kind == "call" and block.name in self._customs else block.kind
-
-    @cached_property
-    def _customs(self) -> set[str]:
-        """The names of the tools that take text."""
-        return {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
+        customs = {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
+        return "custom" if block.kind == "call" and block.name in customs else block.kind
 
     def _id(self, block: Block) -> str:
         return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"

@@ -30,11 +30,8 @@ _ONE_PRESS = 0.5  # seconds; a program in between passes Ctrl-C on to one that h
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address, so that errors appear before a model is loaded.
-
-    Raises:
-        OSError: the address is taken or not this machine's; the message names it.
-    """
+    """Bind a socket to an address, so that errors appear before a model is loaded. Raises OSError, which names it, for
+    one that is taken or not this machine's."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if os.name == "posix":  # on Windows it would let two servers have one port
@@ -55,12 +52,8 @@ def address(listener: socket.socket) -> str:
 
 def serve(app: ASGIApp, listener: socket.socket, *, grace: int, **told: Callable[..., object]) -> None:
     """Answer requests until Ctrl-C or SIGTERM, then wait up to `grace` seconds for sequences in progress. A second
-    Ctrl-C stops at once.
-
-    Args:
-        **told: ready: called when the server accepts requests; waiting: at the end, with the number of those in
-            progress, if there are any.
-    """
+    Ctrl-C stops at once. ready: called when the server accepts requests; waiting: at the end, with the number of those
+    in progress, if there are any."""
     Server(app, grace, **told).run(sockets=[listener])
 
 
@@ -114,10 +107,9 @@ class Server(uvicorn.Server):
         self._ready, self._waiting = ready, waiting
         self._pressed = -math.inf  # when Ctrl-C was
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, _: FrameType | None) -> None:
         """The first signal ends the server, Ctrl-C after it does so at once. uvicorn's own method would have it raised
         again at the end."""
-        del frame
         if sig == signal.SIGINT:
             if time.monotonic() - self._pressed <= _ONE_PRESS:
                 return
