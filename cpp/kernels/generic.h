@@ -15,7 +15,7 @@
 // The product of a packing, read by blocks of the size that packing.cpp writes.
 template <class Block, Packing packing, class PanelBlock = Block>
 constexpr auto matmul_of() {
-    constexpr Layout layout = kLayouts[static_cast<int>(packing)];
+    constexpr Layout layout = layout_of(packing);
     static_assert(Block::bytes == layout.block_bytes, "a block");
     static_assert(Block::Header::bytes == layout.header_bytes && Block::Header::blocks == layout.blocks, "a header");
     return integer_matmul<Block, PanelBlock>;

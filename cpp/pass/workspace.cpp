@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "machine/pool.h"
-
 namespace pystaged {
 
 Workspace::Workspace(const Model& model)
@@ -124,7 +122,7 @@ Inputs Workspace::inputs(const Value& x, const Matrices& matrices) {
     for (const bool with_zero_point : {true, false}) {
         for (size_t i = 0; i < matrices.size(); ++i) {
             if (!matrices[i] || !matrices[i]->present() || !matrices[i]->packed.integer() ||
-                (zero_point(matrices[i]->packed.packing()) > 0) != with_zero_point) {
+                (layout_of(matrices[i]->packed.packing()).zero_point > 0) != with_zero_point) {
                 continue;
             }
             const PackedMatrix& matrix = matrices[i]->packed;

@@ -11,7 +11,7 @@ namespace pystaged {
 
 namespace {
 
-constexpr Layout kQ8 = kLayouts[static_cast<int>(Packing::q8_0)];
+constexpr Layout kQ8 = layout_of(Packing::q8_0);
 constexpr std::integral_constant<size_t, sizeof(uint16_t)> kHalf;
 constexpr std::integral_constant<size_t, sizeof(uint32_t)> kWord;
 
@@ -87,7 +87,7 @@ void KvCache::store_key(const Kernel& kernel, int head, int cell, const float* k
         kernel.to_f16(&k.factors.scale, 1, halves);
         put(0, halves, kHalf);
         std::transform(k.quants, k.quants + kBlock, k.quants,
-                       [](int8_t quant) { return static_cast<int8_t>(quant + zero_point(Packing::q8_0)); });
+                       [](int8_t quant) { return static_cast<int8_t>(quant + kQ8.zero_point); });
         for (size_t i = 0; i < kBlock / kWord; ++i) {
             put(kQ8.factors_bytes + i * kLanes * kWord, k.quants + i * kWord, kWord);
         }

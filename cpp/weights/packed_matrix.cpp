@@ -129,11 +129,12 @@ PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* st
 
 bool PackedMatrix::reads(Packing packing) const {
     // A minimum for a whole block takes the sum of the values, which is there for all.
-    if (!integer() || packing == packing_ || (has_minima(packing_) && !has_halves(packing_))) {
+    const Layout &own = layout_of(packing_), &other = layout_of(packing);
+    if (!integer() || packing == packing_ || (own.has_minima && !own.has_halves)) {
         return true;
     }
-    return packing_ != Packing::q2_k && packing != Packing::q2_k && zero_point(packing_) == zero_point(packing) &&
-           has_halves(packing_) == has_halves(packing);
+    return packing_ != Packing::q2_k && packing != Packing::q2_k && own.zero_point == other.zero_point &&
+           own.has_halves == other.has_halves;
 }
 
 void PackedMatrix::row(int index, float* out) const {

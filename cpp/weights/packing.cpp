@@ -19,10 +19,6 @@ constexpr ggml_type kTypes[kNumPackings] = {
     GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_Q3_K, GGML_TYPE_Q2_K,
 };
 
-const Layout& layout_of(Packing packing) {
-    return kLayouts[static_cast<int>(packing)];
-}
-
 // Where in a block of the file its F16 numbers for all of ours stand.
 int header_at(Packing packing) {
     switch (packing) {
@@ -252,7 +248,7 @@ void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
 
 template <Packing kPacking, int kIndex>
 ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
-    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    constexpr Layout l = layout_of(kPacking);
     out += l.header_bytes + kIndex * l.block_bytes;
     const LaneBlock block = read_block(kPacking, in, kIndex);
     for (int i = 0; i < l.factors; ++i) {
@@ -264,7 +260,7 @@ ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
 // Packs one lane of the blocks that share a header.
 template <Packing kPacking, int... kIndices>
 ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
-    for (int i = 0; i < kLayouts[static_cast<int>(kPacking)].headers; ++i) {
+    for (int i = 0; i < layout_of(kPacking).headers; ++i) {
         std::memcpy(out + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
     }
     (pack_block<kPacking, kIndices>(in, lane, out), ...);
@@ -272,7 +268,7 @@ ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::int
 
 template <Packing kPacking>
 void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
-    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    constexpr Layout l = layout_of(kPacking);
     const size_t file_block = ggml_type_size(type_of(kPacking));
     for (int b = 0; b < cols / kBlock / l.blocks; ++b, out += l.header_bytes + l.blocks * l.block_bytes) {
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -328,17 +324,6 @@ Packing packing_of(ggml_type type) {
     throw std::invalid_argument(say("weights of type ", ggml_type_name(type), " are not supported; use ", names));
 }
 
-bool has_minima(Packing packing) {
-    switch (packing) {
-        case Packing::q4_1:
-        case Packing::q5_1:
-        case Packing::q4_k:
-        case Packing::q5_k:
-        case Packing::q2_k: return true;
-        default: return false;
-    }
-}
-
 size_t group_bytes(Packing packing, int padded_cols) {
     const Layout& l = layout_of(packing);
     if (l.bits == 0) {
@@ -380,7 +365,7 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         for (int half = 0; half < 2; ++half) {
             const auto factor = [&](int i) { return in + (i * kLanes + lane) * l.factor_bytes; };
             const auto shared = [&](int i) { return load_half(header + 2 * (i * kLanes + lane)); };
-            const uint8_t* own = factor(has_halves(packing) ? half : 0);
+            const uint8_t* own = factor(l.has_halves ? half : 0);
             switch (packing) {
                 case Packing::mxfp4: scales[half] = std::ldexp(1.0f, *own - 128); break;
                 case Packing::q4_k:
@@ -402,10 +387,10 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         load_quants(l, in + l.factors_bytes, lane, words);
         for (int i = 0; i < kBlock; ++i) {
             const int byte = static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255);
-            const int quant = (table ? table[byte] : byte) - zero_point(packing);
+            const int quant = (table ? table[byte] : byte) - l.zero_point;
             // As ggml writes it, for the sign of zeros.
             const float product = scales[i / 16] * static_cast<float>(quant);
-            out[i] = has_minima(packing) ? product - minima[i / 16] : product;
+            out[i] = l.has_minima ? product - minima[i / 16] : product;
         }
     }
 }
