@@ -1,8 +1,8 @@
 // AVX-512 with VNNI: Intel since Ice Lake, AMD since Zen 4.
 #include <immintrin.h>
 
+#include "features.h"
 #include "kernel.h"
-#include "x86_features.h"
 
 namespace pystaged {
 namespace {
