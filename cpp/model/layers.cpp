@@ -1,8 +1,8 @@
-#include "model/layers.h"
-
 #include <algorithm>
 #include <cmath>
 #include <map>
+
+#include "model/loader.h"
 
 namespace pystaged {
 

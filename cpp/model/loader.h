@@ -108,4 +108,8 @@ private:
     size_t used_ = 0, buffer_bytes_ = 0;
 };
 
+// Takes all tensors of a model of the loader's family. Throws ModelError where one is missing, damaged, or of the wrong
+// shape, or is only in some layers.
+Weights load_weights(Loader& from);
+
 }  // namespace pystaged

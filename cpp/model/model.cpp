@@ -10,7 +10,6 @@
 
 #include "error.h"
 #include "machine/pool.h"
-#include "model/loader.h"
 
 namespace pystaged {
 

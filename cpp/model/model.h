@@ -9,12 +9,8 @@
 #include <vector>
 
 #include "llama/llama_model.h"
-#include "machine/memory.h"
 #include "machine/topology.h"
-#include "model/family.h"
-#include "model/hyperparameters.h"
-#include "model/layers.h"
-#include "weights/packed_file.h"
+#include "model/loader.h"
 
 namespace pystaged {
 
