@@ -1,6 +1,7 @@
-#include "pass/draft_inputs.h"
-
+// What drafts read of other models' hidden states, and hand on.
 #include <algorithm>
+
+#include "pass/workspace.h"
 
 namespace pystaged {
 

@@ -1,6 +1,4 @@
-#include "pass/packed_attention.h"
-
-#include "machine/pool.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 

@@ -2,8 +2,7 @@
 // to keys and values that are made of them. Which of the two never depends on the pass, as both round differently.
 #include <algorithm>
 
-#include "machine/pool.h"
-#include "pass/packed_attention.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 

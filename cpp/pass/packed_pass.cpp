@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "machine/pool.h"
-#include "pass/draft_inputs.h"
-
 namespace pystaged {
 
 std::unique_ptr<TextState> PackedPass::make_state(int num_rows, int context) {

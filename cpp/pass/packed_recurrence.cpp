@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "machine/math.h"
-#include "machine/pool.h"
 #include "pass/workspace.h"
 
 namespace pystaged {

@@ -102,7 +102,7 @@ struct Workspace {
     } rotations[2];
     float* row_scales = nullptr;    // [rows] of attention's scores, or none
     float* layer_inputs = nullptr;  // what tokens mean to each layer, [layers][rows][padded width of such an embedding]
-    Value first_input;     // what the first layer reads where that is not the residual stream; see draft_inputs.h
+    Value first_input;     // what the first layer reads where that is not the residual stream; see hidden_beside()
     int num_mixtures = 0;  // layers of the pass that have chosen experts
     const std::vector<float> unit;  // weights of a norm that makes a delta net's keys as long as 1
     AttentionRows attention_rows;
@@ -125,6 +125,12 @@ Value mix(Workspace& w, const ShortConvolution& mixer, const Value& input, int l
 Value mix(Workspace& w, const DeltaNet& mixer, const Value& input, int layer, int first_row);
 Value mix(Workspace& w, const StateSpace& mixer, const Value& input, int layer, int first_row);
 
+// What the two kinds of attention have in common: what it does in a layer, and to which rows; norms, queries, keys and
+// values are not set. And attention of all heads, once they are written, as `output` reads it.
+AttentionLayer attention_layer(const Workspace& w, int layer);
+AttentionRows& attention_rows(Workspace& w, int num_inputs, int layer, int first_row);
+Value attend(Workspace& w, const AttentionLayer& how, const AttentionRows& rows, const Linear& output);
+
 // The products of a dense network before its last matrix: `up`, after `gate` where that is apart. They write out[n] and
 // gates[n], as wide as `down` takes them, and quantized to `handed`.
 void open(const Workspace& w, const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out,
@@ -132,5 +138,15 @@ void open(const Workspace& w, const Dense& dense, const Activations& of_gate, co
 // x plus the branch of a network that reads `input`.
 Value add(Workspace& w, const Dense& dense, const Value& x, const Value& input, const Norm& post_norm);
 Value add(Workspace& w, const Experts& experts, const Value& x, const Value& input, const Norm& post_norm);
+
+// A draft's first rows: of an embedding's rows and hidden ones, joined in one row; or the hidden ones, while the first
+// layer reads both (EAGLE-3); or hidden ones as context.
+Value join_hidden(Workspace& w);
+Value hidden_beside(Workspace& w, const Value& embedded);
+Value hidden_context(Workspace& w);
+// Of a draft without keys and values, what it hands on of its last rows.
+void hand_on(Workspace& w, const Value& x);
+// As Backend::add_markov(), of one pass.
+void add_markov_rows(Workspace& w, const int32_t* before, int n, float* logits, float* maxima);
 
 }  // namespace pystaged
