@@ -72,15 +72,6 @@ RowOrder stacked(RowOrder order, const RowOrder& next) {
     return order;
 }
 
-PackedMatrix::PackedMatrix(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads)
-    : PackedMatrix(
-          type, cols,
-          [&](int first, int count, uint8_t* out) {
-              const size_t row_bytes = ggml_row_size(type, cols);
-              std::memcpy(out, source + first * row_bytes, count * row_bytes);
-          },
-          in_order(rows), storage, num_threads) {}
-
 PackedMatrix::PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,
                            int num_threads)
     : PackedMatrix(type, static_cast<int>(order.size()), cols, storage) {
