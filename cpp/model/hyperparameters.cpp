@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <optional>
 
 #include "machine/math.h"
@@ -49,7 +50,7 @@ public:
         std::optional<int64_t> found;
         for (int i = 0; i < h.num_layers; ++i) {
             const int64_t value = values ? (*values)[h.first_layer + i] : one;
-            if (!uses(h.layers[i])) {
+            if (!std::invoke(uses, h.layers[i])) {
                 continue;
             }
             if (found && value != *found && !may_differ) {
@@ -316,9 +317,8 @@ constexpr const char* kDifferentLengths = "keys and values of different lengths 
 // What families may have of their own in each layer.
 void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     const bool differ = family.has(kLayersDiffer);
-    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends, differ,
-                                           &LayerNumbers::num_kv_heads);
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h,
+                                           &LayerNumbers::attends, differ, &LayerNumbers::num_kv_heads);
     h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
     const int value_dim = keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads);
     if (family.has(kLatents)) {
@@ -607,15 +607,14 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     for (h.last_mixing = h.num_layers - 1; h.layers[h.last_mixing].mixers.empty(); --h.last_mixing) {
         keys.require(h.last_mixing != 0, "feed_forward_length", "leaves no layer that mixes rows");
     }
-    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, attends);
+    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, &LayerNumbers::attends);
     keys.require(h.num_heads != 0, "attention.head_count", "is missing");
     read_windows(family, keys, h);
     read_heads(file, family, keys, h);
-    h.ffn_width = keys.number_of_layers(
-        "feed_forward_length", 1, kMostNumbers, family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
-        [](const LayerNumbers& layer) { return layer.feeds_forward; }, family.has(kLayersDiffer),
-        &LayerNumbers::ffn_width);
+    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
+                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
+                                        &LayerNumbers::feeds_forward, family.has(kLayersDiffer),
+                                        &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
     const bool is_dense = std::ranges::any_of(h.layers, [&](const LayerNumbers& layer) {
         return layer.feeds_forward && (!layer.has_experts || family.has(kDenseBeside));

@@ -87,19 +87,6 @@ std::vector<Loader::Matrix> Loader::matrices() const {
     return result;
 }
 
-std::vector<std::pair<std::string, size_t>> Loader::types() const {
-    std::map<ggml_type, size_t> bytes;
-    for (const Matrix& matrix : matrices()) {
-        bytes[matrix.tensor->type] += matrix.tensor->bytes;
-    }
-    std::vector<std::pair<std::string, size_t>> result;
-    for (const auto& [type, sum] : bytes) {
-        result.emplace_back(ggml_type_name(type), sum);
-    }
-    std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
-    return result;
-}
-
 void Loader::begin_packing(int num_threads, PackedContent& content, const PackedFile* packed) {
     packing_ = true;
     num_threads_ = num_threads;
@@ -125,19 +112,15 @@ void Loader::begin_packing(int num_threads, PackedContent& content, const Packed
 
 std::vector<float> Loader::read(const TensorView& tensor) const {
     const size_t size = size_t(tensor.ne[0]) * tensor.ne[1];
+    file.require(tensor.type == GGML_TYPE_F32 || tensor.type == GGML_TYPE_F16 || tensor.type == GGML_TYPE_BF16,
+                 "tensor '", tensor.name, "' is of type ", ggml_type_name(tensor.type),
+                 " where F32, F16 or BF16 is needed");
     const Memory data = file.read(tensor);
     std::vector<float> values(size);
-    switch (tensor.type) {
-        case GGML_TYPE_F32: std::copy_n(reinterpret_cast<const float*>(data.data()), size, values.data()); break;
-        case GGML_TYPE_F16:
-            ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(data.data()), values.data(), int64_t(size));
-            break;
-        case GGML_TYPE_BF16:
-            ggml_bf16_to_fp32_row(reinterpret_cast<const ggml_bf16_t*>(data.data()), values.data(), int64_t(size));
-            break;
-        default:
-            file.fail("tensor '", tensor.name, "' is of type ", ggml_type_name(tensor.type),
-                      " where F32, F16 or BF16 is needed");
+    if (tensor.type == GGML_TYPE_F32) {
+        std::copy_n(reinterpret_cast<const float*>(data.data()), size, values.data());
+    } else {
+        ggml_get_type_traits(tensor.type)->to_float(data.data(), values.data(), int64_t(size));
     }
     return values;
 }

@@ -45,8 +45,6 @@ public:
         bool is_table;
     };
     std::vector<Matrix> matrices() const;
-    // ggml's names of the matrices' types and how many bytes each takes, the most first.
-    std::vector<std::pair<std::string, size_t>> types() const;
 
     // From now on tensors are read. Throws UnsupportedModelError for a type that has no packing. `content` is told of
     // each matrix where it is not empty. With `packed` matrices are taken from there; that they are what they should be

@@ -6,9 +6,7 @@
 #include <limits>
 #include <map>
 #include <optional>
-#include <stdexcept>
 
-#include "error.h"
 #include "machine/pool.h"
 
 namespace pystaged {
@@ -21,12 +19,7 @@ constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 Cores checked_threads(int num_threads) {
     require(num_threads >= 0 && num_threads <= ThreadPool::kMaxThreads,
             "the number of threads must be between 0 (automatic) and ", ThreadPool::kMaxThreads, ", not ", num_threads);
-    Cores cores;
-    if (num_threads > 0) {
-        cores.few = cores.many = num_threads;
-    } else {
-        cores = choose_cores();
-    }
+    Cores cores = num_threads > 0 ? Cores{.few = num_threads, .many = num_threads} : choose_cores();
     cores.few = std::min(cores.few, ThreadPool::kMaxThreads);
     cores.many = std::min(cores.many, ThreadPool::kMaxThreads);
     return cores;
@@ -54,6 +47,13 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const size_t num_tokens = tokens ? tokens->second : numbers.vocab_size;
     file.require(num_tokens == size_t(numbers.vocab_size), "the file has weights for ", numbers.vocab_size,
                  " tokens, but a vocabulary of ", num_tokens);
+}
+
+// The most bytes first.
+std::vector<std::pair<std::string, size_t>> by_size(const std::map<std::string, size_t>& types) {
+    std::vector<std::pair<std::string, size_t>> result(types.begin(), types.end());
+    std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
+    return result;
 }
 
 // Checks all that a file holds; nothing is packed.
@@ -103,7 +103,6 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     check_vocabulary(file, numbers_);
     Loader loader(file, *family_, numbers_);
     declare(loader, state_bytes());
-    weight_types_ = loader.types();
     load_packed(loader, packed);
     // All but what rows are looked up in, and Markov weights; the head may be borrowed.
     const Weights& own = weights_;
@@ -117,7 +116,9 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
                              (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
         }
     }
+    std::map<std::string, size_t> types;
     for (const auto& [tensor, is_table] : loader.matrices()) {
+        types[ggml_type_name(tensor->type)] += tensor->bytes;
         const bool is_head = tensor->name == kEmbedding && !own.head.present();
         num_weights_ +=
             is_table && !is_head
@@ -125,6 +126,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
                 : size_t(tensor->ne[0]) * tensor->ne[1] *
                       (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
     }
+    weight_types_ = by_size(types);
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
@@ -139,8 +141,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         check_vocabulary(file, numbers);
         Loader loader(file, family, numbers);
         declare(loader, 0);
-        const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-        file.require(!numbers.is_recurrent() || std::ranges::any_of(numbers.layers, attends),
+        file.require(!numbers.is_recurrent() || std::ranges::any_of(numbers.layers, &LayerNumbers::attends),
                      "no layer attends, and llama.cpp does not compute such a model; leave out the device");
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
@@ -179,8 +180,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         weight_bytes_ += tensor.bytes / share * read;
         num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
     }
-    weight_types_.assign(types.begin(), types.end());
-    std::ranges::sort(weight_types_, std::greater(), &std::pair<std::string, size_t>::second);
+    weight_types_ = by_size(types);
 }
 
 void Model::load_packed(Loader& loader, const std::string& packed) {

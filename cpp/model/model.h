@@ -87,7 +87,7 @@ public:
     // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
     // of rows but that of time.
     bool is_chained() const { return llama_ && llama_->is_recurrent(); }
-    // As Loader::types().
+    // ggml's names of the matrices' types and how many bytes each takes, the most first.
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 
