@@ -61,6 +61,88 @@ void keep_best(std::vector<Candidate>& candidates, size_t k) {
     }
 }
 
+// kept = the logits from `least` on; what is masked is less than any.
+void keep_from(const LogitsRow& row, float least, std::vector<Candidate>& kept) {
+    least = std::max(least, std::numeric_limits<float>::lowest());
+    kept.clear();
+    for (int run = 0; run < row.stride / kRun; ++run) {
+        if (row.maxima[run] >= least) {
+            for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); ++i) {
+                if (row.logits[i] >= least) {
+                    kept.push_back({i, row.logits[i]});
+                }
+            }
+        }
+    }
+}
+
+// The sum of exp(score).
+double total_of(const std::vector<Candidate>& kept) {
+    double total = 0;
+    for (const Candidate& c : kept) {
+        total += own_exp(c.score);
+    }
+    return total;
+}
+
+float log_total(const std::vector<Candidate>& kept) {
+    return static_cast<float>(own_log(total_of(kept)));
+}
+
+void scale(std::vector<Candidate>& kept, float top, float temperature) {
+    for (Candidate& c : kept) {
+        c.score = relative(c.score, top, temperature);
+    }
+}
+
+// Keeps the first whose probabilities add up to `goal`, at least one; returns whether they do.
+bool keep_top(std::vector<Candidate>& kept, double goal) {
+    double sum = 0;
+    size_t n = 0;
+    while (n < kept.size() && sum < goal) {
+        sum += own_exp(kept[n++].score);
+    }
+    if (sum < goal) {
+        return false;
+    }
+    kept.resize(std::max<size_t>(n, 1));
+    return true;
+}
+
+// Keeps those whose surprise, -log p, is nearest to the mean of it, until they have more than this probability.
+void keep_typical(std::vector<Candidate>& kept, float typical_p) {
+    const double all = total_of(kept), log_all = own_log(all);
+    double entropy = 0;
+    for (const Candidate& c : kept) {
+        if (c.score != kNothing) {
+            entropy += own_exp(c.score) / all * (log_all - c.score);
+        }
+    }
+    const auto oddity = [&](const Candidate& c) { return std::abs(log_all - c.score - entropy); };
+    // A heap, because often a few are enough.
+    const auto later = [&](const Candidate& a, const Candidate& b) {
+        const double x = oddity(a), y = oddity(b);
+        return x > y || (x == y && better(b, a));
+    };
+    std::make_heap(kept.begin(), kept.end(), later);
+    auto end = kept.end();
+    for (double sum = 0; end != kept.begin() && sum <= typical_p * all; --end) {
+        std::pop_heap(kept.begin(), end, later);
+        sum += own_exp((end - 1)->score);
+    }
+    kept.erase(kept.begin(), end);
+    std::sort(kept.begin(), kept.end(), better);
+}
+
+// How many candidates, best first, XTC excludes.
+size_t count_top(const std::vector<Candidate>& kept, float threshold, double total) {
+    size_t n = 0;
+    while (n + 1 < kept.size() && own_exp(kept[n + 1].score) >= threshold * total) {
+        ++n;
+    }
+    return n;
+}
+
 }  // namespace
 
 void check(const Sampling& s) {
@@ -135,21 +217,6 @@ double Sampler::sum_exp(const LogitsRow& row, float top, float factor, int num_t
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
 }
 
-// kept_ = the logits from `least` on; what is masked is less than any.
-void Sampler::keep_from(const LogitsRow& row, float least) {
-    least = std::max(least, std::numeric_limits<float>::lowest());
-    kept_.clear();
-    for (int run = 0; run < row.stride / kRun; ++run) {
-        if (row.maxima[run] >= least) {
-            for (int i = run * kRun; i < std::min(row.size, (run + 1) * kRun); ++i) {
-                if (row.logits[i] >= least) {
-                    kept_.push_back({i, row.logits[i]});
-                }
-            }
-        }
-    }
-}
-
 // kept_ = the k largest logits, best first.
 void Sampler::top_logits(const LogitsRow& row, int k) {
     const int num_runs = row.stride / kRun;
@@ -160,65 +227,8 @@ void Sampler::top_logits(const LogitsRow& row, int k) {
         std::nth_element(run_maxima_.begin(), run_maxima_.begin() + (k - 1), run_maxima_.end(), std::greater<float>());
         least = run_maxima_[k - 1];
     }
-    keep_from(row, least);
+    keep_from(row, least, kept_);
     keep_best(kept_, static_cast<size_t>(k));
-    std::sort(kept_.begin(), kept_.end(), better);
-}
-
-double Sampler::total() const {
-    double total = 0;
-    for (const Candidate& c : kept_) {
-        total += own_exp(c.score);
-    }
-    return total;
-}
-
-float Sampler::log_total() const {
-    return static_cast<float>(own_log(total()));
-}
-
-void Sampler::scale(float top, float temperature) {
-    for (Candidate& c : kept_) {
-        c.score = relative(c.score, top, temperature);
-    }
-}
-
-// Keeps the first of kept_ whose probabilities add up to `goal`, at least one; returns whether they do.
-bool Sampler::keep_top(double goal) {
-    double sum = 0;
-    size_t n = 0;
-    while (n < kept_.size() && sum < goal) {
-        sum += own_exp(kept_[n++].score);
-    }
-    if (sum < goal) {
-        return false;
-    }
-    kept_.resize(std::max<size_t>(n, 1));
-    return true;
-}
-
-// Keeps those whose surprise, -log p, is nearest to the mean of it, until they have more than this probability.
-void Sampler::keep_typical(float typical_p) {
-    const double all = total(), log_all = own_log(all);
-    double entropy = 0;
-    for (const Candidate& c : kept_) {
-        if (c.score != kNothing) {
-            entropy += own_exp(c.score) / all * (log_all - c.score);
-        }
-    }
-    const auto oddity = [&](const Candidate& c) { return std::abs(log_all - c.score - entropy); };
-    // A heap, because often a few are enough.
-    const auto later = [&](const Candidate& a, const Candidate& b) {
-        const double x = oddity(a), y = oddity(b);
-        return x > y || (x == y && better(b, a));
-    };
-    std::make_heap(kept_.begin(), kept_.end(), later);
-    auto end = kept_.end();
-    for (double sum = 0; end != kept_.begin() && sum <= typical_p * all; --end) {
-        std::pop_heap(kept_.begin(), end, later);
-        sum += own_exp((end - 1)->score);
-    }
-    kept_.erase(kept_.begin(), end);
     std::sort(kept_.begin(), kept_.end(), better);
 }
 
@@ -232,21 +242,12 @@ bool Sampler::excludes_top(const Sampling& s, int64_t position) const {
     return noise <= -own_log(-own_log(s.xtc_probability));
 }
 
-// How many of kept_, best first, XTC excludes.
-size_t Sampler::count_top(float threshold, double total) const {
-    size_t n = 0;
-    while (n + 1 < kept_.size() && own_exp(kept_[n + 1].score) >= threshold * total) {
-        ++n;
-    }
-    return n;
-}
-
 // The row as XTC leaves it.
 LogitsRow Sampler::without_top(const Sampling& s, const LogitsRow& row, float temperature, int num_threads) {
     const float top = top_of(row), most = 1 / s.xtc_threshold;  // no more tokens can be as likely as that
     top_logits(row, most < static_cast<float>(row.size - 2) ? static_cast<int>(most) + 2 : row.size);
-    scale(top, temperature);
-    kept_.resize(count_top(s.xtc_threshold, sum_exp(row, top, inverse(temperature), num_threads)));
+    scale(kept_, top, temperature);
+    kept_.resize(count_top(kept_, s.xtc_threshold, sum_exp(row, top, inverse(temperature), num_threads)));
     tokens_.clear();
     for (const Candidate& c : kept_) {
         tokens_.push_back(c.token);
@@ -262,12 +263,12 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
         if (k < all) {
             top_logits(row, k);
         } else {
-            keep_from(row, std::numeric_limits<float>::lowest());
+            keep_from(row, std::numeric_limits<float>::lowest(), kept_);
         }
-        scale(top, temperature);
-        keep_typical(s.typical_p);
+        scale(kept_, top, temperature);
+        keep_typical(kept_, s.typical_p);
         if (s.top_p < 1) {
-            keep_top(s.top_p * total());
+            keep_top(kept_, s.top_p * total_of(kept_));
         }
     } else if (s.top_p < 1) {
         double total = -1;
@@ -277,22 +278,22 @@ void Sampler::filter(const Sampling& s, const LogitsRow& row, float top, float t
         // Usually a few tokens are enough; look further only when they are not.
         for (int guess = std::min(k, 128);; guess = std::min(k, guess * 8)) {
             top_logits(row, guess);
-            scale(top, temperature);
+            scale(kept_, top, temperature);
             if (s.top_k > 0 && guess < k) {
                 continue;
             }
-            if (keep_top(s.top_p * (total >= 0 ? total : own_exp(log_total()))) || guess == k) {
+            if (keep_top(kept_, s.top_p * (total >= 0 ? total : own_exp(log_total(kept_)))) || guess == k) {
                 break;
             }
         }
     } else if (s.top_k == 0) {
         // Only min-p is on: its threshold is known beforehand.
-        keep_from(row, top + temperature * static_cast<float>(own_log(s.min_p)));
-        scale(top, temperature);
+        keep_from(row, top + temperature * static_cast<float>(own_log(s.min_p)), kept_);
+        scale(kept_, top, temperature);
         return;
     } else {
         top_logits(row, k);
-        scale(top, temperature);
+        scale(kept_, top, temperature);
     }
     if (s.min_p > 0 && !kept_.empty()) {
         const float least = kept_.front().score + static_cast<float>(own_log(s.min_p));
@@ -320,10 +321,10 @@ Sampler::Choice Sampler::narrow(const Sampling& s, LogitsRow& row, int64_t posit
     filter(s, row, top_of(row), temperature, num_threads);
     if (exclude) {
         std::sort(kept_.begin(), kept_.end(), better);
-        kept_.erase(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(count_top(s.xtc_threshold, total())));
+        kept_.erase(kept_.begin(), kept_.begin() + count_top(kept_, s.xtc_threshold, total_of(kept_)));
     }
     if (s.temperature_last && !kept_.empty()) {
-        scale(std::min_element(kept_.begin(), kept_.end(), better)->score, greedy ? 1 : s.temperature);
+        scale(kept_, std::min_element(kept_.begin(), kept_.end(), better)->score, greedy ? 1 : s.temperature);
     }
     return Choice::kept;
 }
@@ -395,14 +396,14 @@ const std::vector<Candidate>& Sampler::candidates(const Sampling& s, const Logit
     if (choice == Choice::likeliest) {
         const float top = top_of(row);
         top_logits(row, k);
-        scale(top, 1);
+        scale(kept_, top, 1);
         total = static_cast<float>(own_log(sum_exp(row, top, 1, num_threads)));
     } else if (choice == Choice::all) {
         const float top = top_of(row);
         perturb_all(s, row, position, k, top);
         total = static_cast<float>(own_log(sum_exp(row, top, inverse(s.temperature), num_threads)));
     } else {
-        total = log_total();
+        total = log_total(kept_);
         if (s.temperature > 0) {
             add_noise(s, position, 0);
         }
@@ -454,7 +455,7 @@ const std::vector<Candidate>& Sampler::log_probabilities(const LogitsRow& row, i
         top_logits(row, std::min(k, row.size));
     }
     kept_.insert(kept_.begin(), {token, row.logits[token]});
-    scale(top, 1);
+    scale(kept_, top, 1);
     for (Candidate& c : kept_) {
         c.score -= total;
     }

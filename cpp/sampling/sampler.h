@@ -85,18 +85,11 @@ private:
     Choice narrow(const Sampling& sampling, LogitsRow& row, int64_t position, int num_threads);
     bool excludes_top(const Sampling& sampling, int64_t position) const;
     LogitsRow without_top(const Sampling& sampling, const LogitsRow& row, float temperature, int num_threads);
-    size_t count_top(float threshold, double total) const;
-    void keep_typical(float typical_p);
-    bool keep_top(double goal);
-    void scale(float top, float temperature);
-    void keep_from(const LogitsRow& row, float least);
     void top_logits(const LogitsRow& row, int k);
     void filter(const Sampling& sampling, const LogitsRow& row, float top, float temperature, int num_threads);
     void add_noise(const Sampling& sampling, int64_t position, size_t first);
     void perturb_all(const Sampling& sampling, const LogitsRow& row, int64_t position, int k, float top);
     double sum_exp(const LogitsRow& row, float top, float factor, int num_threads);
-    double total() const;
-    float log_total() const;
 
     const Kernel& kernel_;
     RuledRow ruled_;
