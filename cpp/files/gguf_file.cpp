@@ -105,9 +105,7 @@ std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
 
 }  // namespace
 
-GgufFile::GgufFile(const std::string& path) : GgufFile(path, true) {}
-
-GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
+GgufFile::GgufFile(const std::string& path, bool with_others) : path_(path) {
     std::unique_ptr<FILE, File::Close> stream;
     try {
         file_ = std::make_unique<File>(path, File::Use::kRead);
@@ -132,7 +130,7 @@ GgufFile::GgufFile(const std::string& path, bool first) : path_(path) {
                 gguf_get_tensor_name(context_.get(), i),
                 "' lies beyond the end of the file; it is truncated or damaged, get it again");
     }
-    if (first) {
+    if (with_others) {
         open_shards();
     }
 }
@@ -151,7 +149,7 @@ void GgufFile::open_shards() {
     require(path_.ends_with(own), "the model lies in ", count, " files; name the first, which ends in '", own, "'");
     for (int64_t i = 2; i <= count; ++i) {
         const std::string path = path_.substr(0, path_.size() - own.size()) + suffix(i);
-        shards_.push_back(std::unique_ptr<GgufFile>(new GgufFile(path, false)));
+        shards_.push_back(std::make_unique<GgufFile>(path, false));
         shards_.back()->integer("split.no", i - 1, i - 1);
         shards_.back()->integer("split.count", count, count, count);
     }

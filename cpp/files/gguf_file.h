@@ -25,8 +25,8 @@ struct TensorView {
 class GgufFile {
 public:
     // Throws ModelError when the file cannot be read or is not a whole, valid GGUF file. The first of several files
-    // (...-00001-of-00003.gguf) stands for all of them.
-    explicit GgufFile(const std::string& path);
+    // (...-00001-of-00003.gguf) stands for all of them, unless they are not wanted.
+    explicit GgufFile(const std::string& path, bool with_others = true);
 
     const std::string& path() const { return path_; }
     // Of all files.
@@ -79,7 +79,6 @@ public:
     }
 
 private:
-    GgufFile(const std::string& path, bool first);
     int64_t key(const std::string& name) const { return gguf_find_key(context_.get(), name.c_str()); }
     // That of a value of this type, or less than 0 where there is none. Throws ModelError for another type.
     int64_t key(const std::string& name, gguf_type type, const std::string& words) const;

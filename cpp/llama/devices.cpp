@@ -22,10 +22,6 @@ bool is_gpu(ggml_backend_dev_t device) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-ggml_backend_dev_t cpu_device() {
-    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-}
-
 std::vector<std::string> split(const std::string& text) {
     std::vector<std::string> parts;
     std::istringstream stream(text);
@@ -48,7 +44,7 @@ ggml_backend_reg_t rpc() {
 ggml_backend_dev_t find_device(const std::string& name) {
     const std::string wanted = lower(name);
     if (wanted == "ggml-cpu") {
-        return cpu_device();
+        return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
     std::string names = "cpu, ggml-cpu";
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {

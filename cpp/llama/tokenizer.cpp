@@ -10,7 +10,6 @@
 
 #include "error.h"
 #include "files/gguf_file.h"
-#include "llama.h"
 #include "machine/digest.h"
 #include "machine/system.h"
 
@@ -316,16 +315,12 @@ std::map<std::string, int32_t> Tokenizer::infill_tokens() const {
     return tokens;
 }
 
-bool Tokenizer::same(const Tokenizer& other, int32_t token) const {
-    return std::strcmp(llama_vocab_get_text(vocab_, token), llama_vocab_get_text(other.vocab_, token)) == 0 &&
-           is_control(token) == other.is_control(token) && is_end(token) == other.is_end(token) &&
-           token_bytes(token) == other.token_bytes(token);
-}
-
 std::vector<bool> Tokenizer::shared_with(const Tokenizer& other) const {
     std::vector<bool> result(num_tokens());
     for (int32_t token = 0; token < std::min(num_tokens(), other.num_tokens()); ++token) {
-        result[token] = same(other, token);
+        result[token] = token_text(token) == other.token_text(token) &&
+                        is_control(token) == other.is_control(token) && is_end(token) == other.is_end(token) &&
+                        token_bytes(token) == other.token_bytes(token);
     }
     return result;
 }

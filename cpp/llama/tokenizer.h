@@ -77,7 +77,6 @@ private:
     std::vector<int32_t> encode_piece(const char* text, size_t size, bool add_special, bool parse_special) const;
     std::vector<size_t> cuts(const std::string& text, bool parse_special) const;
     void check_token(int32_t token) const;
-    bool same(const Tokenizer& other, int32_t token) const;
 
     std::unique_ptr<llama_model, Free> model_;
     const llama_vocab* vocab_ = nullptr;

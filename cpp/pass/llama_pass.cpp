@@ -157,6 +157,7 @@ int LlamaText::sequence_behind(int row) {
 }
 
 std::vector<std::vector<int>> LlamaText::find_ids(int first) {
+    pass_.read(*this, committed_, committed_.size());
     const int end = static_cast<int>(rows_.size());
     std::vector<std::vector<int>> ids(end - first);
     std::vector<char> has_children(end - first);
@@ -263,7 +264,7 @@ int LlamaText::copy(const TextState& other, int length) {
     llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, -1, -1);
     held_ = from.held_;
     from.last_rows_ = 0;  // libllama would take rows back for both
-    kept_.copy(from.kept_);
+    kept_.set(from.kept_.all());
     return length;
 }
 
@@ -536,7 +537,7 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
     std::vector<int> at(pass.num_rows, -1);  // in the batch
     Batch batch;
     for (Part* part = parts; part < parts + num_parts; ++part) {
-        const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(*part, pass, batch) : find_ids(*part);
+        const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(*part, pass, batch) : part->text->find_ids(part->first);
         for (size_t i = 0; i < part->rows.size(); ++i) {
             const int row = part->rows[i];
             if (!ids[i].empty()) {
@@ -571,12 +572,6 @@ std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
         }
     }
     return parts;
-}
-
-std::vector<std::vector<int>> LlamaPass::find_ids(const Part& part) {
-    LlamaText& text = *part.text;
-    read(text, text.committed_, text.committed_.size());
-    return text.find_ids(part.first);
 }
 
 // Of a text with recurrent layers, whose rows are a chain: goes back to where that begins, and reads what is missing.

@@ -54,7 +54,8 @@ private:
     // Forgets pending rows from there on, or all that libllama had of it.
     void drop(int first);
     void forget();
-    // Sequence ids for pending rows from `first` on, none for those that are left out.
+    // Reads what libllama lacks of the committed tokens. Sequence ids for pending rows from `first` on, none for those
+    // that are left out.
     std::vector<std::vector<int>> find_ids(int first);
     // The index of a sequence that ends with a pending row, or the committed tokens; -1 where there is none.
     int sequence_behind(int row);
@@ -97,7 +98,6 @@ private:
     struct Part;
 
     std::vector<Part> parts_of(const Pass& pass) const;
-    std::vector<std::vector<int>> find_ids(const Part& part);
     std::vector<std::vector<int>> go_on(Part& part, const Pass& pass, Batch& batch);
     // In one batch of libllama.
     void compute(const Pass& pass, Part* parts, size_t num_parts);

@@ -69,10 +69,8 @@ public:
         }
     }
     const std::vector<Kept>& all() const { return kept_; }
-    // Replaces all kept states, when a text is read from a file.
+    // Replaces all kept states, by another text's or those of a file.
     void set(std::vector<Kept> kept) { kept_ = std::move(kept); }
-    // Copies another text's kept states, but not its requests.
-    void copy(const KeptStates& from) { kept_ = from.kept_; }
 
 private:
     std::vector<int> asked_;

@@ -145,7 +145,7 @@ void RecurrentState::cut(int length) {
 void RecurrentState::copy(const RecurrentState& from, int length) {
     state_ = from.state_;
     length_ = from.length_;
-    kept_.copy(from.kept_);
+    kept_.set(from.kept_.all());
     cut(length);
     touch(num_unapplied_);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));

@@ -19,13 +19,6 @@ namespace {
 // for which most logits need not be read.
 constexpr size_t kLogitsWorthSharing = 128 << 10, kLargestWorthSharing = 16 * kLogitsWorthSharing;
 
-std::unique_ptr<Backend> make_backend(const Model& model) {
-    if (model.llama()) {
-        return std::make_unique<LlamaPass>(model);
-    }
-    return std::make_unique<PackedPass>(model);
-}
-
 struct Executors {
     std::mutex mutex;
     std::map<const Model*, std::weak_ptr<Executor>> by_model;
@@ -39,7 +32,8 @@ constexpr double kPeakDecay = 0.99;
 Executor::Executor(const Model& model)
     : model_(model),
       process_(process_id()),
-      backend_(make_backend(model)),
+      backend_(model.llama() ? std::unique_ptr<Backend>(std::make_unique<LlamaPass>(model))
+                             : std::make_unique<PackedPass>(model)),
       samplers_(model.num_threads(), Sampler(model.kernel())),
       spare_(std::make_shared<Spare>()) {}
 
