@@ -45,7 +45,6 @@ auto without_interpreter(const Act& act) {
     return act();
 }
 
-void add_kernels(py::module_& m);
 void add_sampling(py::module_& m);
 void add_models(py::module_& m);
 void add_drafting(py::module_& m);
