@@ -8,15 +8,11 @@
 #include "machine/math.h"
 
 namespace pystaged {
-namespace {
-
 constexpr float kNewWeight = 0.35f;  // of what is seen beside what was known
 constexpr float kPairWeight = 0.7f;  // of a pair's candidates beside its last token's
 constexpr int64_t kPairOffset = 2;   // added to a pair's first token, -1 for none: pairs' keys are above all tokens'
 constexpr uint64_t kFibonacci = 0x9E3779B97F4A7C15ull;  // Fibonacci hashing: the slot is the product's upper bits
 constexpr int kKept = RecycledCandidates::num_candidates;
-
-}  // namespace
 
 RecycledCandidates::RecycledCandidates(size_t slots) : num_token_slots_(slots / 2) {
     require(slots >= 2 && slots <= size_t{1} << 30 && std::has_single_bit(slots),

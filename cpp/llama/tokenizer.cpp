@@ -15,8 +15,6 @@
 
 namespace pystaged {
 
-namespace {
-
 // Of a text that is cut; small, because libllama takes time that grows with the square of the former.
 constexpr int kPieceTokens = 64;
 constexpr size_t kPieceBytes = 64 << 10;
@@ -27,12 +25,12 @@ constexpr size_t kStackBytes = 1 << 10;          // for each byte of a line
 constexpr size_t kSafeLine = 2 << 10;            // that any stack has room for
 constexpr size_t kLongestRun = size_t(1) << 20;  // of bytes without white space, or of white space
 
-bool is_space(char c) {
+static bool is_space(char c) {
     return std::isspace(static_cast<unsigned char>(c));
 }
 
 // Bytes of the longest line, and of the longest run without white space or of it.
-std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
+static std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
     size_t line = 0, run = 0, longest_line = 0, longest_run = 0;
     for (size_t i = 0; i < size; ++i) {
         run = i > 0 && is_space(text[i]) == is_space(text[i - 1]) ? run + 1 : 1;
@@ -46,7 +44,7 @@ std::pair<size_t, size_t> longest_parts(const char* text, size_t size) {
 }
 
 // Calls `work` with a stack of at least that size; throws what it throws.
-void call_deep(size_t bytes, const std::function<void()>& work) {
+static void call_deep(size_t bytes, const std::function<void()>& work) {
     std::exception_ptr error;
     call_with_stack(bytes, [&] {
         try {
@@ -61,8 +59,6 @@ void call_deep(size_t bytes, const std::function<void()>& work) {
 }
 
 constexpr const char* kMaskToken = "pystaged.pard_token";
-
-}  // namespace
 
 void check_vocabulary(const GgufFile& file) {
     const std::string model = file.text("tokenizer.ggml.model");

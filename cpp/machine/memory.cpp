@@ -6,9 +6,7 @@
 
 namespace pystaged {
 
-namespace {
 constexpr size_t kHugePage = size_t(2) << 20;
-}
 
 Memory Memory::reserve(size_t bytes) {
     return bytes > 0 ? Memory(new_pages(bytes), bytes) : Memory();

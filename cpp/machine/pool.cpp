@@ -13,15 +13,13 @@
 
 namespace pystaged {
 
-namespace {
-
 // How much slower than before a worker may look after an index.
 constexpr float kRise = 0.25f;
 
 // Long enough to cover the gaps inside a pass, short enough that nobody notices it between passes.
 constexpr auto kSpin = std::chrono::microseconds(50);
 
-inline void relax() {
+static inline void relax() {
 #ifdef __x86_64__
     _mm_pause();
 #elif defined(__aarch64__)
@@ -29,13 +27,13 @@ inline void relax() {
 #endif
 }
 
-int64_t now() {
+static int64_t now() {
     const auto since = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 template <class Ready>
-bool spin_until(const Ready& ready) {
+static bool spin_until(const Ready& ready) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     do {
         for (int i = 0; i < 32; ++i) {
@@ -47,8 +45,6 @@ bool spin_until(const Ready& ready) {
     } while (std::chrono::steady_clock::now() < end);
     return ready();
 }
-
-}  // namespace
 
 void ThreadPool::grow(int num_workers) {
     try {

@@ -5,16 +5,14 @@
 
 namespace pystaged {
 
-namespace {
-
 constexpr size_t kAlignment = 64;
 
-std::string prefix_of(int layer) {
+static std::string prefix_of(int layer) {
     return "blk." + std::to_string(layer) + ".";
 }
 
 // Rows of a matrix, or of what is `transposed` so far.
-Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {
+static Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {
     Vector result;
     const size_t stride = padded(cols, kBlock);
     result.values.resize(dense.present() ? rows * stride : 0);
@@ -24,8 +22,6 @@ Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {
     }
     return result;
 }
-
-}  // namespace
 
 Loader::Loader(const GgufFile& file, const Family& family, const Hyperparameters& numbers)
     : file(file), family(family), numbers(numbers) {}

@@ -11,12 +11,10 @@
 
 namespace pystaged {
 
-namespace {
-
 // What a model may take at most: so much, and so many times its file.
 constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
-Cores checked_threads(int num_threads) {
+static Cores checked_threads(int num_threads) {
     require(num_threads >= 0 && num_threads <= ThreadPool::kMaxThreads,
             "the number of threads must be between 0 (automatic) and ", ThreadPool::kMaxThreads, ", not ", num_threads);
     Cores cores = num_threads > 0 ? Cores{.few = num_threads, .many = num_threads} : choose_cores();
@@ -27,7 +25,7 @@ Cores checked_threads(int num_threads) {
 
 // Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
 // than its file, for an absurd one it may be hundreds of times as much. So may the states of recurrent layers.
-void check_memory(const Loader& loader, size_t state_bytes) {
+static void check_memory(const Loader& loader, size_t state_bytes) {
     const GgufFile& file = loader.file;
     const Hyperparameters& numbers = loader.numbers;
     double bytes = numbers.pass_bytes() + double(state_bytes);
@@ -42,7 +40,7 @@ void check_memory(const Loader& loader, size_t state_bytes) {
                  file.bytes() >> 20, "; it is damaged or not a model");
 }
 
-void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
+static void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     const size_t num_tokens = tokens ? tokens->second : numbers.vocab_size;
     file.require(num_tokens == size_t(numbers.vocab_size), "the file has weights for ", numbers.vocab_size,
@@ -50,20 +48,18 @@ void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
 }
 
 // The most bytes first.
-std::vector<std::pair<std::string, size_t>> by_size(const std::map<std::string, size_t>& types) {
+static std::vector<std::pair<std::string, size_t>> by_size(const std::map<std::string, size_t>& types) {
     std::vector<std::pair<std::string, size_t>> result(types.begin(), types.end());
     std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
     return result;
 }
 
 // Checks all that a file holds; nothing is packed.
-void declare(Loader& loader, size_t state_bytes) {
+static void declare(Loader& loader, size_t state_bytes) {
     load_weights(loader);
     loader.check_complete();
     check_memory(loader, state_bytes);
 }
-
-}  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress, KvType kv, const std::string& packed,

@@ -13,18 +13,14 @@
 
 namespace pystaged {
 
-namespace {
-
 constexpr int kMostIds = 256;    // of libllama
 constexpr int kCells = 256;      // a context has whole runs of them
 constexpr size_t kFewRows = 16;  // that may be read once more beside a text's own rows
 constexpr llama_state_seq_flags kPartial = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
-size_t begins_alike(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
+static size_t begins_alike(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
     return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
 }
-
-}  // namespace
 
 struct LlamaPass::Batch {
     std::vector<llama_token> tokens;

@@ -6,10 +6,8 @@
 
 namespace pystaged {
 
-namespace {
-
 // Writes keys and values of the rows of latent attention.
-void store_latents(Workspace& w, const LatentAttention& attention, const AttentionRows& rows, int n) {
+static void store_latents(Workspace& w, const LatentAttention& attention, const AttentionRows& rows, int n) {
     const LatentNumbers& latent = w.h.latent;
     const size_t cols = padded(latent.rank, kBlock);
     const int each = latent.own + latent.value;
@@ -57,7 +55,7 @@ void store_latents(Workspace& w, const LatentAttention& attention, const Attenti
 
 // Of each head its part, multiplied apart: inputs [heads][n][cols], quantized in the same order, as rows of `width`
 // outputs side by side.
-void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
+static void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
                     const QuantizedRows& quantized, float* out, int width, size_t stride) {
     Product* const products = w.arena.take<Product>(matrices.size());
     for (size_t head = 0; head < matrices.size(); ++head) {
@@ -68,8 +66,6 @@ void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, in
     }
     w.multiply(products, matrices.size());
 }
-
-}  // namespace
 
 Value mix(Workspace& w, const LatentAttention& attention, const Value& input, int index, int first_row) {
     const LatentNumbers& latent = w.h.latent;

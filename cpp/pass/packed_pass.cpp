@@ -5,9 +5,7 @@
 
 namespace pystaged {
 
-namespace {
-
-void read_layer_embeddings(Workspace& w, const Value& x) {
+static void read_layer_embeddings(Workspace& w, const Value& x) {
     const LayerEmbeddings& embeddings = w.model.weights().layer_embeddings;
     const int width = w.h.layer_embedding_width;
     const size_t stride = padded(width, kBlock), of_row = padded(w.h.num_layers * width, kBlock);
@@ -30,7 +28,7 @@ void read_layer_embeddings(Workspace& w, const Value& x) {
     });
 }
 
-Value embed(Workspace& w) {
+static Value embed(Workspace& w) {
     const Pass& pass = *w.pass;
     const Reads reads = w.model.family().reads;
     if (reads == Reads::joined_with_tokens || w.model.borrows_cells()) {
@@ -55,7 +53,7 @@ Value embed(Workspace& w) {
 }
 
 // x plus the branches of a layer's mixers, one after the other.
-Value add_mixers(Workspace& w, Value x, const Value& input, int index, int first_row) {
+static Value add_mixers(Workspace& w, Value x, const Value& input, int index, int first_row) {
     if (w.pass->interrupted) {
         (*w.pass->interrupted)();
     }
@@ -72,7 +70,7 @@ Value add_mixers(Workspace& w, Value x, const Value& input, int index, int first
 }
 
 // x with the layer's own embeddings of tokens, scaled.
-Value finish(Workspace& w, const Value& x, int index) {
+static Value finish(Workspace& w, const Value& x, int index) {
     const LayerEmbedding& embedding = w.model.weights().layers[index].embedding;
     Value result = x;
     if (embedding.in.present()) {
@@ -93,7 +91,7 @@ Value finish(Workspace& w, const Value& x, int index) {
 }
 
 // Keeps what is asked for of the rows behind a layer.
-void tap(Workspace& w, const Value& x, int index) {
+static void tap(Workspace& w, const Value& x, int index) {
     const Pass& pass = *w.pass;
     const bool is_last = index + 1 == w.h.num_layers;
     if (w.model.borrows_cells()) {
@@ -122,7 +120,7 @@ void tap(Workspace& w, const Value& x, int index) {
 }
 
 // Logits go straight to the caller's memory.
-void write_logits(Workspace& w, const Value& x) {
+static void write_logits(Workspace& w, const Value& x) {
     Epilogue out = epilogue(w.model.head(), w.pass->logits, w.h.logits_stride());
     out.bias = w.model.head_bias().data();
     out.scale = w.h.logit_scale;
@@ -131,7 +129,7 @@ void write_logits(Workspace& w, const Value& x) {
 }
 
 // The decoder of every family: the residual stream from layer to layer, and its end as logits.
-void decode(Workspace& w, const Pass& pass) {
+static void decode(Workspace& w, const Pass& pass) {
     const int first_judged = pass.num_rows - pass.num_logits;
     const int first_wanted =
         pass.embeds || w.model.taps_end() ? 0 : first_judged;  // that anything reads behind the last mixer
@@ -162,7 +160,7 @@ void decode(Workspace& w, const Pass& pass) {
 }
 
 // Rows that are context: every layer's mixer takes them in as they are, and that is all.
-void take_in(Workspace& w, const Pass& pass) {
+static void take_in(Workspace& w, const Pass& pass) {
     const Value x = hidden_context(w);
     for (int i = 0; i < w.h.num_layers; ++i) {
         const Arena::Mark mark = w.arena.mark();
@@ -170,8 +168,6 @@ void take_in(Workspace& w, const Pass& pass) {
         w.arena.reset(mark);
     }
 }
-
-}  // namespace
 
 void PackedPass::compute(const Pass& pass) {
     w_.begin(pass);

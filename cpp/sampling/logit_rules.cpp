@@ -9,21 +9,17 @@
 
 namespace pystaged {
 
-namespace {
-
 constexpr float kExcluded = -std::numeric_limits<float>::infinity();
 // What no rule but exclusion leads beyond, so that no arithmetic on logits is undefined.
 constexpr float kMost = 1e30f;
 
-size_t window(const Prefix& prefix, int last_n) {
+static size_t window(const Prefix& prefix, int last_n) {
     return last_n < 0 ? prefix.size() : std::min(prefix.size(), static_cast<size_t>(last_n));
 }
 
-bool penalizes(const LogitRules& r) {
+static bool penalizes(const LogitRules& r) {
     return r.repeat_last_n != 0 && (r.repeat_penalty != 1 || r.presence_penalty != 0 || r.frequency_penalty != 0);
 }
-
-}  // namespace
 
 void check(const LogitRules& r) {
     const auto is_bias = [](const auto& each) {

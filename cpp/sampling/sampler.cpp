@@ -13,8 +13,6 @@
 
 namespace pystaged {
 
-namespace {
-
 // Logits whose sum one thread takes at a time.
 constexpr int kSumPart = 32 << 10;
 
@@ -23,26 +21,26 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 // The noise of this token, which no vocabulary has, is the coin of XTC.
 constexpr int32_t kCoin = std::numeric_limits<int32_t>::max();
 
-float top_of(const LogitsRow& row) {
+static float top_of(const LogitsRow& row) {
     return *std::max_element(row.maxima, row.maxima + row.stride / kRun);
 }
 
-bool better(const Candidate& a, const Candidate& b) {
+static bool better(const Candidate& a, const Candidate& b) {
     return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
 
 // Logits relative to the largest, never NaN.
-float relative(float logit, float top, float temperature) {
+static float relative(float logit, float top, float temperature) {
     return logit == top ? 0 : (logit - top) / temperature;
 }
 
 // Finite for the smallest temperature too.
-float inverse(float temperature) {
+static float inverse(float temperature) {
     return std::min(1 / temperature, std::numeric_limits<float>::max());
 }
 
 // The tokens of a run that a mask allows, the first in the lowest bit.
-uint64_t run_bits(const Mask& mask, int run, int size) {
+static uint64_t run_bits(const Mask& mask, int run, int size) {
     static_assert(kRun == 64, "two words of a mask are one run");
     uint64_t bits = 0;
     for (int half = 0; half < 2; ++half) {
@@ -54,7 +52,7 @@ uint64_t run_bits(const Mask& mask, int run, int size) {
     return have < kRun ? bits & ((uint64_t{1} << have) - 1) : bits;
 }
 
-void keep_best(std::vector<Candidate>& candidates, size_t k) {
+static void keep_best(std::vector<Candidate>& candidates, size_t k) {
     if (candidates.size() > k) {
         std::nth_element(candidates.begin(), candidates.begin() + k, candidates.end(), better);
         candidates.resize(k);
@@ -62,7 +60,7 @@ void keep_best(std::vector<Candidate>& candidates, size_t k) {
 }
 
 // kept = the logits from `least` on; what is masked is less than any.
-void keep_from(const LogitsRow& row, float least, std::vector<Candidate>& kept) {
+static void keep_from(const LogitsRow& row, float least, std::vector<Candidate>& kept) {
     least = std::max(least, std::numeric_limits<float>::lowest());
     kept.clear();
     for (int run = 0; run < row.stride / kRun; ++run) {
@@ -77,7 +75,7 @@ void keep_from(const LogitsRow& row, float least, std::vector<Candidate>& kept) 
 }
 
 // The sum of exp(score).
-double total_of(const std::vector<Candidate>& kept) {
+static double total_of(const std::vector<Candidate>& kept) {
     double total = 0;
     for (const Candidate& c : kept) {
         total += own_exp(c.score);
@@ -85,18 +83,18 @@ double total_of(const std::vector<Candidate>& kept) {
     return total;
 }
 
-float log_total(const std::vector<Candidate>& kept) {
+static float log_total(const std::vector<Candidate>& kept) {
     return static_cast<float>(own_log(total_of(kept)));
 }
 
-void scale(std::vector<Candidate>& kept, float top, float temperature) {
+static void scale(std::vector<Candidate>& kept, float top, float temperature) {
     for (Candidate& c : kept) {
         c.score = relative(c.score, top, temperature);
     }
 }
 
 // Keeps the first whose probabilities add up to `goal`, at least one; returns whether they do.
-bool keep_top(std::vector<Candidate>& kept, double goal) {
+static bool keep_top(std::vector<Candidate>& kept, double goal) {
     double sum = 0;
     size_t n = 0;
     while (n < kept.size() && sum < goal) {
@@ -110,7 +108,7 @@ bool keep_top(std::vector<Candidate>& kept, double goal) {
 }
 
 // Keeps those whose surprise, -log p, is nearest to the mean of it, until they have more than this probability.
-void keep_typical(std::vector<Candidate>& kept, float typical_p) {
+static void keep_typical(std::vector<Candidate>& kept, float typical_p) {
     const double all = total_of(kept), log_all = own_log(all);
     double entropy = 0;
     for (const Candidate& c : kept) {
@@ -135,15 +133,13 @@ void keep_typical(std::vector<Candidate>& kept, float typical_p) {
 }
 
 // How many candidates, best first, XTC excludes.
-size_t count_top(const std::vector<Candidate>& kept, float threshold, double total) {
+static size_t count_top(const std::vector<Candidate>& kept, float threshold, double total) {
     size_t n = 0;
     while (n + 1 < kept.size() && own_exp(kept[n + 1].score) >= threshold * total) {
         ++n;
     }
     return n;
 }
-
-}  // namespace
 
 void check(const Sampling& s) {
     require(s.temperature >= 0 && !std::isinf(s.temperature), "temperature must be a number from 0 (greedy) up");

@@ -6,15 +6,11 @@
 
 namespace pystaged {
 
-namespace {
-
 // Memory is given back from so many bytes on; a prompt that fills them again takes far longer than the system does.
 constexpr size_t kBytesWorthReleasing = 1 << 20;
 
 // Rows that are committed at a time: asking the system takes as long as some arithmetic.
 constexpr int kRowsToCommit = 512;
-
-}  // namespace
 
 KvState::KvState(const Model& model, int layer, int num_cells)
     : cache_(model.kv_type(), model.numbers().layers[layer].num_kv_heads, model.numbers().layers[layer].head_dim,

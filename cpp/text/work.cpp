@@ -13,13 +13,11 @@
 
 namespace pystaged {
 
-namespace {
-
 // How long passes go on before they ask again whether they are interrupted.
 constexpr auto kUninterrupted = std::chrono::milliseconds(50);
 
 // Each of them once.
-std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
+static std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     std::vector<Session*> sessions;
     for (const Work* work : works) {
         const auto known = std::ranges::find(sessions, work->session);
@@ -32,16 +30,16 @@ std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     return sessions;
 }
 
-bool is_block(const Work& work) {
+static bool is_block(const Work& work) {
     return work.kind == Work::Kind::propose && work.session->model().family().reads == Reads::as_context;
 }
 
-bool reads_target(const Work& work) {
+static bool reads_target(const Work& work) {
     return !work.hidden.of_draft && work.hidden.width == size_t(work.session->model().numbers().features_width());
 }
 
 // Throws std::invalid_argument where the hidden rows are not those that the session's model reads.
-void check_hidden(const Work& work) {
+static void check_hidden(const Work& work) {
     const Hyperparameters& h = work.session->model().numbers();
     const Reads reads = work.session->model().family().reads;
     require(reads != Reads::joined_with_cells || work.kind == Work::Kind::propose,
@@ -67,13 +65,11 @@ void check_hidden(const Work& work) {
             " tokens");
 }
 
-void check_judged(const Work& work) {
+static void check_judged(const Work& work) {
     require(work.k == 0 || work.samplings.size() == 1 || work.samplings.size() == size_t(work.num_judged),
             "candidates need one sampling, or one for each judged row");
     check(work.masks, work.num_judged, work.session->model().numbers().vocab_size);
 }
-
-}  // namespace
 
 // The works of one call, with their sessions locked. What was not finished is undone.
 class Run {

@@ -11,12 +11,10 @@
 
 namespace pystaged {
 
-namespace {
-
 constexpr size_t kPartBytes = 2 << 20;  // of which a digest is made, or that is written at a time: a huge page
 constexpr const char* kDamaged = "packed weights that are damaged";
 
-uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
+static uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
     std::vector<uint64_t> parts((bytes + kPartBytes - 1) / kPartBytes);
     ThreadPool::shared().run(static_cast<int>(parts.size()), num_threads, [&](int i, int) {
         const size_t first = i * kPartBytes;
@@ -24,8 +22,6 @@ uint64_t digest_of(const uint8_t* weights, size_t bytes, int num_threads) {
     });
     return digest(parts.data(), parts.size() * sizeof(parts[0]));
 }
-
-}  // namespace
 
 PackedContent::PackedContent(const GgufFile& file) {
     const uint16_t one = 1;

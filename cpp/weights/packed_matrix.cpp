@@ -9,12 +9,8 @@
 
 namespace pystaged {
 
-namespace {
-
 // What one thread packs at a time: a huge page, which two threads that touched it first would both fill with zeros.
 constexpr size_t kPackBytes = 2 << 20;
-
-}  // namespace
 
 size_t PackedMatrix::packed_bytes(ggml_type type, int rows, int cols) {
     return group_bytes(packing_of(type), padded(cols, kBlock)) * (padded(rows, kBlock) / kLanes);

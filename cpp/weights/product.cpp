@@ -9,8 +9,6 @@
 
 namespace pystaged {
 
-namespace {
-
 // Weights one thread takes at a time, at most and at least: prefetching past their end must be small change, and so
 // must what a slow core still has in hand when the others are done.
 constexpr size_t kMostBytes = 256 << 10, kLeastBytes = 32 << 10;
@@ -31,15 +29,13 @@ constexpr size_t kMostPlans = 1024;
 constexpr size_t kMostTogether = 4;
 
 // Groups whose outputs make a whole block, which is what is handed out.
-int groups_of_block(bool gated) {
+static int groups_of_block(bool gated) {
     return gated ? 4 : 2;
 }
 
-int divided(int n, int by) {
+static int divided(int n, int by) {
     return (n + by - 1) / by;
 }
-
-}  // namespace
 
 ProductShape::ProductShape(const Product& p)
     : bytes(p.weights->bytes() + (p.before ? p.before->weights->bytes() : 0)),
