@@ -6,7 +6,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "error.h"

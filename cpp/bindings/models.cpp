@@ -1,11 +1,7 @@
 #include <pybind11/functional.h>
 
 #include "bindings/bindings.h"
-#include "files/gguf_file.h"
-#include "llama.h"
-#include "llama/devices.h"
 #include "llama/tokenizer.h"
-#include "model/model.h"
 #include "text/executor.h"
 
 namespace pystaged {

@@ -5,7 +5,6 @@
 
 #include "bindings/bindings.h"
 #include "state/kept_cells.h"
-#include "text/session.h"
 #include "text/text_file.h"
 #include "text/work.h"
 

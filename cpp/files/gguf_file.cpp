@@ -6,7 +6,6 @@
 #include <system_error>
 #include <unordered_set>
 
-#include "error.h"
 #include "llama.h"
 #include "machine/digest.h"
 #include "machine/pool.h"

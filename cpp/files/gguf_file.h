@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "error.h"

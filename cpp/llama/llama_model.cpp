@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
-#include <stdexcept>
 
-#include "error.h"
 #include "files/gguf_file.h"
 #include "llama/tokenizer.h"
 

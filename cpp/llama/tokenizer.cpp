@@ -5,13 +5,10 @@
 #include <cstring>
 #include <exception>
 #include <limits>
-#include <stdexcept>
 #include <unordered_set>
 
-#include "error.h"
 #include "files/gguf_file.h"
 #include "machine/digest.h"
-#include "machine/system.h"
 
 namespace pystaged {
 

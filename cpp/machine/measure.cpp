@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "kernels/kernel.h"
-#include "machine/memory.h"
 #include "machine/pool.h"
 
 namespace pystaged {

@@ -1,7 +1,5 @@
 #include "machine/memory.h"
 
-#include <new>
-
 #include "error.h"
 
 namespace pystaged {

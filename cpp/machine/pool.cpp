@@ -1,6 +1,5 @@
 #include "machine/pool.h"
 
-#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -8,8 +7,6 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-
-#include "machine/system.h"
 
 namespace pystaged {
 

@@ -3,15 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "error.h"
 #include "kernels/kernel.h"
 #include "machine/digest.h"
 #include "machine/math.h"
-#include "machine/memory.h"
 #include "machine/pool.h"
 
 namespace pystaged {

@@ -1,7 +1,6 @@
 // The numbers of a model: from a file's metadata, and the few rules that no key states.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "kernels/kernel.h"

@@ -1,7 +1,6 @@
 #include "model/loader.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace pystaged {
 

@@ -5,12 +5,9 @@
 
 #include <map>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "files/gguf_file.h"
-#include "model/family.h"
 #include "model/hyperparameters.h"
 #include "model/weights.h"
 #include "weights/packed_file.h"

@@ -1,7 +1,5 @@
 #include "pass/attention.h"
 
-#include <algorithm>
-#include <climits>
 #include <numeric>
 
 #include "machine/math.h"

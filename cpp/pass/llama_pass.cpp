@@ -2,12 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <exception>
-#include <stdexcept>
 #include <utility>
 
-#include "error.h"
-#include "files/gguf_file.h"
 #include "machine/pool.h"
 #include "weights/product.h"
 

@@ -9,7 +9,6 @@
 #include <exception>
 #include <mutex>
 
-#include "llama/llama_model.h"
 #include "pass/backend.h"
 #include "state/kept_states.h"
 

@@ -9,7 +9,6 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/kernel.h"
 #include "machine/memory.h"
 #include "sampling/logit_rules.h"
 

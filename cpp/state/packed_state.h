@@ -8,7 +8,6 @@
 #include "state/kept_cells.h"
 #include "state/kv_cache.h"
 #include "state/recurrent_state.h"
-#include "state/text_state.h"
 
 namespace pystaged {
 

@@ -1,6 +1,5 @@
 #include "state/recurrent_state.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace pystaged {

@@ -11,7 +11,6 @@
 #include <memory>
 #include <vector>
 
-#include "machine/memory.h"
 #include "model/hyperparameters.h"
 #include "state/kept_states.h"
 #include "state/text_state.h"

@@ -3,11 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <stdexcept>
-#include <string>
 
-#include "error.h"
-#include "machine/pool.h"
 #include "pass/llama_pass.h"
 #include "pass/packed_pass.h"
 

@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "machine/memory.h"
 #include "pass/backend.h"
 #include "sampling/sampler.h"
 

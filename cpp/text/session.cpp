@@ -2,13 +2,8 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <functional>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 #include <utility>
-
-#include "error.h"
 
 namespace pystaged {
 

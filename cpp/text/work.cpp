@@ -5,11 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <utility>
-
-#include "error.h"
 
 namespace pystaged {
 

@@ -5,7 +5,6 @@
 #include <functional>
 #include <vector>
 
-#include "sampling/sampler.h"
 #include "text/session.h"
 
 namespace pystaged {

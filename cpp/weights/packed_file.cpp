@@ -5,7 +5,6 @@
 #include <system_error>
 #include <vector>
 
-#include "error.h"
 #include "machine/digest.h"
 #include "machine/pool.h"
 

@@ -7,10 +7,8 @@
 #pragma once
 
 #include <functional>
-#include <string>
 
 #include "files/gguf_file.h"
-#include "machine/memory.h"
 #include "weights/packed_matrix.h"
 
 namespace pystaged {
