@@ -43,6 +43,22 @@ std::optional<int64_t> integer_at(const gguf_context* context, int64_t id) {
     }
 }
 
+// Why ggml does not take a file, of which it says `reason`.
+std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
+    char magic[4] = {};
+    std::rewind(file);
+    if (size == 0) {
+        return "the file is empty";
+    }
+    if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
+        return "no GGUF file: it does not begin with the letters GGUF; name such a file, or the folder of a checkpoint";
+    }
+    // Without the function of ggml that says so.
+    const size_t colon = reason.starts_with("gguf_init") ? reason.find(": ") : std::string::npos;
+    const std::string words = colon == std::string::npos ? reason : reason.substr(colon + 2);
+    return "truncated or damaged, get it again" + (words.empty() ? "" : " (" + words + ")");
+}
+
 }  // namespace
 
 // Ours stays in place: whoever fetched it in the meantime may call it at any time.
@@ -83,26 +99,6 @@ void LogCapture::log(ggml_log_level level, const char* text, void*) {
         }
     }
 }
-
-namespace {
-
-// Why ggml does not take a file, of which it says `reason`.
-std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
-    char magic[4] = {};
-    std::rewind(file);
-    if (size == 0) {
-        return "the file is empty";
-    }
-    if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
-        return "no GGUF file: it does not begin with the letters GGUF; name such a file, or the folder of a checkpoint";
-    }
-    // Without the function of ggml that says so.
-    const size_t colon = reason.starts_with("gguf_init") ? reason.find(": ") : std::string::npos;
-    const std::string words = colon == std::string::npos ? reason : reason.substr(colon + 2);
-    return "truncated or damaged, get it again" + (words.empty() ? "" : " (" + words + ")");
-}
-
-}  // namespace
 
 GgufFile::GgufFile(const std::string& path, bool with_others) : path_(path) {
     std::unique_ptr<FILE, File::Close> stream;
@@ -274,10 +270,6 @@ std::optional<std::pair<int64_t, size_t>> GgufFile::array(const std::string& nam
     return std::make_pair(id, gguf_get_arr_n(context_.get(), id));
 }
 
-const char* GgufFile::array_text(int64_t key_id, size_t index) const {
-    return gguf_get_arr_str(context_.get(), key_id, index);
-}
-
 bool GgufFile::has_tensor(const std::string& name) const {
     return gguf_find_tensor(context_.get(), name.c_str()) >= 0 ||
            std::ranges::any_of(shards_, [&](const auto& shard) { return shard->has_tensor(name); });
@@ -343,10 +335,6 @@ void GgufFile::read(const TensorView& tensor, size_t first, size_t bytes, uint8_
     file.read_bytes(tensor.at + first, bytes, out, "tensor '" + tensor.name + "'");
     file.require(ggml_validate_row_data(tensor.type, out, bytes), "tensor '", tensor.name,
                  "' holds weights that are not finite numbers; the file is damaged, get it again");
-}
-
-void GgufFile::prefetch(const TensorView& tensor) const {
-    holder(tensor).file_->prefetch(tensor.at, tensor.bytes);
 }
 
 void GgufFile::read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const {

@@ -47,7 +47,7 @@ public:
     std::vector<std::pair<std::string, std::string>> spelled() const;
     // The key of an array of that type and its length.
     std::optional<std::pair<int64_t, size_t>> array(const std::string& key, gguf_type type) const;
-    const char* array_text(int64_t key_id, size_t index) const;
+    const char* array_text(int64_t id, size_t index) const { return gguf_get_arr_str(context_.get(), id, index); }
 
     bool has_tensor(const std::string& name) const;
     std::vector<std::string> tensor_names() const;
@@ -61,7 +61,7 @@ public:
     // The same for a part that begins and ends between its blocks.
     void read(const TensorView& tensor, size_t first, size_t bytes, uint8_t* out) const;
     // Asks the system to begin reading it from the disk.
-    void prefetch(const TensorView& tensor) const;
+    void prefetch(const TensorView& tensor) const { holder(tensor).file_->prefetch(tensor.at, tensor.bytes); }
 
     // fail and require throw ModelError, refuse throws UnsupportedModelError; all name the file.
     template <class... Parts>

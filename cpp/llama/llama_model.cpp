@@ -72,10 +72,6 @@ LlamaModel::LlamaModel(const std::string& path, const Devices& devices, int num_
     measure(path);
 }
 
-bool LlamaModel::is_recurrent() const {
-    return llama_model_is_recurrent(get()) || llama_model_is_hybrid(get());
-}
-
 LlamaContextPtr LlamaModel::make_context(int num_cells, int num_rows, int num_ids, int num_back) const {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = num_cells;

@@ -29,7 +29,7 @@ public:
     const Devices& devices() const { return devices_; }
     // A context for texts of so many positions together, under so many sequence ids. Throws DeviceError.
     LlamaContextPtr make_context(int num_cells, int num_rows, int num_ids, int num_back) const;
-    bool is_recurrent() const;
+    bool is_recurrent() const { return llama_model_is_recurrent(get()) || llama_model_is_hybrid(get()); }
     // Bytes that a token takes, and the states of recurrent layers, as libllama writes them.
     size_t cell_bytes() const { return cell_bytes_; }
     size_t state_bytes() const { return state_bytes_; }

@@ -288,10 +288,6 @@ bool Tokenizer::is_control(int32_t token) const {
     return llama_vocab_get_attr(vocab_, token) & LLAMA_TOKEN_ATTR_CONTROL;
 }
 
-bool Tokenizer::is_end(int32_t token) const {
-    return token >= 0 && token < num_tokens() && llama_vocab_is_eog(vocab_, token);
-}
-
 std::vector<int32_t> Tokenizer::suppressed() const {
     int32_t count = 0;
     const int32_t* tokens = llama_vocab_get_suppress_tokens(vocab_, &count);

@@ -42,7 +42,7 @@ public:
     // Whether the token steers the model and is no text.
     bool is_control(int32_t token) const;
     // Whether the token ends a text.
-    bool is_end(int32_t token) const;
+    bool is_end(int32_t token) const { return token >= 0 && token < num_tokens() && llama_vocab_is_eog(vocab_, token); }
     // Whether texts begin with a token of their own, and end with one.
     bool adds_bos() const { return llama_vocab_get_add_bos(vocab_); }
     bool adds_eos() const { return llama_vocab_get_add_eos(vocab_); }

@@ -6,10 +6,6 @@ namespace pystaged {
 
 constexpr size_t kHugePage = size_t(2) << 20;
 
-Memory Memory::reserve(size_t bytes) {
-    return bytes > 0 ? Memory(new_pages(bytes), bytes) : Memory();
-}
-
 void Memory::commit(size_t first, size_t last) {
     if (first < last) {
         first = first / page_bytes() * page_bytes();
@@ -27,10 +23,6 @@ Memory::Memory(size_t bytes, bool huge) {
         data_ += (kHugePage - reinterpret_cast<uintptr_t>(data_) % kHugePage) % kHugePage;
         prefer_huge_pages(data_, bytes / kHugePage * kHugePage);
     }
-}
-
-Memory Memory::map(const File& file, size_t bytes) {
-    return {file.map(bytes), bytes};
 }
 
 void Memory::release(size_t first, size_t last) {

@@ -21,8 +21,8 @@ static void normalize(const Kernel& kernel, const AttentionLayer& how, const flo
     }
 }
 
-static void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, const float* norm,
-                     int head, int row, float* x) {
+static void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows,
+                            const float* norm, int head, int row, float* x) {
     normalize(kernel, how, norm, head, x);
     if (rows.half > 0) {
         const size_t angles = size_t(row) * rows.half;

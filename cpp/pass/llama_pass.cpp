@@ -529,7 +529,7 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
     std::vector<int> at(pass.num_rows, -1);  // in the batch
     Batch batch;
     for (Part* part = parts; part < parts + num_parts; ++part) {
-        const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(*part, pass, batch) : part->text->find_ids(part->first);
+        const auto ids = is_recurrent_ ? go_on(*part, pass, batch) : part->text->find_ids(part->first);
         for (size_t i = 0; i < part->rows.size(); ++i) {
             const int row = part->rows[i];
             if (!ids[i].empty()) {

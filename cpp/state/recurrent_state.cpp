@@ -122,10 +122,6 @@ void RecurrentState::release_inputs() {
     }
 }
 
-int RecurrentState::reachable(int length) const {
-    return length >= length_ ? length : kept_.reachable(length);
-}
-
 void RecurrentState::cut(int length) {
     kept_.cut(length);
     next_.reset();
@@ -148,10 +144,6 @@ void RecurrentState::copy(const RecurrentState& from, int length) {
     cut(length);
     touch(num_unapplied_);
     std::memcpy(inputs_.data(), from.inputs_.data(), num_unapplied_ * input_size_ * sizeof(float));
-}
-
-void RecurrentState::stretch(int length, int longer) {
-    length_ += longer - length;
 }
 
 // The applied rows, then the lengths of states that are kept.

@@ -58,10 +58,10 @@ public:
 
     void keep_states(const std::vector<int>& lengths, int most, int anchor) { kept_.ask(lengths, most, anchor); }
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
-    int reachable(int length) const;
+    int reachable(int length) const { return length >= length_ ? length : kept_.reachable(length); }
     void cut(int length);
     void copy(const RecurrentState& from, int length);
-    void stretch(int length, int longer);
+    void stretch(int length, int longer) { length_ += longer - length; }
     std::vector<int32_t> shape() const;
     void add_pieces(int length, std::vector<Piece>& pieces);
     bool resume(int length, const std::vector<int32_t>& shape);

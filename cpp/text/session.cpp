@@ -115,10 +115,6 @@ Text::Text(std::shared_ptr<const Model> of, int num_positions)
       executor(Executor::of(*model)),
       state(executor->backend().make_state(context + kSpareRows, context)) {}
 
-void Text::check_open() const {
-    require(state != nullptr, "the session is closed");
-}
-
 void Text::check_tokens(const std::vector<int32_t>& tokens) const {
     const int size = model->numbers().vocab_size;
     for (const int32_t token : tokens) {
@@ -201,10 +197,6 @@ void Text::append_block(const std::vector<int32_t>& tokens) {
         const int seen = start + (model->numbers().is_causal ? i + 1 : n);
         pending.push_back({tokens[i], i - 1, start + i, seen});
     }
-}
-
-void Text::drop_from(size_t first) {
-    pending.resize(std::min(first, pending.size()));
 }
 
 const Text::Row& Text::judged_row(int row) const {

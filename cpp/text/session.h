@@ -62,7 +62,7 @@ struct Text {
 
     Text(std::shared_ptr<const Model> of, int num_positions);
 
-    void check_open() const;
+    void check_open() const { require(state != nullptr, "the session is closed"); }
     void check_tokens(const std::vector<int32_t>& tokens) const;
     void check_nothing_pending(const char* call) const;
     void check_room(int position) const;  // for a row there
@@ -71,7 +71,7 @@ struct Text {
     void append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read);
     void append_block(const std::vector<int32_t>& tokens);
     void append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
-    void drop_from(size_t first);
+    void drop_from(size_t first) { pending.resize(std::min(first, pending.size())); }
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void commit(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
     HiddenRows hidden_of(const std::vector<int32_t>& rows) const;

@@ -1,7 +1,6 @@
 #include "weights/packed_file.h"
 
 #include <algorithm>
-#include <cstring>
 #include <system_error>
 #include <vector>
 
@@ -61,14 +60,6 @@ const uint8_t* PackedFile::matrix(size_t at, size_t bytes) const {
 
 void PackedFile::check(const PackedContent& content, size_t used, int num_threads) const {
     expect(bytes() == used && begins_with(content.text(used, digest_of(weights(), used, num_threads))), kDamaged);
-}
-
-bool PackedFile::begins_with(const std::string& text) const {
-    return std::memcmp(memory_.data(), text.data(), text.size()) == 0;
-}
-
-void PackedFile::expect(bool holds, const char* otherwise) const {
-    require<ModelError>(holds, path_, ": ", otherwise);
 }
 
 void write_packed(const std::string& path, const PackedContent& content, const uint8_t* weights, size_t bytes,

@@ -6,6 +6,7 @@
 // replace it instead.
 #pragma once
 
+#include <cstring>
 #include <functional>
 
 #include "files/gguf_file.h"
@@ -47,9 +48,9 @@ public:
 private:
     const uint8_t* weights() const { return memory_.data() + kTextBytes; }
     size_t bytes() const { return memory_.size() - kTextBytes; }
-    bool begins_with(const std::string& text) const;
+    bool begins_with(const std::string& text) const { return !std::memcmp(memory_.data(), text.data(), text.size()); }
     // Throws ModelError where it does not hold.
-    void expect(bool holds, const char* otherwise) const;
+    void expect(bool holds, const char* otherwise) const { require<ModelError>(holds, path_, ": ", otherwise); }
 
     std::string path_;
     Memory memory_;

@@ -31,8 +31,8 @@ using RowReader = std::function<void(int first, int count, uint8_t* rows)>;
 class PackedMatrix {
 public:
     PackedMatrix() = default;
-    // Packs order.size() rows of ggml `type` as they are read into `storage` of size packed_bytes(), kLanes at a time by
-    // each thread, so that a row goes from the file through that thread's cache to its place.
+    // Packs order.size() rows of ggml `type`, as they are read, into `storage` of size packed_bytes(): kLanes at a time
+    // by each thread, so that a row goes from the file through that thread's cache to its place.
     PackedMatrix(ggml_type type, int cols, const RowReader& read, const RowOrder& order, uint8_t* storage,
                  int num_threads);
     // What was packed into `storage` before.

@@ -1,7 +1,6 @@
 #include "weights/packing.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -18,26 +17,6 @@ constexpr ggml_type kTypes[kNumPackings] = {
     GGML_TYPE_Q5_0,   GGML_TYPE_Q5_1,  GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL,
     GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_Q3_K, GGML_TYPE_Q2_K,
 };
-
-// Where in a block of the file its F16 numbers for all of ours stand.
-int header_at(Packing packing) {
-    switch (packing) {
-        case Packing::q6_k: return 208;
-        case Packing::q3_k: return 108;
-        case Packing::q2_k: return 80;
-        default: return 0;
-    }
-}
-
-// What quants stand for, or null where they are numbers themselves.
-const uint8_t* table_of(Packing packing) {
-    switch (packing) {
-        case Packing::iq4_nl:
-        case Packing::iq4_xs: return kIq4Values;
-        case Packing::mxfp4: return kFp4Values;
-        default: return nullptr;
-    }
-}
 
 uint32_t load_word(const uint8_t* p) {
     uint32_t word;
@@ -260,8 +239,11 @@ ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
 // Packs one lane of the blocks that share a header.
 template <Packing kPacking, int... kIndices>
 ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
+    // Where in a block of the file its F16 numbers for all of ours stand.
+    constexpr Packing q6 = Packing::q6_k, q3 = Packing::q3_k, q2 = Packing::q2_k;
+    constexpr int at = kPacking == q6 ? 208 : kPacking == q3 ? 108 : kPacking == q2 ? 80 : 0;
     for (int i = 0; i < layout_of(kPacking).headers; ++i) {
-        std::memcpy(out + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
+        std::memcpy(out + 2 * (i * kLanes + lane), in + at + 2 * i, 2);
     }
     (pack_block<kPacking, kIndices>(in, lane, out), ...);
 }
@@ -290,16 +272,6 @@ void pack(const uint8_t* const* rows, int cols, uint8_t* out) {
         pack_blocks<kPacking>(rows, cols, out);
     }
 }
-
-using Pack = void (*)(const uint8_t* const* rows, int cols, uint8_t* out);
-
-template <size_t... kIndices>
-constexpr std::array<Pack, kNumPackings> packs(std::index_sequence<kIndices...>) {
-    return {pack<static_cast<Packing>(kIndices)>...};
-}
-
-// By Packing.
-constexpr std::array<Pack, kNumPackings> kPack = packs(std::make_index_sequence<kNumPackings>());
 
 float load_half(const uint8_t* p) {
     ggml_fp16_t half;
@@ -334,7 +306,10 @@ size_t group_bytes(Packing packing, int padded_cols) {
 }
 
 void pack_group(Packing packing, const uint8_t* const* rows, int cols, uint8_t* out) {
-    kPack[static_cast<int>(packing)](rows, cols, out);
+    const auto pack_as = [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+        ((static_cast<int>(packing) == kIndices ? pack<static_cast<Packing>(kIndices)>(rows, cols, out) : void()), ...);
+    };
+    pack_as(std::make_integer_sequence<int, kNumPackings>());
 }
 
 void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* out) {
@@ -354,7 +329,9 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         return;
     }
     const uint8_t* header = in;
-    const uint8_t* table = table_of(packing);
+    const bool is_iq4 = packing == Packing::iq4_nl || packing == Packing::iq4_xs;
+    // What quants stand for, or null where they are numbers themselves.
+    const uint8_t* table = is_iq4 ? kIq4Values : packing == Packing::mxfp4 ? kFp4Values : nullptr;
     for (int b = 0; b < cols / kBlock; ++b, in += l.block_bytes, out += kBlock) {
         if (b % l.blocks == 0) {
             header = in;
