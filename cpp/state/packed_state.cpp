@@ -13,42 +13,42 @@ constexpr size_t kBytesWorthReleasing = 1 << 20;
 constexpr int kRowsToCommit = 512;
 
 KvState::KvState(const Model& model, int layer, int num_cells)
-    : cache_(model.kv_type(), model.numbers().layers[layer].num_kv_heads, model.numbers().layers[layer].head_dim,
-             num_cells, model.numbers().layers[layer].value_dim),
-      kept_(model.numbers().layers[layer].windowed ? model.numbers().window : 0) {}
+    : KeptCells(model.numbers().layers[layer].windowed ? model.numbers().window : 0),
+      cache(model.kv_type(), model.numbers().layers[layer].num_kv_heads, model.numbers().layers[layer].head_dim,
+            num_cells, model.numbers().layers[layer].value_dim) {}
 
 void KvState::keep(int length, const std::vector<int32_t>& path, bool was_read) {
     // Rows only move towards the front, so going along the path never overwrites one that is still to move.
     const int num_rows = static_cast<int>(path.size());
     for (int i = 0; i < num_rows; ++i) {
         if (path[i] != i) {
-            cache_.move(length + path[i], length + i);
+            cache.move(length + path[i], length + i);
         }
     }
-    if (kept_.grow(length + num_rows, was_read)) {
-        cache_.release(kept_.read_end(), kept_.first());
+    if (grow(length + num_rows, was_read)) {
+        cache.release(read_end(), first());
     }
 }
 
 void KvState::copy(const KvState& from, int length) {
-    kept_ = from.kept_;
-    kept_.cut(length);
-    cache_.copy(from.cache_, kept_.read_first(), kept_.read_end());
-    cache_.copy(from.cache_, kept_.first(), length);
+    KeptCells::operator=(from);
+    cut(length);
+    cache.copy(from.cache, read_first(), read_end());
+    cache.copy(from.cache, first(), length);
 }
 
 void KvState::add_pieces(int length, std::vector<Piece>& pieces) {
-    cache_.add_pieces(kept_.read_first(), kept_.read_end(), pieces);
-    cache_.add_pieces(kept_.first(), length, pieces);
+    cache.add_pieces(read_first(), read_end(), pieces);
+    cache.add_pieces(first(), length, pieces);
 }
 
 void KvState::stretch(int length, int longer) {
     // Copies, because memory that nobody has written to is not there, and takes no time to read.
     for (int cell = length; cell < longer; ++cell) {
-        cache_.move(length - 1, cell);
+        cache.move(length - 1, cell);
     }
-    if (kept_.grow(longer, false)) {
-        cache_.release(kept_.read_end(), kept_.first());
+    if (grow(longer, false)) {
+        cache.release(read_end(), first());
     }
 }
 
@@ -87,7 +87,7 @@ int32_t* PackedState::begin(int num_committed, int first, int num_rows, bool is_
 void PackedState::touch(int end) {
     if (end > committed_) {
         const int last = std::min(padded(end, kRowsToCommit), room_);
-        for_each<KvState>([&](KvState& state) { state.cache().commit(committed_, last); });
+        for_each<KvState>([&](KvState& state) { state.cache.commit(committed_, last); });
         committed_ = last;
     }
     touched_ = std::max(touched_, end);

@@ -12,28 +12,18 @@
 namespace pystaged {
 
 // Of attention: keys and values, a cell for each row; a layer with a window gives up those that no later row sees.
-class KvState {
-public:
+struct KvState : KeptCells {
     KvState(const Model& model, int layer, int num_cells);
 
-    const KvCache& cache() const { return cache_; }
-    KvCache& cache() { return cache_; }
-
     void keep(int length, const std::vector<int32_t>& path, bool was_read);
-    int reachable(int length) const { return kept_.reachable(length); }
-    void cut(int length) { kept_.cut(length); }
     void copy(const KvState& from, int length);
     void stretch(int length, int longer);
-    std::vector<int32_t> shape() const { return kept_.shape(); }
     void add_pieces(int length, std::vector<Piece>& pieces);
-    bool resume(int length, const std::vector<int32_t>& shape) { return kept_.resume(length, shape); }
     // Returns the memory of rows [first, last), which the text has dropped, to the system.
-    void release(int first, int last) { cache_.release(first, last); }
-    size_t num_bytes(int length) const { return cache_.cell_bytes() * kept_.count(length); }
+    void release(int first, int last) { cache.release(first, last); }
+    size_t num_bytes(int length) const { return cache.cell_bytes() * count(length); }
 
-private:
-    KvCache cache_;
-    KeptCells kept_;
+    KvCache cache;
 };
 
 using LayerState = std::variant<KvState, RecurrentState>;
