@@ -199,33 +199,20 @@ void Text::append_block(const std::vector<int32_t>& tokens) {
     }
 }
 
-const Text::Row& Text::judged_row(int row) const {
-    const Row& found = checked_row(row);
-    require(found.logits != nullptr, "row ", row, " was evaluated without logits");
-    return found;
-}
-
 LogitsRow Text::logits_row(int row) {
-    const Row& judged = judged_row(row);
+    const Row& judged = checked_row(row);
+    require(judged.logits != nullptr, "row ", row, " was evaluated without logits");
     return executor->row(*judged.logits, judged.slot);
 }
 
 Judged Text::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
-    const LogitsRow logits = logits_row(row);
-    return {logits,
-            mask,
-            pending[row].position + 1,
-            sampling,
-            k,
-            tokens,
-            scores,
-            sampling ? prefix(*sampling, row) : Prefix{}};
+    return {logits_row(row), mask, pending[row].position + 1, sampling, k, tokens, scores, prefix(sampling, row)};
 }
 
-// The tokens up to and including a row's, for rules.
-Prefix Text::prefix(const Sampling& sampling, int row) const {
+// The tokens up to and including a row's, where there are rules.
+Prefix Text::prefix(const Sampling* sampling, int row) const {
     Prefix result;
-    if (sampling.rules) {
+    if (sampling && sampling->rules) {
         result.text = committed.data();
         result.length = committed.size();
         for (int i = row; i >= 0; i = pending[i].parent) {
@@ -287,7 +274,7 @@ Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, in
             break;  // see below
         }
         const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending[row].position + 1,
-                                             num_threads, prefix(sampling, row));
+                                             num_threads, prefix(&sampling, row));
         if (token < 0) {
             require(row != root,
                     "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there are; allow "

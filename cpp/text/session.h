@@ -75,10 +75,9 @@ struct Text {
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads);
     void commit(const std::vector<int32_t>& path, bool was_read, HiddenRows kept = {});
     HiddenRows hidden_of(const std::vector<int32_t>& rows) const;
-    const Row& judged_row(int row) const;
     LogitsRow logits_row(int row);
     Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores);
-    Prefix prefix(const Sampling& sampling, int row) const;
+    Prefix prefix(const Sampling* sampling, int row) const;
 
     std::shared_ptr<const Model> model;
     const Text* target = nullptr;  // whose keys and values its rows attend to, of a draft without its own

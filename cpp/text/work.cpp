@@ -409,12 +409,6 @@ Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden
     return {Kind::read, &session, std::move(tokens), std::move(parents), judged, 0, {}, {}, std::move(hidden)};
 }
 
-Work Work::embed(Session& session, std::vector<int32_t> tokens) {
-    Work work = read(session, std::move(tokens));
-    work.embeds = true;
-    return work;
-}
-
 Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
                   int num_candidates, Masks masks) {
     const int n = static_cast<int>(tokens.size());

@@ -33,7 +33,6 @@ struct Work {
     std::vector<int32_t> rows{};  // of rank: the pending rows to judge
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
-    static Work embed(Session& session, std::vector<int32_t> tokens);
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
                        const Sampling& sampling, int num_candidates = 0, Masks masks = {});
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
