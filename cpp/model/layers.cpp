@@ -232,12 +232,9 @@ Dense pack_dense(Loader& from, const DenseTensors& of, int width) {
     Dense result;
     // Gate and up are one matrix where they can be joined, or where the file has them as one.
     if (of.gate ? of.gate->type == of.up->type : from.family.gate != Gate::none) {
-        Loader::Stack both{{of.up}, {}, gate_in_turns(width)};
+        Loader::Stack both{{of.up}, {of.gate_bias, of.up_bias}, gate_in_turns(width)};
         if (of.gate) {
             both.weights = {of.gate, of.up};
-        }
-        if (of.gate_bias) {
-            both.biases = {of.gate_bias, of.up_bias};
         }
         result.up = from.pack(both);
     } else {

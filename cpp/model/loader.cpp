@@ -145,24 +145,12 @@ Linear Loader::table(const TensorView* tensor) {
 }
 
 Linear Loader::linear(const TensorView* weight, const TensorView* bias) {
-    if (!weight) {
-        return {};
-    }
-    Stack stack{{weight}, {}, in_order(int(weight->ne[1]))};
-    if (bias) {
-        stack.biases = {bias};
-    }
-    return pack(stack);
+    return weight ? pack({{weight}, {bias}, in_order(int(weight->ne[1]))}) : Linear();
 }
 
 Norm Loader::norm(const std::string& name, unsigned extra) {
     const auto vector_of = [&](const char* what) { return vector(take(name + what, {numbers.width}, extra)); };
-    Norm result;
-    result.weight = vector_of(".weight");
-    if (family.has(kLayerNorm)) {
-        result.bias = vector_of(".bias");
-    }
-    return result;
+    return {vector_of(".weight"), family.has(kLayerNorm) ? vector_of(".bias") : Vector()};
 }
 
 Linear Loader::pack(const Stack& stack) {
@@ -206,16 +194,14 @@ Linear Loader::pack(const Stack& stack) {
         file.fail("tensor '", stack.weights[0]->name, "': ", error.what());
     }
     used_ += (result.packed.bytes() + kAlignment - 1) / kAlignment * kAlignment;
-    if (!stack.biases.empty()) {
-        std::vector<float> values;
-        for (const TensorView* bias : stack.biases) {
-            const std::vector<float> next = read(*bias);
-            values.insert(values.end(), next.begin(), next.end());
-        }
-        result.bias.values.resize(result.packed.padded_rows());
-        for (size_t i = 0; i < stack.order.size(); ++i) {
-            result.bias.values[i] = stack.order[i] < 0 ? 0 : values[stack.order[i]];
-        }
+    std::vector<float> values;
+    for (const TensorView* bias : stack.biases) {
+        const std::vector<float> next = bias ? read(*bias) : std::vector<float>();
+        values.insert(values.end(), next.begin(), next.end());
+    }
+    result.bias.values.resize(values.empty() ? 0 : result.packed.padded_rows());
+    for (size_t i = 0; i < stack.order.size() && !values.empty(); ++i) {
+        result.bias.values[i] = stack.order[i] < 0 ? 0 : values[stack.order[i]];
     }
     return result;
 }
@@ -231,9 +217,7 @@ std::vector<Linear> Loader::pack_side_by_side(const std::vector<Member>& members
             matrices.push_back({{}, {}, member.order});
         }
         matrices.back().weights.push_back(member.weight);
-        if (member.bias) {
-            matrices.back().biases.push_back(member.bias);
-        }
+        matrices.back().biases.push_back(member.bias);
         *member.place = static_cast<size_t>(end);
         end += static_cast<int>(member.order.size());
     }

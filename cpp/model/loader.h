@@ -70,7 +70,7 @@ public:
     // name.weight and, in a family of layer norms, name.bias.
     Norm norm(const std::string& name, unsigned extra = 0);
 
-    // Tensors of which a matrix is made, the rows of all in this order, and its bias if it has one.
+    // Tensors of which a matrix is made, the rows of all in this order, and of its bias, all or none.
     struct Stack {
         std::vector<const TensorView*> weights, biases;
         RowOrder order;
