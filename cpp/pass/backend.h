@@ -1,6 +1,4 @@
 // How passes of a model are computed over rows of one or more texts.
-//
-// PackedPass computes with our kernels, bit-exact on the CPU; LlamaPass leaves it to libllama.
 #pragma once
 
 #include <cstdint>
@@ -78,5 +76,9 @@ protected:
 
     const Model& model_;
 };
+
+// With our kernels, bit-exact on the CPU; and by libllama.
+std::unique_ptr<Backend> make_packed_pass(const Model& model);
+std::unique_ptr<Backend> make_llama_pass(const Model& model);
 
 }  // namespace pystaged

@@ -1,7 +1,9 @@
-#include "pass/packed_pass.h"
-
+// A pass over packed weights, on the CPU: every operation runs at once and shares its work over the thread pool, five
+// joins a layer, so that a busy machine does not stall at a spinning barrier.
 #include <algorithm>
 #include <cmath>
+
+#include "pass/workspace.h"
 
 namespace pystaged {
 
@@ -169,21 +171,40 @@ static void take_in(Workspace& w, const Pass& pass) {
     }
 }
 
-void PackedPass::compute(const Pass& pass) {
-    w_.begin(pass);
-    if (pass.is_context) {
-        take_in(w_, pass);
-    } else {
-        decode(w_, pass);
-    }
-    w_.end();
-}
+namespace {
 
-void PackedPass::add_markov(const int32_t* before, int n, float* logits, float* maxima) {
-    for (int first = 0; first < n; first += kMaxRows) {
-        const size_t to = first * model_.numbers().logits_stride();
-        add_markov_rows(w_, before + first, std::min(n - first, kMaxRows), logits + to, maxima + to / kRun);
+class PackedPass : public Backend {
+public:
+    explicit PackedPass(const Model& model) : Backend(model), w_(model) {}
+
+    std::unique_ptr<TextState> make_state(int num_rows, int context) override {
+        return std::make_unique<PackedState>(model_, num_rows, context);
     }
+    int max_rows() const override { return kMostPassRows; }
+    void compute(const Pass& pass) override {
+        w_.begin(pass);
+        if (pass.is_context) {
+            take_in(w_, pass);
+        } else {
+            decode(w_, pass);
+        }
+        w_.end();
+    }
+    void add_markov(const int32_t* before, int n, float* logits, float* maxima) override {
+        for (int first = 0; first < n; first += kMostPassRows) {
+            const size_t to = first * model_.numbers().logits_stride();
+            add_markov_rows(w_, before + first, std::min(n - first, kMostPassRows), logits + to, maxima + to / kRun);
+        }
+    }
+
+private:
+    Workspace w_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_packed_pass(const Model& model) {
+    return std::make_unique<PackedPass>(model);
 }
 
 void open(const Workspace& w, const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out,

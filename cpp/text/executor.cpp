@@ -4,9 +4,6 @@
 #include <cmath>
 #include <map>
 
-#include "pass/llama_pass.h"
-#include "pass/packed_pass.h"
-
 namespace pystaged {
 
 namespace {
@@ -28,8 +25,7 @@ constexpr double kPeakDecay = 0.99;
 Executor::Executor(const Model& model)
     : model_(model),
       process_(process_id()),
-      backend_(model.llama() ? std::unique_ptr<Backend>(std::make_unique<LlamaPass>(model))
-                             : std::make_unique<PackedPass>(model)),
+      backend_(model.llama() ? make_llama_pass(model) : make_packed_pass(model)),
       samplers_(model.num_threads(), Sampler(model.kernel())),
       spare_(std::make_shared<Spare>()) {}
 

@@ -24,7 +24,6 @@
 #include "llama.h"
 #include "llama/tokenizer.h"
 #include "machine/math.h"
-#include "pass/packed_pass.h"
 #include "sampling/sampler.h"
 #include "state/packed_state.h"
 #include "steps.h"
@@ -214,7 +213,7 @@ struct ChainPass {
 // A prompt in passes of any size, and a pass that is interrupted between two layers.
 void test_prompt(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
-    const int length = std::min(model->numbers().max_context - 1, 2 * PackedPass::kMaxRows + 70);
+    const int length = std::min(model->numbers().max_context - 1, 2 * kMostPassRows + 70);
     const std::vector<int32_t> prompt = random_tokens(*model, length);
     Session session(model, 0);
     std::vector<float> expected;
@@ -336,9 +335,9 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK_THROWS(ContextFullError,
                  (evaluate(session, random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
-    if (context > PackedPass::kMaxRows + 3) {
+    if (context > kMostPassRows + 3) {
         CHECK_THROWS(std::runtime_error,
-                     (prefill(session, random_tokens(*model, PackedPass::kMaxRows + 1), interrupted), 0));
+                     (prefill(session, random_tokens(*model, kMostPassRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
     prefill(session, random_tokens(*model, context - 3));
@@ -394,7 +393,7 @@ void test_concurrent_sessions(const std::string& path) {
         CHECK(found[i] == decode(i));
     }
     CHECK_THROWS(std::runtime_error,
-                 (prefill(shared, random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
+                 (prefill(shared, random_tokens(*model, kMostPassRows + 1), [&] { shared.discard(); }), 0));
 }
 
 #ifndef _WIN32
