@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "machine/pool.h"
+#include "model/loader.h"
 
 namespace pystaged {
 

@@ -9,7 +9,9 @@
 
 #include "llama/llama_model.h"
 #include "machine/topology.h"
-#include "model/loader.h"
+#include "model/hyperparameters.h"
+#include "model/weights.h"
+#include "weights/packed_file.h"
 
 namespace pystaged {
 
@@ -19,6 +21,8 @@ struct DraftForm {
     bool other_feedback =
         false;  // of EAGLE-3: rows read normed states of the draft where they read others, and vice versa
 };
+
+class Loader;
 
 class Model {
 public:
