@@ -272,9 +272,7 @@ public:
 private:
     static constexpr size_t kAlignment = 64;
 
-    static std::string prefix_of(int layer) {
-        return "blk." + std::to_string(layer) + ".";
-    }
+    static std::string prefix_of(int layer) { return "blk." + std::to_string(layer) + "."; }
 
     // Rows of a matrix, or of what is `transposed` so far.
     static Vector padded_rows(const Vector& dense, int rows, int cols, bool transposed) {

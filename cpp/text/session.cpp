@@ -9,24 +9,11 @@ namespace pystaged {
 
 namespace {
 
-// Rows beyond the context, so that a tree at its very end still has room for branches.
-constexpr int kSpareRows = 512;
-
 // Where threads wait for sessions that others are in.
 struct Waiting {
     std::mutex mutex;
     std::condition_variable left;
 };
-
-int checked_context(const Model& model, int context) {
-    const int most = model.numbers().max_context;
-    require(context >= 0 && context <= most, "n_ctx must be between 1 and the model's ", most, ", not ", context);
-    return context == 0 ? std::min(most, Session::kDefaultContext) : context;
-}
-
-void check_parent(int row, int parent) {
-    require(parent >= -1 && parent < row, "row ", row, " has parent ", parent, "; a parent is -1 or an earlier row");
-}
 
 // The session whose keys and values a draft attends to, or none where it has its own.
 std::shared_ptr<Session> checked_target(const Model& model, std::shared_ptr<Session> target) {
@@ -109,119 +96,6 @@ Session::Session(std::shared_ptr<const Model> model, int context, std::shared_pt
     text_.target = target_ ? &target_->text_ : nullptr;
 }
 
-Text::Text(std::shared_ptr<const Model> of, int num_positions)
-    : model(std::move(of)),
-      context(checked_context(*model, num_positions)),
-      executor(Executor::of(*model)),
-      state(executor->backend().make_state(context + kSpareRows, context)) {}
-
-void Text::check_tokens(const std::vector<int32_t>& tokens) const {
-    const int size = model->numbers().vocab_size;
-    for (const int32_t token : tokens) {
-        require(token >= 0 && token < size, "token ", token, " is outside the vocabulary of ", size);
-    }
-}
-
-void Text::check_nothing_pending(const char* call) const {
-    require(pending.empty(), call, " needs a session without pending rows; commit or discard them first");
-}
-
-void Text::check_room(int position) const {
-    require<ContextFullError>(position < context, "the context of ", context, " tokens is full");
-}
-
-int Text::checked_reachable(int length) const {
-    require(length >= 0 && size_t(length) <= committed.size(), "cannot rewind ", committed.size(), " tokens to ",
-            length);
-    return state->reachable(length);
-}
-
-const Text::Row& Text::checked_row(int row) const {
-    require(row >= 0 && size_t(row) < pending.size(), "row ", row, " is not among the ", pending.size(),
-            " pending rows");
-    return pending[row];
-}
-
-void Text::append(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, bool are_read) {
-    const int start = static_cast<int>(committed.size());
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        const int index = static_cast<int>(pending.size()), parent = parents[i];
-        check_parent(index, parent);
-        Row row{tokens[i], parent, start, start};
-        if (parent >= 0) {
-            const Row& before = pending[parent];
-            row.position = before.position + 1;
-            row.direct = before.direct;
-            row.tail = before.tail;
-        }
-        require(index < model->most_pending() || are_read, "a model with recurrent layers has ", model->most_pending(),
-                " pending rows at most; commit or discard some before more are evaluated");
-        require(i == 0 || parent == index - 1 || !model->is_chained(),
-                "llama.cpp evaluates chains of a model with recurrent layers: row ", index, " has parent ", parent,
-                ", not the row before it");
-        const int cell = start + index;
-        check_room(row.position);
-        require<ContextFullError>(cell < state->room(),
-                                  "the tree has more rows than the context has room for; at most ",
-                                  state->room() - start, " fit now");
-        if (row.tail.empty() && cell == row.position) {
-            row.direct = row.position + 1;
-        } else {
-            row.tail.push_back(cell);
-        }
-        pending.push_back(std::move(row));
-    }
-}
-
-// Rows at the position behind the target's text that see its cells, and not each other.
-void Text::append_behind_target(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
-    require(target->state != nullptr, "the session of the draft's target is closed");
-    const int length = static_cast<int>(target->committed.size());
-    require(length > 0, "the session of the draft's target has no tokens to attend to");
-    check_room(length);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        const int index = static_cast<int>(pending.size());
-        check_parent(index, parents[i]);
-        require<ContextFullError>(index < state->room(), "a tree has at most ", state->room(), " rows here");
-        pending.push_back({tokens[i], parents[i], length, length});
-    }
-}
-
-// Rows at the next positions that see the context and each other, those before them or all.
-void Text::append_block(const std::vector<int32_t>& tokens) {
-    const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
-    const int most = executor->backend().max_rows();
-    require(n <= most, "a block has at most ", most, " rows, not ", n);
-    check_room(start + n - 1);
-    for (int i = 0; i < n; ++i) {
-        const int seen = start + (model->numbers().is_causal ? i + 1 : n);
-        pending.push_back({tokens[i], i - 1, start + i, seen});
-    }
-}
-
-LogitsRow Text::logits_row(int row) {
-    const Row& judged = checked_row(row);
-    require(judged.logits != nullptr, "row ", row, " was evaluated without logits");
-    return executor->row(*judged.logits, judged.slot);
-}
-
-Judged Text::judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
-    return {logits_row(row), mask, pending[row].position + 1, sampling, k, tokens, scores, prefix(sampling, row)};
-}
-
-// The tokens up to and including a row's, where there are rules.
-Prefix Text::prefix(const Sampling* sampling, int row) const {
-    Prefix result;
-    if (sampling && sampling->rules) {
-        result.text = committed.data();
-        result.length = committed.size();
-        for (int i = row; i >= 0; i = pending[i].parent) {
-            result.path.push_back(pending[i].token);
-        }
-    }
-    return result;
-}
-
 Outcome Session::likeliest(const std::vector<int32_t>& rows, const std::vector<int32_t>& before, int k) {
     const OpenTurn turn(*this);
     const bool has_markov = text_.model->numbers().markov_rank > 0;
@@ -258,46 +132,6 @@ Followed Session::follow(const Sampling& sampling, int root) {
     return text_.follow(sampling, {}, root, 0, text_.model->num_threads_for(1));
 }
 
-Followed Text::follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
-    checked_row(root);
-    Sampler& sampler = executor->sampler(worker);
-    Followed result;
-    for (int row = root; row >= 0;) {
-        const Mask mask = masks.row(row);
-        LogitsRow logits;
-        try {
-            logits = logits_row(row);
-        } catch (const ModelError&) {
-            if (row == root) {
-                throw;
-            }
-            break;  // see below
-        }
-        const int32_t token = sampler.choose(sampling, sampler.masked(logits, mask), pending[row].position + 1,
-                                             num_threads, prefix(&sampling, row));
-        if (token < 0) {
-            require(row != root,
-                    "logit_bias, min_tokens, ignore_eos and the grammar together exclude all tokens there are; allow "
-                    "one at least");
-            break;  // the text may end before this row is judged, so that it is the root's turn to throw
-        }
-        result.path.push_back(row);
-        result.tokens.push_back(token);
-        if (sampling.logprobs >= 0) {
-            result.logprobs.push_back(sampler.log_probabilities(logits, token, sampling.logprobs, num_threads));
-        }
-        const int parent = row;
-        row = -1;
-        for (size_t child = parent + 1; child < pending.size(); ++child) {
-            if (pending[child].parent == parent && pending[child].token == token) {
-                row = static_cast<int>(child);
-                break;
-            }
-        }
-    }
-    return result;
-}
-
 void Session::commit(const std::vector<int32_t>& path) {
     const OpenTurn turn(*this);
     require((!text_.target && text_.model->family().reads != Reads::as_context) || path.empty(),
@@ -309,25 +143,6 @@ void Session::commit(const std::vector<int32_t>& path) {
     text_.committed.reserve(text_.committed.size() + path.size());
     HiddenRows hidden = text_.model->taps_all_rows() ? text_.hidden_of(path) : HiddenRows();
     text_.commit(path, false, std::move(hidden));
-}
-
-// Commits a path, for which there is room in `committed`: nothing fails.
-void Text::commit(const std::vector<int32_t>& path, bool was_read, HiddenRows kept) {
-    state->keep(static_cast<int>(committed.size()), path, was_read);
-    for (const int32_t row : path) {
-        committed.push_back(pending[row].token);
-    }
-    hidden = std::move(kept);
-    drop_from(0);
-}
-
-HiddenRows Text::hidden_of(const std::vector<int32_t>& rows) const {
-    HiddenRows found{model->state_size(), {}, model->family().reads != Reads::nothing};
-    for (const int32_t row : rows) {
-        found.rows.push_back(checked_row(row).hidden);
-        require(found.rows.back() != nullptr, "nothing was kept of the hidden states of row ", row);
-    }
-    return found;
 }
 
 void Session::keep_states(std::vector<int> lengths, int most, int anchor) {
