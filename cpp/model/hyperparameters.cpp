@@ -277,15 +277,9 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         h.windowed_rope.yarn = false;
         h.windowed_rope.base = rope.base;
     }
-    if (family.skip_rope_every > 0) {
-        for (int i = family.skip_rope_every - 1; i < h.num_layers; i += family.skip_rope_every) {
-            h.layers[i].rotates = false;
-        }
-    }
-    if (family.has(kMayNotRotate) && !file.flag(keys.name("rope.scaling.finetuned"), true)) {
-        for (LayerNumbers& layer : h.layers) {
-            layer.rotates = false;
-        }
+    const bool rotates = !family.has(kMayNotRotate) || file.flag(keys.name("rope.scaling.finetuned"), true);
+    for (int i = 0; i < h.num_layers; ++i) {
+        h.layers[i].rotates = rotates && (family.skip_rope_every == 0 || (i + 1) % family.skip_rope_every != 0);
     }
 }
 

@@ -336,11 +336,8 @@ Layer load_layer(Loader& from) {
     for (const MixerKind mixer : numbers.mixers) {
         switch (mixer) {
             case MixerKind::attention:
-                if (from.family.has(kLatents)) {
-                    layer.mixers.emplace_back(load_latent_attention(from));
-                } else {
-                    layer.mixers.emplace_back(load_attention(from));
-                }
+                layer.mixers.push_back(from.family.has(kLatents) ? Mixer(load_latent_attention(from))
+                                                                 : load_attention(from));
                 break;
             case MixerKind::short_convolution: layer.mixers.emplace_back(load_short_convolution(from)); break;
             case MixerKind::delta_net: layer.mixers.emplace_back(load_delta_net(from)); break;

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "machine/pool.h"
 #include "pass/backend.h"
 #include "sampling/sampler.h"
 

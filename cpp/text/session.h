@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "machine/pool.h"
 #include "text/executor.h"
 #include "text/hidden_rows.h"
 
