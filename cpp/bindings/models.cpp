@@ -1,7 +1,6 @@
 #include <pybind11/functional.h>
 
 #include "bindings/bindings.h"
-#include "llama/tokenizer.h"
 #include "text/executor.h"
 
 namespace pystaged {

@@ -48,6 +48,11 @@ inline void check_vocabulary(const GgufFile& file) {
     }
 }
 
+struct FreeLlama {
+    void operator()(llama_model* model) const { llama_model_free(model); }
+    void operator()(llama_context* context) const { llama_free(context); }
+};
+
 class Tokenizer {
 public:
     // Loads the vocabulary alone. Throws ModelError when the file has none that is usable.
@@ -275,9 +280,6 @@ private:
         }
     }
 
-    struct Free {
-        void operator()(llama_model* model) const { llama_model_free(model); }
-    };
     // The text of a token that libllama looks for before all else.
     struct Special {
         std::string text;
@@ -371,7 +373,7 @@ private:
         require(token >= 0 && token < num_tokens(), "token ", token, " is outside the vocabulary of ", num_tokens());
     }
 
-    std::unique_ptr<llama_model, Free> model_;
+    std::unique_ptr<llama_model, FreeLlama> model_;
     const llama_vocab* vocab_ = nullptr;
     std::vector<Special> specials_;  // sorted by text
     std::vector<std::pair<std::string, std::string>> metadata_;

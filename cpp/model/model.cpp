@@ -210,7 +210,7 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
 void Model::save_packed(const std::string& path, const std::function<void()>& check_interrupt) const {
     require<std::logic_error>(!content_.empty() && !is_mapped_,
                               "packed weights are saved of a model that was loaded to be packed");
-    write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
+    PackedFile::write(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
