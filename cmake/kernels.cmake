@@ -12,7 +12,7 @@ else()
 endif()
 add_library(pystaged_kernels STATIC
   ${cpp}/kernels/dispatch.cpp
-  ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/pool.cpp ${cpp}/machine/topology.cpp
+  ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/topology.cpp
   ${cpp}/weights/packed_matrix.cpp ${cpp}/weights/packing.cpp ${cpp}/weights/product.cpp ${cpp}/pass/attention.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)

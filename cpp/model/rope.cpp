@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "machine/math.h"
-#include "machine/pool.h"
 
 namespace pystaged {
 
