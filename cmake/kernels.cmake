@@ -11,9 +11,8 @@ else()
   set(system posix)
 endif()
 add_library(pystaged_kernels STATIC
-  ${cpp}/kernels/dispatch.cpp
-  ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/topology.cpp
-  ${cpp}/weights/packed_matrix.cpp ${cpp}/weights/packing.cpp ${cpp}/weights/product.cpp ${cpp}/pass/attention.cpp)
+  ${cpp}/kernels/dispatch.cpp ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/topology.cpp
+  ${cpp}/weights/packing.cpp ${cpp}/pass/attention.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})

@@ -173,7 +173,6 @@ struct LlamaText : TextState {
         const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
         pass.texts_.push_back(this);
     }
-
     ~LlamaText() override {
         if (pass_.process_ != process_id()) {
             return;  // a child of fork(), where somebody may hold the lock for ever
@@ -188,7 +187,6 @@ struct LlamaText : TextState {
         }
         pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
     }
-
     // Committed tokens, and pending rows up to one.
     std::vector<int32_t> tokens_to(int row) const {
         std::vector<int32_t> tokens = committed_;
@@ -198,7 +196,6 @@ struct LlamaText : TextState {
         std::reverse(tokens.begin() + committed_.size(), tokens.end());
         return tokens;
     }
-
     // Forgets all that libllama had of it.
     void forget() {
         const auto give_back = [&](int id) {
@@ -221,7 +218,6 @@ struct LlamaText : TextState {
         last_rows_ = 0;
         kept_.cut(0);
     }
-
     // Forgets pending rows from there on.
     void drop(int first) {
         for (Sequence& sequence : sequences_) {
@@ -236,7 +232,6 @@ struct LlamaText : TextState {
         }
         rows_.resize(std::min<size_t>(first, rows_.size()));
     }
-
     // The index of a sequence that ends with a pending row, or the committed tokens; -1 where there is none.
     int sequence_behind(int row) {
         if (row >= 0 && rows_[row].id < 0) {
@@ -267,7 +262,6 @@ struct LlamaText : TextState {
         sequence.is_leaf = true;
         return found;
     }
-
     // Reads what libllama lacks of the committed tokens. Sequence ids for pending rows from `first` on, none for those
     // that are left out.
     std::vector<std::vector<int>> find_ids(int first) {
@@ -300,7 +294,6 @@ struct LlamaText : TextState {
         }
         return ids;
     }
-
     void keep(int length, const std::vector<int32_t>& path, bool) override {
         pass_.check_process();
         const std::lock_guard<std::mutex> lock(pass_.mutex_);
@@ -330,7 +323,6 @@ struct LlamaText : TextState {
         }
         rows_.clear();
     }
-
     int reachable(int length) const override {
         if (!pass_.is_recurrent_ || pass_.process_ != process_id()) {
             return length;
@@ -344,7 +336,6 @@ struct LlamaText : TextState {
         const int alike = static_cast<int>(std::min(begins_alike(held_, committed_), static_cast<size_t>(length)));
         return std::max(kept_.reachable(alike), shadow_length_ <= alike ? shadow_length_ : 0);
     }
-
     int cut(int length) override {
         pass_.check_process();
         length = reachable(length);
@@ -360,7 +351,6 @@ struct LlamaText : TextState {
         }
         return length;
     }
-
     int copy(const TextState& other, int length) override {
         const auto& from = static_cast<const LlamaText&>(other);
         length = from.reachable(length);
@@ -381,7 +371,6 @@ struct LlamaText : TextState {
         kept_.set(from.kept_.all());
         return length;
     }
-
     int room() const override { return num_rows_; }
     // Kept states are in this machine's memory, not the device's.
     void keep_states(const std::vector<int>& lengths, int most, int anchor) override {
@@ -393,12 +382,10 @@ struct LlamaText : TextState {
         const std::lock_guard<std::mutex> lock(pass_.mutex_);
         committed_.resize(longer, committed_.back());
     }
-
     size_t num_bytes(int length) const override {
         const Model& model = pass_.model_;
         return model.cell_bytes() * length + model.state_bytes() + kept_.all().size() * model.kept_state_bytes();
     }
-
     // Of recurrent layers: makes the text's own sequence one that begins like these tokens. Returns whether libllama
     // took back the last rows.
     bool go_back(const std::vector<int32_t>& tokens) {
@@ -431,14 +418,12 @@ struct LlamaText : TextState {
         end_at(0);
         return false;
     }
-
     void end_at(int length) {
         held_.resize(length);
         if (shadow_length_ > length) {
             shadow_length_ = 0;  // which nobody goes back to
         }
     }
-
     void cast_shadow() {
         shadow_ = shadow_ < 0 ? pass_.take_id() : shadow_;
         if (shadow_ >= 0) {
@@ -448,7 +433,6 @@ struct LlamaText : TextState {
             last_rows_ = 0;
         }
     }
-
     void has_read() {
         if (!pass_.is_recurrent_) {
             return;
@@ -457,7 +441,6 @@ struct LlamaText : TextState {
         held_ = tokens_to(static_cast<int>(rows_.size()) - 1);
         last_rows_ = static_cast<int>(held_.size() - before);
     }
-
     void keep_state() {
         const int id = sequences_[0].id;
         const size_t bytes = llama_state_seq_get_size_ext(pass_.context_.get(), id, kPartial);

@@ -141,7 +141,6 @@ public:
             }
         }
     }
-
     void compute(const std::function<void()>& interrupted) {
         // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
         auto asked = std::chrono::steady_clock::now();
@@ -160,7 +159,6 @@ public:
             compute_pass(pieces, interrupted ? &seldom : nullptr);
         }
     }
-
     std::vector<Outcome> finish() {
         std::vector<Outcome> outcomes(works_.size());
         {
@@ -251,7 +249,6 @@ private:
         }
         return passes;
     }
-
     // A pass computes logits of its last rows alone, so the rows of all texts that need none come first: a text may
     // have two segments.
     void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
@@ -317,7 +314,6 @@ private:
             }
         }
     }
-
     // Of a pass's rows, which are those of the spans.
     static void note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans) {
         std::vector<uint8_t> used(row_bytes);
@@ -337,7 +333,6 @@ private:
             from = to;
         }
     }
-
     // One tree is shared out by its rows' logits, several are by trees.
     void follow(std::vector<Outcome>& outcomes) {
         std::vector<size_t> trees;
@@ -356,7 +351,6 @@ private:
                 text_of(trees[i]).follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
         });
     }
-
     void find_candidates(std::vector<Outcome>& outcomes) {
         std::vector<Judged> rows;
         for (size_t i = 0; i < works_.size(); ++i) {
