@@ -5,8 +5,6 @@
 #include <functional>
 #include <optional>
 
-#include "machine/math.h"
-
 namespace pystaged {
 
 namespace {
@@ -499,72 +497,6 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
 }
 
 }  // namespace
-
-float Hyperparameters::query_scale(int position) const {
-    return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
-}
-
-RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
-    const size_t before = std::max(0, conv_width - 1);
-    switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return {before * width, size_t(width)};
-        case MixerKind::delta_net: {
-            const size_t channels = delta.channels();
-            return {size_t(delta.values()) * delta.head_dim + before * channels,
-                    channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes)};
-        }
-        case MixerKind::state_space: {
-            const size_t channels = space.channels();
-            return {size_t(space.inner()) * space.state_dim + before * channels,
-                    channels + space.keys() + space.inner() + padded(space.heads, kLanes)};
-        }
-        default: return {};
-    }
-}
-
-size_t Hyperparameters::cell_bytes(KvType type, bool windowed_only) const {
-    size_t bytes = 0;
-    for (int i = 0; i < num_layers; ++i) {
-        const LayerNumbers& layer = layers[i];
-        if (layer.stores(i) && (layer.windowed || !windowed_only)) {
-            bytes += layer.num_kv_heads * (key_bytes(type, layer.head_dim) + value_bytes(type, layer.value_dim));
-        }
-    }
-    return bytes;
-}
-
-size_t Hyperparameters::state_bytes() const {
-    size_t inputs = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        inputs += recurrent_sizes(layer).input;
-    }
-    return 2 * kept_state_bytes() + RecurrentSizes::kFewRows * inputs * sizeof(float);
-}
-
-size_t Hyperparameters::kept_state_bytes() const {
-    size_t values = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        values += recurrent_sizes(layer).state;
-    }
-    return values * sizeof(float);
-}
-
-// An estimate: of what a row is made into, little is there at a time, but some of it in several copies. And the logits
-// of a usual tree.
-double Hyperparameters::pass_bytes() const {
-    size_t inputs = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        inputs = std::max(inputs, recurrent_sizes(layer).input);
-    }
-    const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
-    const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
-    const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank +
-                       markov_rank + experts.count + expert +
-                       padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() + delta.values() +
-                       space.channels() + space.inner() + hidden_width + features_width() +
-                       num_layers * double(padded(layer_embedding_width, kBlock));
-    return sizeof(float) * (kMostPassRows * (3 * row + inputs) + 64 * double(logits_stride()));
-}
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target) {
     file.require(

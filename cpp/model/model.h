@@ -72,8 +72,8 @@ public:
     // Whether packed weights are mapped, and why not where there is a file.
     bool is_mapped() const { return is_mapped_; }
     const std::string& packed_problem() const { return packed_problem_; }
-    // Writes packed weights into a file that exists; see PackedFile::write(). Throws std::logic_error for a model that was
-    // loaded without the name of such a file.
+    // Writes packed weights into a file that exists; see PackedFile::write(). Throws std::logic_error for a model that
+    // was loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
     // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window;
     // see KeptCells::most(). libllama keeps all.

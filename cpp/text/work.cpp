@@ -387,33 +387,6 @@ private:
     bool finished_ = false;
 };
 
-Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden) {
-    std::vector<int32_t> parents(tokens.size());
-    std::iota(parents.begin(), parents.end(), -1);
-    const int judged = session.model().taps_last_row() && !tokens.empty() ? 1 : 0;
-    return {Kind::read, &session, std::move(tokens), std::move(parents), judged, 0, {}, {}, std::move(hidden)};
-}
-
-Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
-                  int num_candidates, Masks masks) {
-    const int n = static_cast<int>(tokens.size());
-    return {Kind::verify,     &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling},
-            std::move(masks), {}};
-}
-
-Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,
-                   std::vector<Sampling> samplings, Masks masks, HiddenRows hidden) {
-    return {Kind::propose,        &session,         std::move(tokens), std::move(parents), num_judged, k,
-            std::move(samplings), std::move(masks), std::move(hidden)};
-}
-
-Work Work::rank(Session& session, std::vector<int32_t> rows, int k, std::vector<Sampling> samplings, Masks masks) {
-    Work work = propose(session, {}, {}, static_cast<int>(rows.size()), k, std::move(samplings), std::move(masks));
-    work.kind = Kind::rank;
-    work.rows = std::move(rows);
-    return work;
-}
-
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {
     if (works.empty()) {
         return {};
