@@ -61,8 +61,6 @@ public:
 
     // For a text of `context` positions; more rows than that give trees at its end room for branches.
     virtual std::unique_ptr<TextState> make_state(int num_rows, int context) = 0;
-    // Rows of one pass at most.
-    virtual int max_rows() const = 0;
     // The maxima of a row with a logit that is not finite are not all finite.
     virtual void compute(const Pass& pass) = 0;
     // Adds to each of n rows of logits what the token before it says, and finds their maxima; both laid out as in Pass.

@@ -61,8 +61,6 @@ struct Part {
 };
 
 struct LlamaPass : Backend {
-    static constexpr int kMaxRows = 256;
-
     explicit LlamaPass(const Model& model)
         : Backend(model),
           process_(process_id()),
@@ -75,7 +73,6 @@ struct LlamaPass : Backend {
 
     // The first makes the context: of so many positions for all texts as Model::reserve() says.
     std::unique_ptr<TextState> make_state(int num_rows, int context) override;
-    int max_rows() const override { return kMaxRows; }
     void compute(const Pass& pass) override;
 
     using Backend::model_;
@@ -470,7 +467,7 @@ std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
         const LogCapture quiet;
         const int num_ids = is_recurrent_ ? LlamaModel::kMostStates : kMostIds;
         const int reserved = model_.num_reserved(), cells = std::max(num_rows, reserved > 0 ? reserved : 2 * num_rows);
-        context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMaxRows, num_ids, num_back_);
+        context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMostPassRows, num_ids, num_back_);
         memory_ = llama_get_memory(context_.get());
         llama_set_abort_callback(context_.get(), is_interrupted, this);
         for (int id = num_ids - 1; id >= 0; --id) {
@@ -557,7 +554,7 @@ void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t
     const auto has = [&] { return is_recurrent_ ? text.held_.size() : static_cast<size_t>(own.length); };
     while (has() < length) {
         const size_t first = has();
-        size_t last = std::min(first + kMaxRows, length);
+        size_t last = std::min(first + kMostPassRows, length);
         const std::vector<int>& asked = text.kept_.asked();
         const auto next = std::upper_bound(asked.begin(), asked.end(), static_cast<int>(first));
         last = next == asked.end() ? last : std::min(last, static_cast<size_t>(*next));

@@ -180,7 +180,6 @@ public:
     std::unique_ptr<TextState> make_state(int num_rows, int context) override {
         return std::make_unique<PackedState>(model_, num_rows, context);
     }
-    int max_rows() const override { return kMostPassRows; }
     void compute(const Pass& pass) override {
         w_.begin(pass);
         if (pass.is_context) {

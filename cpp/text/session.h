@@ -139,8 +139,7 @@ struct Text {
     // Rows at the next positions that see the context and each other, those before them or all.
     void append_block(const std::vector<int32_t>& tokens) {
         const int start = static_cast<int>(committed.size()), n = static_cast<int>(tokens.size());
-        const int most = executor->backend().max_rows();
-        require(n <= most, "a block has at most ", most, " rows, not ", n);
+        require(n <= kMostPassRows, "a block has at most ", kMostPassRows, " rows, not ", n);
         check_room(start + n - 1);
         for (int i = 0; i < n; ++i) {
             const int seen = start + (model->numbers().is_causal ? i + 1 : n);

@@ -221,7 +221,6 @@ private:
 
     // Into as few passes as there can be.
     std::vector<std::vector<Piece>> split() const {
-        const Backend& backend = executor_->backend();
         std::vector<std::vector<Piece>> passes;
         size_t room = 0;
         const auto add = [&](size_t i) {
@@ -230,7 +229,7 @@ private:
             for (size_t first = starts_[i], last; first < end; first = last) {
                 if (room == 0 || (is_block(*works_[i]) && room < end - first)) {
                     passes.emplace_back();
-                    room = backend.max_rows();
+                    room = kMostPassRows;
                 }
                 last = std::min(end, first + room);
                 const bool is_reading = works_[i]->kind == Work::Kind::read;

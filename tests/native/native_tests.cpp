@@ -518,7 +518,6 @@ void test_bare_backend(const std::string& path) {
     struct Bare : Backend {
         explicit Bare(const Model& model) : Backend(model) {}
         std::unique_ptr<TextState> make_state(int, int) override { return nullptr; }
-        int max_rows() const override { return 1; }
         void compute(const Pass&) override {}
     };
     const Model model(path, "", 1);
