@@ -3,10 +3,10 @@
 
 namespace pystaged {
 
-static LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> end_tokens, int64_t min_length,
-                      float repeat_penalty, float presence_penalty, float frequency_penalty, int repeat_last_n,
-                      float dry_multiplier, float dry_base, int dry_allowed_length, int dry_last_n,
-                      const std::vector<std::vector<int32_t>>& dry_breakers) {
+static LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> end_tokens,
+                             int64_t min_length, float repeat_penalty, float presence_penalty, float frequency_penalty,
+                             int repeat_last_n, float dry_multiplier, float dry_base, int dry_allowed_length,
+                             int dry_last_n, const std::vector<std::vector<int32_t>>& dry_breakers) {
     LogitRules rules{std::move(bias),  std::move(end_tokens), min_length,    repeat_penalty,
                      presence_penalty, frequency_penalty,     repeat_last_n, dry_multiplier,
                      dry_base,         dry_allowed_length,    dry_last_n,    {}};
@@ -28,8 +28,8 @@ static std::vector<std::vector<int32_t>> breakers_of(const LogitRules& rules) {
 }
 
 static Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed, float typical_p,
-                       float xtc_probability, float xtc_threshold, bool temperature_last, int logprobs,
-                       std::shared_ptr<LogitRules> rules) {
+                              float xtc_probability, float xtc_threshold, bool temperature_last, int logprobs,
+                              std::shared_ptr<LogitRules> rules) {
     const Sampling sampling{
         temperature,      top_k,   top_p, min_p, seed, typical_p, xtc_probability, xtc_threshold, temperature_last,
         std::move(rules), logprobs};

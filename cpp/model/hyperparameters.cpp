@@ -537,10 +537,9 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     keys.require(h.num_heads != 0, "attention.head_count", "is missing");
     read_windows(family, keys, h);
     read_heads(file, family, keys, h);
-    h.ffn_width = keys.number_of_layers("feed_forward_length", 1, kMostNumbers,
-                                        family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
-                                        &LayerNumbers::feeds_forward, family.has(kLayersDiffer),
-                                        &LayerNumbers::ffn_width);
+    h.ffn_width = keys.number_of_layers(
+        "feed_forward_length", 1, kMostNumbers, family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
+        &LayerNumbers::feeds_forward, family.has(kLayersDiffer), &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
     const bool is_dense = std::ranges::any_of(h.layers, [&](const LayerNumbers& layer) {
         return layer.feeds_forward && (!layer.has_experts || family.has(kDenseBeside));

@@ -207,11 +207,11 @@ struct Hyperparameters {
         }
         const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
         const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
-        const double row =
-            2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank + markov_rank +
-            experts.count + expert + padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() +
-            delta.values() + space.channels() + space.inner() + hidden_width + features_width() +
-            num_layers * double(padded(layer_embedding_width, kBlock));
+        const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank +
+                           markov_rank + experts.count + expert +
+                           padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() +
+                           delta.values() + space.channels() + space.inner() + hidden_width + features_width() +
+                           num_layers * double(padded(layer_embedding_width, kBlock));
         return sizeof(float) * (kMostPassRows * (3 * row + inputs) + 64 * double(logits_stride()));
     }
 };

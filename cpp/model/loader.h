@@ -198,9 +198,8 @@ public:
         Linear result;
         try {
             if (packed_) {
-                result.packed =
-                    PackedMatrix(type, rows, cols,
-                                 packed_->matrix(used_, PackedMatrix::packed_bytes(type, rows, cols)));
+                result.packed = PackedMatrix(type, rows, cols,
+                                             packed_->matrix(used_, PackedMatrix::packed_bytes(type, rows, cols)));
             } else {
                 for (const TensorView* weight : stack.weights) {
                     file.prefetch(*weight);

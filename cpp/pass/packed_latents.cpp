@@ -56,7 +56,7 @@ static void store_latents(Workspace& w, const LatentAttention& attention, const 
 // Of each head its part, multiplied apart: inputs [heads][n][cols], quantized in the same order, as rows of `width`
 // outputs side by side.
 static void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
-                    const QuantizedRows& quantized, float* out, int width, size_t stride) {
+                           const QuantizedRows& quantized, float* out, int width, size_t stride) {
     Product* const products = w.arena.take<Product>(matrices.size());
     for (size_t head = 0; head < matrices.size(); ++head) {
         products[head] = {

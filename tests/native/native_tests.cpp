@@ -336,8 +336,7 @@ void test_session(const std::string& path, const Kernel& kernel) {
                  (evaluate(session, random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
     if (context > kMostPassRows + 3) {
-        CHECK_THROWS(std::runtime_error,
-                     (prefill(session, random_tokens(*model, kMostPassRows + 1), interrupted), 0));
+        CHECK_THROWS(std::runtime_error, (prefill(session, random_tokens(*model, kMostPassRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
     prefill(session, random_tokens(*model, context - 3));
