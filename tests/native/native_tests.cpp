@@ -181,7 +181,7 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
 
 // The beginning of a prompt, as a tree's rows that are a chain, of which the last one is judged.
 struct ChainPass {
-    PackedPass pass;
+    std::unique_ptr<Backend> pass;
     std::unique_ptr<TextState> state;
     std::vector<PassRow> rows;
     std::vector<RowContext> contexts;
@@ -189,8 +189,8 @@ struct ChainPass {
     Pass what;
 
     ChainPass(const Model& model, const std::vector<int32_t>& prompt, int most)
-        : pass(model),
-          state(pass.make_state(most, most)),
+        : pass(make_packed_pass(model)),
+          state(pass->make_state(most, most)),
           logits(model.numbers().logits_stride()),
           maxima(logits.size() / kRun) {
         for (int i = 0; i < most; ++i) {
@@ -206,7 +206,7 @@ struct ChainPass {
     void compute(int num_rows) {
         what.num_rows = num_rows;
         what.segments = {{state.get(), 0, num_rows, 0, 0}};
-        pass.compute(what);
+        pass->compute(what);
     }
 };
 
