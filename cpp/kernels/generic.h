@@ -26,8 +26,8 @@ constexpr auto bytes_matmul_of() {
     return matmul_of<Block<Quants>, packing, Block<ManyRowsQuants<Quants>>>();
 }
 
-// The table of all that these define.
-constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
+// The table of all that these define; without `supported`, for any CPU.
+constexpr Kernel make_kernel(const char* name, bool (*supported)() = [] { return true; }) {
     return {
         name,
         supported,

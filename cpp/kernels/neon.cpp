@@ -47,6 +47,6 @@ inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int3
 
 }  // namespace
 
-constexpr Kernel kNeonKernel = make_kernel("neon", [] { return true; });
+constexpr Kernel kNeonKernel = make_kernel("neon");
 
 }  // namespace pystaged

@@ -153,6 +153,6 @@ using ManyRowsQuants = Quants;
 
 }  // namespace
 
-constexpr Kernel kScalarKernel = make_kernel("scalar", [] { return true; });
+constexpr Kernel kScalarKernel = make_kernel("scalar");
 
 }  // namespace pystaged
