@@ -1,8 +1,7 @@
 # pystaged_kernels: the kernels, the weights and cache they work on, and the threads they run in. It needs nothing of
 # llama.cpp but ggml-base, to which the including file links it.
 
-# Multiply-adds are fused where the source says so and nowhere else, or results would differ from one CPU to another.
-set(pystaged_options -Wall -Wextra -ffp-contract=off)
+set(pystaged_options -Wall -Wextra)
 
 find_package(Threads REQUIRED)
 set(cpp "${CMAKE_CURRENT_LIST_DIR}/../cpp")
@@ -12,14 +11,14 @@ else()
   set(system posix)
 endif()
 add_library(pystaged_kernels STATIC
-  ${cpp}/kernels/dispatch.cpp
-  ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/measure.cpp ${cpp}/machine/memory.cpp ${cpp}/machine/pool.cpp
-  ${cpp}/machine/topology.cpp
-  ${cpp}/weights/packed_matrix.cpp ${cpp}/weights/packing.cpp ${cpp}/weights/product.cpp
-  ${cpp}/state/kv_cache.cpp ${cpp}/pass/attention.cpp)
+  ${cpp}/kernels/dispatch.cpp ${cpp}/machine/${system}.cpp ${cpp}/machine/math.cpp ${cpp}/machine/topology.cpp
+  ${cpp}/weights/packing.cpp ${cpp}/pass/attention.cpp)
 target_include_directories(pystaged_kernels PUBLIC ${cpp})
 target_link_libraries(pystaged_kernels PUBLIC Threads::Threads)
 target_compile_options(pystaged_kernels PRIVATE ${pystaged_options})
+# Multiply-adds are fused where the source says so and nowhere else, or results would differ from one CPU to another;
+# headers compute, too.
+target_compile_options(pystaged_kernels PUBLIC -ffp-contract=off)
 
 set(PYSTAGED_KERNEL_LEVEL -O3 CACHE STRING "How far the kernels are optimized")
 set(vnni -mavxvnni)

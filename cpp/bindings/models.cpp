@@ -1,23 +1,14 @@
 #include <pybind11/functional.h>
 
 #include "bindings/bindings.h"
-#include "files/gguf_file.h"
-#include "llama.h"
-#include "llama/devices.h"
-#include "llama/tokenizer.h"
-#include "model/model.h"
 #include "text/executor.h"
 
 namespace pystaged {
 
-namespace {
-
-KvType to_kv_type(const std::string& name) {
+static KvType to_kv_type(const std::string& name) {
     require(name == "f16" || name == "q8_0", "keys and values are stored as f16 or q8_0, not ", name);
     return name == "f16" ? KvType::f16 : KvType::q8_0;
 }
-
-}  // namespace
 
 void add_models(py::module_& m) {
     m.def("metadata", [](const Path& path) { return to_dict(GgufFile(path.bytes).spelled()); }, py::arg("path"));

@@ -3,12 +3,10 @@
 
 namespace pystaged {
 
-namespace {
-
-LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> end_tokens, int64_t min_length,
-                      float repeat_penalty, float presence_penalty, float frequency_penalty, int repeat_last_n,
-                      float dry_multiplier, float dry_base, int dry_allowed_length, int dry_last_n,
-                      const std::vector<std::vector<int32_t>>& dry_breakers) {
+static LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<int32_t> end_tokens,
+                             int64_t min_length, float repeat_penalty, float presence_penalty, float frequency_penalty,
+                             int repeat_last_n, float dry_multiplier, float dry_base, int dry_allowed_length,
+                             int dry_last_n, const std::vector<std::vector<int32_t>>& dry_breakers) {
     LogitRules rules{std::move(bias),  std::move(end_tokens), min_length,    repeat_penalty,
                      presence_penalty, frequency_penalty,     repeat_last_n, dry_multiplier,
                      dry_base,         dry_allowed_length,    dry_last_n,    {}};
@@ -20,7 +18,7 @@ LogitRules make_rules(std::vector<std::pair<int32_t, float>> bias, std::vector<i
     return rules;
 }
 
-std::vector<std::vector<int32_t>> breakers_of(const LogitRules& rules) {
+static std::vector<std::vector<int32_t>> breakers_of(const LogitRules& rules) {
     std::vector<std::vector<int32_t>> breakers;
     for (const auto& [first, rest] : rules.dry_breakers) {
         breakers.push_back({first});
@@ -29,9 +27,9 @@ std::vector<std::vector<int32_t>> breakers_of(const LogitRules& rules) {
     return breakers;
 }
 
-Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed, float typical_p,
-                       float xtc_probability, float xtc_threshold, bool temperature_last, int logprobs,
-                       std::shared_ptr<LogitRules> rules) {
+static Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed, float typical_p,
+                              float xtc_probability, float xtc_threshold, bool temperature_last, int logprobs,
+                              std::shared_ptr<LogitRules> rules) {
     const Sampling sampling{
         temperature,      top_k,   top_p, min_p, seed, typical_p, xtc_probability, xtc_threshold, temperature_last,
         std::move(rules), logprobs};
@@ -41,12 +39,10 @@ Sampling make_sampling(float temperature, int top_k, float top_p, float min_p, u
 
 // Pickles as a tuple of the arguments it is made of.
 template <class T, class... Fields, class FieldsOf>
-auto pickled(T (*make)(Fields...), const FieldsOf& fields_of) {
+static auto pickled(T (*make)(Fields...), const FieldsOf& fields_of) {
     return py::pickle(fields_of,
                       [make](const std::tuple<std::decay_t<Fields>...>& fields) { return std::apply(make, fields); });
 }
-
-}  // namespace
 
 void add_sampling(py::module_& m) {
     py::class_<LogitRules, std::shared_ptr<LogitRules>>(m, "LogitRules")

@@ -5,7 +5,6 @@
 
 #include "bindings/bindings.h"
 #include "state/kept_cells.h"
-#include "text/session.h"
 #include "text/text_file.h"
 #include "text/work.h"
 
@@ -225,7 +224,12 @@ void add_sessions(py::module_& m) {
             },
             py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
         .def_static(
-            "embed", [](Session& session, const IntsOf<kTokens>& tokens) { return Work::embed(session, tokens); },
+            "embed",
+            [](Session& session, const IntsOf<kTokens>& tokens) {
+                Work work = Work::read(session, tokens);
+                work.embeds = true;
+                return work;
+            },
             py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
         .def_static(
             "verify",

@@ -1,4 +1,4 @@
-#include "arm_features.h"
+#include "features.h"
 
 #if defined(__APPLE__)
 #include <sys/sysctl.h>

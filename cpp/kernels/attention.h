@@ -237,7 +237,7 @@ struct EightBitKeys {
     }
 
     void score(size_t block, size_t end, float* scores, size_t stride) const {
-        const size_t block_bytes = size_t(width() / kBlock) * kLayouts[static_cast<int>(Packing::q8_0)].block_bytes;
+        const size_t block_bytes = size_t(width() / kBlock) * layout_of(Packing::q8_0).block_bytes;
         Epilogue out;
         out.out = scores;
         out.stride = stride;

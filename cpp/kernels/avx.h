@@ -91,19 +91,12 @@ struct W {
     }
 };
 
-constexpr int kIntegerRows = 8;
-// One by one, rows would need every word loaded for each: there are 16 registers.
-constexpr int kRowsTogether = 4;
+constexpr int kIntegerRows = 8, kPanelRows = 4, kPanelUnits = 2;
+constexpr int kRowsTogether = 4;  // one by one, rows would need every word loaded for each: there are 16 registers
 constexpr bool kRowPairs = false;
-constexpr int kPanelRows = 4;
-constexpr int kPanelUnits = 2;
-constexpr int kFloatRows = 6;
-constexpr int kFloatSums = 12;
-constexpr int kAttendRows = 6;
-constexpr int kScoreSums = 6;
-constexpr int kMixSums = 6;
-constexpr int kPrefetchBytes = 6144;
-constexpr int kPrefetchLocality = 2;  // the second cache: activations fill the first
+constexpr int kFloatRows = 6, kFloatSums = 12;
+constexpr int kAttendRows = 6, kScoreSums = 6, kMixSums = 6;
+constexpr int kPrefetchBytes = 6144, kPrefetchLocality = 2;  // the second cache: activations fill the first
 
 struct Bytes {
     __m256i x;

@@ -1,8 +1,8 @@
 // AVX2, FMA and F16C: any x86-64 laptop since 2013.
 #include <immintrin.h>
 
+#include "features.h"
 #include "kernel.h"
-#include "x86_features.h"
 
 namespace pystaged {
 namespace {

@@ -1,8 +1,8 @@
 // AVX-512 with VNNI: Intel since Ice Lake, AMD since Zen 4.
 #include <immintrin.h>
 
+#include "features.h"
 #include "kernel.h"
-#include "x86_features.h"
 
 namespace pystaged {
 namespace {
@@ -85,19 +85,12 @@ struct W {
     }
 };
 
-constexpr int kIntegerRows = 16;
-constexpr int kRowsTogether = 1;
+constexpr int kIntegerRows = 16, kRowsTogether = 1;
 constexpr bool kRowPairs = false;
-constexpr int kPanelsFrom = 64;
-constexpr int kPanelRows = 16;
-constexpr int kPanelUnits = 1;
-constexpr int kFloatRows = 16;
-constexpr int kFloatSums = 24;
-constexpr int kAttendRows = 8;
-constexpr int kScoreSums = 16;
-constexpr int kMixSums = 16;
-constexpr int kPrefetchBytes = 6144;
-constexpr int kPrefetchLocality = 2;  // the second cache: activations fill the first
+constexpr int kPanelsFrom = 64, kPanelRows = 16, kPanelUnits = 1;
+constexpr int kFloatRows = 16, kFloatSums = 24;
+constexpr int kAttendRows = 8, kScoreSums = 16, kMixSums = 16;
+constexpr int kPrefetchBytes = 6144, kPrefetchLocality = 2;  // the second cache: activations fill the first
 
 struct Bytes {
     __m512i x;

@@ -1,8 +1,8 @@
 // AVX-VNNI, the 256-bit form without AVX-512: Intel client CPUs since Alder Lake, AMD since Zen 5.
 #include <immintrin.h>
 
+#include "features.h"
 #include "kernel.h"
-#include "x86_features.h"
 
 namespace pystaged {
 namespace {
@@ -51,16 +51,12 @@ using ManyRowsQuants = Quants;
 
 #include "generic.h"
 
-bool supported() {
-#ifdef __AVXVNNI__
-    return cpu_has_avx_vnni();
-#else
-    return cpu_has_avx512_vnni();
-#endif
-}
-
 }  // namespace
 
-constexpr Kernel kAvxVnniKernel = make_kernel("avx-vnni", supported);
+#ifdef __AVXVNNI__
+constexpr Kernel kAvxVnniKernel = make_kernel("avx-vnni", cpu_has_avx_vnni);
+#else
+constexpr Kernel kAvxVnniKernel = make_kernel("avx-vnni", cpu_has_avx512_vnni);
+#endif
 
 }  // namespace pystaged

@@ -1,17 +1,13 @@
 #include <functional>
 #include <stdexcept>
 
+#include "features.h"
 #include "kernel.h"
-#if defined(__x86_64__)
-#include "x86_features.h"
-#elif defined(__aarch64__)
-#include "arm_features.h"
-#endif
 
 namespace pystaged {
 
 #if !defined(__x86_64__) && !defined(__aarch64__)
-static const char* cpu_kernel() {
+const char* cpu_kernel() {
     return "scalar";
 }
 #endif

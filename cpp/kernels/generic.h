@@ -15,7 +15,7 @@
 // The product of a packing, read by blocks of the size that packing.cpp writes.
 template <class Block, Packing packing, class PanelBlock = Block>
 constexpr auto matmul_of() {
-    constexpr Layout layout = kLayouts[static_cast<int>(packing)];
+    constexpr Layout layout = layout_of(packing);
     static_assert(Block::bytes == layout.block_bytes, "a block");
     static_assert(Block::Header::bytes == layout.header_bytes && Block::Header::blocks == layout.blocks, "a header");
     return integer_matmul<Block, PanelBlock>;
@@ -26,8 +26,8 @@ constexpr auto bytes_matmul_of() {
     return matmul_of<Block<Quants>, packing, Block<ManyRowsQuants<Quants>>>();
 }
 
-// The table of all that these define.
-constexpr Kernel make_kernel(const char* name, bool (*supported)()) {
+// The table of all that these define; without `supported`, for any CPU.
+constexpr Kernel make_kernel(const char* name, bool (*supported)() = [] { return true; }) {
     return {
         name,
         supported,

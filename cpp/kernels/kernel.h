@@ -55,73 +55,49 @@ constexpr int kNumPackings = 16;
 
 // The parts of an integer packing.
 struct Layout {
-    int bits;          // of a quant
-    int factors;       // scales and minima per lane and block
-    int factor_bytes;  // of one of them
-    int headers;       // F16 numbers per lane that several blocks in a row share
-    int blocks;        // that share them
+    int bits = 0;          // of a quant
+    int factors = 0;       // scales and minima per lane and block
+    int factor_bytes = 0;  // of one of them
+    int headers = 0;       // F16 numbers per lane that several blocks in a row share
+    int blocks = 0;        // that share them
+    int zero_point = 0;    // added to weights to store them unsigned; those with a minimum need none
+    bool has_minima = false;
+    bool has_halves = false;  // whether the halves of a block have scales of their own
 
     // Of a group.
-    int factors_bytes, block_bytes, header_bytes;
+    int factors_bytes = kLanes * factors * factor_bytes;
+    int block_bytes = factors_bytes + kLanes * kBlock / 8 * bits;
+    int header_bytes = kLanes * headers * 2;
 };
-
-static constexpr Layout make_layout(int bits, int factors, int factor_bytes, int headers, int blocks) {
-    const int factors_bytes = kLanes * factors * factor_bytes;
-    const int quants_bytes = kLanes * kBlock / 8 * bits;
-    return {bits,
-            factors,
-            factor_bytes,
-            headers,
-            blocks,
-            factors_bytes,
-            factors_bytes + quants_bytes,
-            kLanes * headers * 2};
-}
 
 // By Packing; none for floats.
 constexpr Layout kLayouts[kNumPackings] = {
     {},
     {},
     {},
-    make_layout(8, 1, 2, 0, 1),
-    make_layout(4, 1, 2, 0, 1),
-    make_layout(4, 2, 2, 0, 1),
-    make_layout(5, 1, 2, 0, 1),
-    make_layout(5, 2, 2, 0, 1),
-    make_layout(4, 2, 1, 2, 8),
-    make_layout(5, 2, 1, 2, 8),
-    make_layout(6, 2, 1, 1, 8),
-    make_layout(4, 1, 2, 0, 1),
-    make_layout(4, 1, 1, 1, 8),
-    make_layout(4, 1, 1, 0, 1),
-    make_layout(3, 2, 1, 1, 8),
-    make_layout(2, 2, 1, 2, 8),
+    {8, 1, 2, 0, 1, 128},
+    {4, 1, 2, 0, 1, 8},
+    {4, 2, 2, 0, 1, 0, true},
+    {5, 1, 2, 0, 1, 16},
+    {5, 2, 2, 0, 1, 0, true},
+    {4, 2, 1, 2, 8, 0, true},
+    {5, 2, 1, 2, 8, 0, true},
+    {6, 2, 1, 1, 8, 32, false, true},
+    {4, 1, 2, 0, 1, 128},
+    {4, 1, 1, 1, 8, 128},
+    {4, 1, 1, 0, 1, 12},
+    {3, 2, 1, 1, 8, 4, false, true},
+    {2, 2, 1, 2, 8, 0, true, true},
 };
+
+static constexpr const Layout& layout_of(Packing packing) {
+    return kLayouts[static_cast<int>(packing)];
+}
 
 // What the four bits of IQ4_NL and IQ4_XS, and of MXFP4, stand for, the zero point added.
 alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                 129, 141, 153, 166, 181, 197, 217, 241};
 alignas(16) constexpr uint8_t kFp4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
-// What an integer packing adds to its weights to store them unsigned; those with a minimum need not.
-static constexpr int zero_point(Packing packing) {
-    switch (packing) {
-        case Packing::q8_0:
-        case Packing::iq4_nl:
-        case Packing::iq4_xs: return 128;
-        case Packing::mxfp4: return 12;
-        case Packing::q4_0: return 8;
-        case Packing::q5_0: return 16;
-        case Packing::q6_k: return 32;
-        case Packing::q3_k: return 4;
-        default: return 0;
-    }
-}
-
-// Whether the halves of a block have scales of their own.
-static constexpr bool has_halves(Packing packing) {
-    return packing == Packing::q6_k || packing == Packing::q3_k || packing == Packing::q2_k;
-}
 
 // What a product needs to know of one block of one row besides its quants.
 struct BlockFactors {
@@ -192,9 +168,8 @@ enum class KvType { f16, q8_0 };
 
 // Bytes of one cell's key and of its values of a head.
 static constexpr size_t key_bytes(KvType type, int head_dim) {
-    constexpr Layout q8 = kLayouts[static_cast<int>(Packing::q8_0)];
     return type == KvType::f16 ? sizeof(uint16_t) * head_dim
-                               : padded(head_dim, kBlock) / kBlock * q8.block_bytes / kLanes;
+                               : padded(head_dim, kBlock) / kBlock * layout_of(Packing::q8_0).block_bytes / kLanes;
 }
 static constexpr size_t value_bytes(KvType type, int value_dim) {
     const size_t width = padded(value_dim, kBlock);

@@ -45,12 +45,8 @@ inline void dot_words(const Bytes* const (&unit)[1], const int8_t* x, const int3
 
 #include "generic.h"
 
-bool supported() {
-    return true;
-}
-
 }  // namespace
 
-constexpr Kernel kNeonKernel = make_kernel("neon", supported);
+constexpr Kernel kNeonKernel = make_kernel("neon");
 
 }  // namespace pystaged

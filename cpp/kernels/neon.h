@@ -87,16 +87,10 @@ struct W {
 };
 
 constexpr int kIntegerRows = 8;
-constexpr int kPanelsFrom = 64;
-constexpr int kPanelRows = 8;
-constexpr int kPanelUnits = 1;
-constexpr int kFloatRows = 8;
-constexpr int kFloatSums = 24;
-constexpr int kAttendRows = 4;
-constexpr int kScoreSums = 4;
-constexpr int kMixSums = 4;
-constexpr int kPrefetchBytes = 4096;
-constexpr int kPrefetchLocality = 3;
+constexpr int kPanelsFrom = 64, kPanelRows = 8, kPanelUnits = 1;
+constexpr int kFloatRows = 8, kFloatSums = 24;
+constexpr int kAttendRows = 4, kScoreSums = 4, kMixSums = 4;
+constexpr int kPrefetchBytes = 4096, kPrefetchLocality = 3;
 
 template <class Quants>
 using ManyRowsQuants = Quants;

@@ -1,7 +1,7 @@
 // NEON with dot products: Apple since M1, Cortex-A55 and A76 and all after them, Graviton since 2.
 #include <arm_neon.h>
 
-#include "arm_features.h"
+#include "features.h"
 #include "kernel.h"
 
 namespace pystaged {

@@ -1,7 +1,7 @@
 // NEON with products of 8-bit matrices: Apple since M2, Cortex-X2 and A710 and all after them, Graviton since 3.
 #include <arm_neon.h>
 
-#include "arm_features.h"
+#include "features.h"
 #include "kernel.h"
 
 namespace pystaged {

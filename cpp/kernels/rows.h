@@ -112,7 +112,7 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
             __builtin_memcpy(to.quants + (at - row % 2) * kBlock + row % 2 * 8 + 2 * i, own + i, 8);
         }
         const float scale = largest == largest ? round_to_f16(largest / 127.0f) : __builtin_nanf("");
-        const int zero = zero_point(to.packing);
+        const Layout& layout = layout_of(to.packing);
         BlockFactors& factors = to.factors[at];
         factors.scale = scale;
         factors.sum = scale * static_cast<float>(first + second);
@@ -120,8 +120,8 @@ void quantize(const float* x, int cols, int row, const QuantizedRows& to) {
             factors.sums[0] = scale * static_cast<float>(first);
             factors.sums[1] = scale * static_cast<float>(second);
         } else {
-            factors.offsets[0] = -zero * (has_halves(to.packing) ? first : first + second);
-            factors.offsets[1] = -zero * second;
+            factors.offsets[0] = -layout.zero_point * (layout.has_halves ? first : first + second);
+            factors.offsets[1] = -layout.zero_point * second;
         }
     }
 }

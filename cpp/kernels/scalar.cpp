@@ -151,12 +151,8 @@ using ManyRowsQuants = Quants;
 
 #include "generic.h"
 
-bool supported() {
-    return true;
-}
-
 }  // namespace
 
-constexpr Kernel kScalarKernel = make_kernel("scalar", supported);
+constexpr Kernel kScalarKernel = make_kernel("scalar");
 
 }  // namespace pystaged

@@ -55,17 +55,17 @@ struct Pair {
     }
 };
 
-template <class V, bool wide = V::lanes == kLanes>
-struct Widened {
-    using type = typename Widened<Pair<V>>::type;
-};
 template <class V>
-struct Widened<V, true> {
-    using type = V;
-};
+constexpr auto widened() {
+    if constexpr (V::lanes < kLanes) {
+        return widened<Pair<V>>();
+    } else {
+        return V();
+    }
+}
 // The 16 lanes that reductions are defined over.
-using Row = typename Widened<F>::type;
-using WordRow = typename Widened<W>::type;
+using Row = decltype(widened<F>());
+using WordRow = decltype(widened<W>());
 constexpr int kUnits = kLanes / F::lanes;
 
 // Lanes from `from` up to `to`; the others are zero.

@@ -1,4 +1,4 @@
-#include "x86_features.h"
+#include "features.h"
 
 #include <cpuid.h>
 

@@ -3,30 +3,23 @@
 #include <algorithm>
 #include <cctype>
 #include <sstream>
-#include <stdexcept>
 
 #include "error.h"
 #include "ggml-rpc.h"
 
 namespace pystaged {
 
-namespace {
-
-std::string lower(std::string text) {
+static std::string lower(std::string text) {
     std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
     return text;
 }
 
-bool is_gpu(ggml_backend_dev_t device) {
+static bool is_gpu(ggml_backend_dev_t device) {
     const auto type = ggml_backend_dev_type(device);
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-ggml_backend_dev_t cpu_device() {
-    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-}
-
-std::vector<std::string> split(const std::string& text) {
+static std::vector<std::string> split(const std::string& text) {
     std::vector<std::string> parts;
     std::istringstream stream(text);
     for (std::string part; std::getline(stream, part, ',');) {
@@ -35,7 +28,7 @@ std::vector<std::string> split(const std::string& text) {
     return parts;
 }
 
-ggml_backend_reg_t rpc() {
+static ggml_backend_reg_t rpc() {
     ggml_backend_reg_t found = ggml_backend_reg_by_name("RPC");
     require<DeviceError>(
         found,
@@ -45,10 +38,10 @@ ggml_backend_reg_t rpc() {
     return found;
 }
 
-ggml_backend_dev_t find_device(const std::string& name) {
+static ggml_backend_dev_t find_device(const std::string& name) {
     const std::string wanted = lower(name);
     if (wanted == "ggml-cpu") {
-        return cpu_device();
+        return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
     std::string names = "cpu, ggml-cpu";
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
@@ -65,8 +58,6 @@ ggml_backend_dev_t find_device(const std::string& name) {
     }
     throw DeviceError(say("there is no device '", name, "' here; there are: ", names));
 }
-
-}  // namespace
 
 std::vector<DeviceInfo> list_devices() {
     std::vector<DeviceInfo> found;

@@ -7,8 +7,6 @@
 
 namespace pystaged {
 
-namespace {
-
 // pi / 2 in three parts; the first two have 33 bits each, so that whole numbers up to 2^20 times them are exact.
 constexpr double kHalfPi1 = 1.57079632673412561417e+00;
 constexpr double kHalfPi2 = 6.07710050630396597660e-11;
@@ -17,15 +15,13 @@ constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.908214929270
 
 // sum of coefficients[i] * x^i
 template <size_t n>
-double polynomial(const double (&coefficients)[n], double x) {
+static double polynomial(const double (&coefficients)[n], double x) {
     double sum = coefficients[n - 1];
     for (size_t i = n - 1; i-- > 0;) {
         sum = sum * x + coefficients[i];
     }
     return sum;
 }
-
-}  // namespace
 
 // 2^k * m with m around 1, and the series of atanh((m - 1) / (m + 1)).
 double own_log(double x) {
@@ -94,6 +90,15 @@ void own_sin_cos(double x, double* sine, double* cosine) {
         case 2: *sine = -s, *cosine = -c; break;
         default: *sine = -c, *cosine = s; break;
     }
+}
+
+FloatEnvironment::FloatEnvironment() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+}
+
+FloatEnvironment::~FloatEnvironment() {
+    std::fesetenv(&before_);
 }
 
 }  // namespace pystaged

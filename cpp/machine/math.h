@@ -1,5 +1,7 @@
-// Functions whose bits are the same with every C library.
+// Functions whose bits are the same with every C library, and what they need of the processor.
 #pragma once
+
+#include <cfenv>
 
 namespace pystaged {
 
@@ -10,5 +12,18 @@ constexpr double kPi = 3.14159265358979323846;
 double own_log(double x);
 double own_exp(double x);
 void own_sin_cos(double x, double* sine, double* cosine);
+
+// Floats as the language promises them, rounded to nearest and with subnormals, while it lives: other libraries change
+// that for threads which then call us.
+class FloatEnvironment {
+public:
+    FloatEnvironment();
+    ~FloatEnvironment();
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+private:
+    std::fenv_t before_;
+};
 
 }  // namespace pystaged

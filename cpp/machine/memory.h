@@ -7,6 +7,7 @@
 #include <new>
 #include <vector>
 
+#include "error.h"
 #include "machine/system.h"
 
 namespace pystaged {
@@ -40,19 +41,42 @@ class Memory {
 public:
     Memory() = default;
     // `huge` asks for huge pages: right for weights, which are read whole, wrong for sparse caches.
-    explicit Memory(size_t bytes, bool huge = false);
+    explicit Memory(size_t bytes, bool huge = false) {
+        const size_t reserved = bytes + (huge && bytes > 0 ? kHugePage : 0);
+        require<std::bad_alloc>(reserved >= bytes);
+        *this = reserve(reserved);
+        commit(0, reserved);
+        size_ = bytes;
+        if (reserved > bytes) {
+            data_ += (kHugePage - reinterpret_cast<uintptr_t>(data_) % kHugePage) % kHugePage;
+            prefer_huge_pages(data_, bytes / kHugePage * kHugePage);
+        }
+    }
     // Memory that may be touched only where it is committed: for what may stay sparse.
-    static Memory reserve(size_t bytes);
+    static Memory reserve(size_t bytes) { return bytes > 0 ? Memory(new_pages(bytes), bytes) : Memory(); }
     // The first `bytes` of a file, which must not be written to. Throws std::system_error where it cannot be mapped.
-    static Memory map(const File& file, size_t bytes);
+    static Memory map(const File& file, size_t bytes) { return {file.map(bytes), bytes}; }
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
     // Throws std::bad_alloc.
-    void commit(size_t first, size_t last);
+    void commit(size_t first, size_t last) {
+        if (first < last) {
+            first = first / page_bytes() * page_bytes();
+            commit_pages(data_ + first, last - first);
+        }
+    }
     // Gives whole pages among these bytes back to the system. What they held, or zeros, is there afterwards.
-    void release(size_t first, size_t last);
+    void release(size_t first, size_t last) {
+        const size_t page = page_bytes();
+        const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
+        const uintptr_t begin = (start + first + page - 1) / page * page, end = (start + last) / page * page;
+        if (begin < end) {
+            empty_pages(reinterpret_cast<uint8_t*>(begin), end - begin);
+        }
+    }
 
 private:
+    static constexpr size_t kHugePage = size_t(2) << 20;
     struct Free {
         size_t bytes;
         void operator()(uint8_t* pages) const { free_pages(pages, bytes); }

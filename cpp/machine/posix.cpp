@@ -22,10 +22,8 @@
 
 namespace pystaged {
 
-namespace {
-
 // Throws what the last call failed for.
-void expect(bool holds) {
+static void expect(bool holds) {
     if (!holds) {
         throw std::system_error(errno, std::generic_category());
     }
@@ -33,7 +31,7 @@ void expect(bool holds) {
 
 // Calls until all bytes are moved, or none is.
 template <class Call>
-size_t move(size_t bytes, const Call& call) {
+static size_t move(size_t bytes, const Call& call) {
     size_t done = 0;
     while (done < bytes) {
         const ssize_t count = call(done);
@@ -45,8 +43,6 @@ size_t move(size_t bytes, const Call& call) {
     }
     return done;
 }
-
-}  // namespace
 
 File::File(const std::string& path, Use use)
     : number_(open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW))) {
@@ -174,14 +170,10 @@ void call_with_stack(size_t bytes, std::function<void()> function) {
 }
 
 #ifdef __linux__
-namespace {
-
 // Where the process may run: its first thread, as others may be pinned each to a place of its own.
-bool find_allowed(cpu_set_t& allowed) {
+static bool find_allowed(cpu_set_t& allowed) {
     return sched_getaffinity(getpid(), sizeof(allowed), &allowed) == 0;
 }
-
-}  // namespace
 
 std::vector<Core> find_cores() {
     std::vector<int> cpus;

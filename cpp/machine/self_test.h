@@ -3,15 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "error.h"
 #include "kernels/kernel.h"
 #include "machine/digest.h"
 #include "machine/math.h"
-#include "machine/memory.h"
 #include "machine/pool.h"
 
 namespace pystaged {
@@ -32,7 +29,7 @@ public:
     }
     // Blocks of a packed matrix, or floats of `float_bytes`.
     Lines<uint8_t> weights(Packing packing, size_t blocks, int float_bytes) {
-        const Layout& l = kLayouts[static_cast<int>(packing)];
+        const Layout& l = layout_of(packing);
         const size_t header = l.header_bytes, period = header + size_t(l.blocks) * l.block_bytes;
         Lines<uint8_t> bytes(period > 0 ? blocks / l.blocks * period : blocks * kLanes * kBlock * float_bytes);
         for (size_t i = 0; i < bytes.size(); ++i) {

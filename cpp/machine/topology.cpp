@@ -9,10 +9,8 @@
 
 namespace pystaged {
 
-namespace {
-
 // The numbers in one of Linux's lists of CPUs, such as 0-3,8; none behind what is no such list.
-std::set<int> read_list(const std::string& path) {
+static std::set<int> read_list(const std::string& path) {
     constexpr int kMost = 1 << 16;
     std::set<int> numbers;
     std::ifstream file(path);
@@ -28,8 +26,6 @@ std::set<int> read_list(const std::string& path) {
     }
     return numbers;
 }
-
-}  // namespace
 
 int cpu_quota(const std::string& root) {
     double least = 0;

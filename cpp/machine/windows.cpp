@@ -18,22 +18,20 @@
 
 namespace pystaged {
 
-namespace {
-
 // Throws what the last call failed for.
-void expect(bool holds, DWORD error = GetLastError()) {
+static void expect(bool holds, DWORD error = GetLastError()) {
     if (!holds) {
         throw std::system_error(static_cast<int>(error), std::system_category());
     }
 }
 
-HANDLE handle(int number) {
+static HANDLE handle(int number) {
     return reinterpret_cast<HANDLE>(_get_osfhandle(number));
 }
 
 // Calls until all bytes are moved, or none is: call(done, how many it takes, count, where).
 template <class Call>
-size_t move(size_t bytes, size_t at, const Call& call) {
+static size_t move(size_t bytes, size_t at, const Call& call) {
     size_t done = 0;
     for (DWORD count = 1; count > 0 && done < bytes; done += count) {
         OVERLAPPED place = {};
@@ -45,8 +43,6 @@ size_t move(size_t bytes, size_t at, const Call& call) {
     }
     return done;
 }
-
-}  // namespace
 
 File::File(const std::string& path, Use use) {
     const bool reads = use == Use::kRead;

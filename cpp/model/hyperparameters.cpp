@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <optional>
-
-#include "machine/math.h"
 
 namespace pystaged {
 
@@ -49,7 +48,7 @@ public:
         std::optional<int64_t> found;
         for (int i = 0; i < h.num_layers; ++i) {
             const int64_t value = values ? (*values)[h.first_layer + i] : one;
-            if (!uses(h.layers[i])) {
+            if (!std::invoke(uses, h.layers[i])) {
                 continue;
             }
             if (found && value != *found && !may_differ) {
@@ -276,15 +275,9 @@ void read_rope(const GgufFile& file, const Family& family, const Keys& keys, Hyp
         h.windowed_rope.yarn = false;
         h.windowed_rope.base = rope.base;
     }
-    if (family.skip_rope_every > 0) {
-        for (int i = family.skip_rope_every - 1; i < h.num_layers; i += family.skip_rope_every) {
-            h.layers[i].rotates = false;
-        }
-    }
-    if (family.has(kMayNotRotate) && !file.flag(keys.name("rope.scaling.finetuned"), true)) {
-        for (LayerNumbers& layer : h.layers) {
-            layer.rotates = false;
-        }
+    const bool rotates = !family.has(kMayNotRotate) || file.flag(keys.name("rope.scaling.finetuned"), true);
+    for (int i = 0; i < h.num_layers; ++i) {
+        h.layers[i].rotates = rotates && (family.skip_rope_every == 0 || (i + 1) % family.skip_rope_every != 0);
     }
 }
 
@@ -316,9 +309,8 @@ constexpr const char* kDifferentLengths = "keys and values of different lengths 
 // What families may have of their own in each layer.
 void read_heads(const GgufFile& file, const Family& family, const Keys& keys, Hyperparameters& h) {
     const bool differ = family.has(kLayersDiffer);
-    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h, attends, differ,
-                                           &LayerNumbers::num_kv_heads);
+    h.num_kv_heads = keys.number_of_layers("attention.head_count_kv", 1, h.num_heads, h.num_heads, h,
+                                           &LayerNumbers::attends, differ, &LayerNumbers::num_kv_heads);
     h.head_dim = keys.number("attention.key_length", 1, 1 << 16, h.width / h.num_heads);
     const int value_dim = keys.number("attention.value_length", 1, 1 << 16, h.width / h.num_heads);
     if (family.has(kLatents)) {
@@ -506,72 +498,6 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
 
 }  // namespace
 
-float Hyperparameters::query_scale(int position) const {
-    return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
-}
-
-RecurrentSizes Hyperparameters::recurrent_sizes(int layer) const {
-    const size_t before = std::max(0, conv_width - 1);
-    switch (layers[layer].recurrence()) {
-        case MixerKind::short_convolution: return {before * width, size_t(width)};
-        case MixerKind::delta_net: {
-            const size_t channels = delta.channels();
-            return {size_t(delta.values()) * delta.head_dim + before * channels,
-                    channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes)};
-        }
-        case MixerKind::state_space: {
-            const size_t channels = space.channels();
-            return {size_t(space.inner()) * space.state_dim + before * channels,
-                    channels + space.keys() + space.inner() + padded(space.heads, kLanes)};
-        }
-        default: return {};
-    }
-}
-
-size_t Hyperparameters::cell_bytes(KvType type, bool windowed_only) const {
-    size_t bytes = 0;
-    for (int i = 0; i < num_layers; ++i) {
-        const LayerNumbers& layer = layers[i];
-        if (layer.stores(i) && (layer.windowed || !windowed_only)) {
-            bytes += layer.num_kv_heads * (key_bytes(type, layer.head_dim) + value_bytes(type, layer.value_dim));
-        }
-    }
-    return bytes;
-}
-
-size_t Hyperparameters::state_bytes() const {
-    size_t inputs = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        inputs += recurrent_sizes(layer).input;
-    }
-    return 2 * kept_state_bytes() + RecurrentSizes::kFewRows * inputs * sizeof(float);
-}
-
-size_t Hyperparameters::kept_state_bytes() const {
-    size_t values = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        values += recurrent_sizes(layer).state;
-    }
-    return values * sizeof(float);
-}
-
-// An estimate: of what a row is made into, little is there at a time, but some of it in several copies. And the logits
-// of a usual tree.
-double Hyperparameters::pass_bytes() const {
-    size_t inputs = 0;
-    for (int layer = 0; layer < num_layers; ++layer) {
-        inputs = std::max(inputs, recurrent_sizes(layer).input);
-    }
-    const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
-    const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
-    const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank +
-                       markov_rank + experts.count + expert +
-                       padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() + delta.values() +
-                       space.channels() + space.inner() + hidden_width + features_width() +
-                       num_layers * double(padded(layer_embedding_width, kBlock));
-    return sizeof(float) * (kMostPassRows * (3 * row + inputs) + 64 * double(logits_stride()));
-}
-
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family, const Hyperparameters* target) {
     file.require(
         family.reads == Reads::nothing || target, "architecture '", family.name,
@@ -607,15 +533,13 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     for (h.last_mixing = h.num_layers - 1; h.layers[h.last_mixing].mixers.empty(); --h.last_mixing) {
         keys.require(h.last_mixing != 0, "feed_forward_length", "leaves no layer that mixes rows");
     }
-    const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, attends);
+    h.num_heads = keys.number_of_layers("attention.head_count", 1, h.width, 0, h, &LayerNumbers::attends);
     keys.require(h.num_heads != 0, "attention.head_count", "is missing");
     read_windows(family, keys, h);
     read_heads(file, family, keys, h);
     h.ffn_width = keys.number_of_layers(
         "feed_forward_length", 1, kMostNumbers, family.has(kDefaultNumbers) ? int64_t(4) * h.width : 0, h,
-        [](const LayerNumbers& layer) { return layer.feeds_forward; }, family.has(kLayersDiffer),
-        &LayerNumbers::ffn_width);
+        &LayerNumbers::feeds_forward, family.has(kLayersDiffer), &LayerNumbers::ffn_width);
     read_experts(file, family, keys, h);
     const bool is_dense = std::ranges::any_of(h.layers, [&](const LayerNumbers& layer) {
         return layer.feeds_forward && (!layer.has_experts || family.has(kDenseBeside));

@@ -1,18 +1,19 @@
 // The numbers of a model: from a file's metadata, and the few rules that no key states.
 #pragma once
 
-#include <string>
+#include <algorithm>
 #include <vector>
 
 #include "kernels/kernel.h"
+#include "machine/math.h"
 #include "model/family.h"
 #include "model/rope.h"
 
 namespace pystaged {
 
 constexpr int kMostConvWidth = 32;  // of a convolution
-// Rows of a pass of our kernels: so many that weights come from memory and are unpacked for next to nothing, and few
-// enough that their values take little memory.
+// Rows of a pass at most: so many that weights come from memory and are unpacked for next to nothing, and few enough
+// that their values take little memory.
 constexpr int kMostPassRows = 256;
 
 constexpr const char* kEmbedding = "token_embd.weight";
@@ -143,23 +144,76 @@ struct Hyperparameters {
     int markov_rank = 0;     // 0 for none
 
     // What queries at a position are multiplied by.
-    float query_scale(int position) const;
+    float query_scale(int position) const {
+        return static_cast<float>(1 + temperature_scale * own_log(position / original_context + 1));
+    }
     int q_width() const { return num_heads * head_dim; }
     bool is_recurrent() const { return conv_width > 0; }
     int kv_width() const { return num_kv_heads * head_dim; }
-    RecurrentSizes recurrent_sizes(int layer) const;
+    RecurrentSizes recurrent_sizes(int layer) const {
+        const size_t before = std::max(0, conv_width - 1);
+        switch (layers[layer].recurrence()) {
+            case MixerKind::short_convolution: return {before * width, size_t(width)};
+            case MixerKind::delta_net: {
+                const size_t channels = delta.channels();
+                return {size_t(delta.values()) * delta.head_dim + before * channels,
+                        channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes)};
+            }
+            case MixerKind::state_space: {
+                const size_t channels = space.channels();
+                return {size_t(space.inner()) * space.state_dim + before * channels,
+                        channels + space.keys() + space.inner() + padded(space.heads, kLanes)};
+            }
+            default: return {};
+        }
+    }
     int padded_width() const { return padded(width, kBlock); }
     // Floats from one row of logits to the next; entries past the vocabulary are -inf.
     size_t logits_stride() const { return padded(vocab_rows, kRun); }
     int features_width() const { return int(target_layers.size()) * target_width; }
 
     // Bytes of keys and values that one token of a context takes, perhaps only in layers with a window.
-    size_t cell_bytes(KvType type, bool windowed_only = false) const;
+    size_t cell_bytes(KvType type, bool windowed_only = false) const {
+        size_t bytes = 0;
+        for (int i = 0; i < num_layers; ++i) {
+            const LayerNumbers& layer = layers[i];
+            if (layer.stores(i) && (layer.windowed || !windowed_only)) {
+                bytes += layer.num_kv_heads * (key_bytes(type, layer.head_dim) + value_bytes(type, layer.value_dim));
+            }
+        }
+        return bytes;
+    }
     // Of a text's recurrent layers at most: two states, and the inputs of a tree's rows; and of one state.
-    size_t state_bytes() const;
-    size_t kept_state_bytes() const;
-    // About what the values of a pass take, and a few rows of logits.
-    double pass_bytes() const;
+    size_t state_bytes() const {
+        size_t inputs = 0;
+        for (int layer = 0; layer < num_layers; ++layer) {
+            inputs += recurrent_sizes(layer).input;
+        }
+        return 2 * kept_state_bytes() + RecurrentSizes::kFewRows * inputs * sizeof(float);
+    }
+    size_t kept_state_bytes() const {
+        size_t values = 0;
+        for (int layer = 0; layer < num_layers; ++layer) {
+            values += recurrent_sizes(layer).state;
+        }
+        return values * sizeof(float);
+    }
+    // About what the values of a pass take: of what a row is made into, little is there at a time, but some of it in
+    // several copies. And the logits of a usual tree.
+    double pass_bytes() const {
+        size_t inputs = 0;
+        for (int layer = 0; layer < num_layers; ++layer) {
+            inputs = std::max(inputs, recurrent_sizes(layer).input);
+        }
+        const double heads = double(num_heads) * (head_dim + latent.query() + latent.value + latent.rank);
+        const double expert = double(experts.used) * (padded_width() + padded(experts.width, kBlock));
+        const double row = 2.0 * padded_width() + heads + 2.0 * kv_width() + latent.row() + 2.0 * latent.query_rank +
+                           markov_rank + experts.count + expert +
+                           padded(std::max(ffn_width, experts.shared_width), kBlock) + delta.channels() +
+                           delta.values() + space.channels() + space.inner() + hidden_width + features_width() +
+                           num_layers * double(padded(layer_embedding_width, kBlock));
+        return sizeof(float) * (kMostPassRows * (3 * row + inputs) + 64 * double(logits_stride()));
+    }
 };
 
 // `target` is the target of a draft that reads hidden states, or null. Throws ModelError for what is missing, out of

@@ -1,8 +1,8 @@
-#include "model/layers.h"
-
 #include <algorithm>
 #include <cmath>
 #include <map>
+
+#include "model/loader.h"
 
 namespace pystaged {
 
@@ -232,12 +232,9 @@ Dense pack_dense(Loader& from, const DenseTensors& of, int width) {
     Dense result;
     // Gate and up are one matrix where they can be joined, or where the file has them as one.
     if (of.gate ? of.gate->type == of.up->type : from.family.gate != Gate::none) {
-        Loader::Stack both{{of.up}, {}, gate_in_turns(width)};
+        Loader::Stack both{{of.up}, {of.gate_bias, of.up_bias}, gate_in_turns(width)};
         if (of.gate) {
             both.weights = {of.gate, of.up};
-        }
-        if (of.gate_bias) {
-            both.biases = {of.gate_bias, of.up_bias};
         }
         result.up = from.pack(both);
     } else {
@@ -339,11 +336,8 @@ Layer load_layer(Loader& from) {
     for (const MixerKind mixer : numbers.mixers) {
         switch (mixer) {
             case MixerKind::attention:
-                if (from.family.has(kLatents)) {
-                    layer.mixers.emplace_back(load_latent_attention(from));
-                } else {
-                    layer.mixers.emplace_back(load_attention(from));
-                }
+                layer.mixers.push_back(from.family.has(kLatents) ? Mixer(load_latent_attention(from))
+                                                                 : load_attention(from));
                 break;
             case MixerKind::short_convolution: layer.mixers.emplace_back(load_short_convolution(from)); break;
             case MixerKind::delta_net: layer.mixers.emplace_back(load_delta_net(from)); break;

@@ -6,28 +6,19 @@
 #include <limits>
 #include <map>
 #include <optional>
-#include <stdexcept>
 
-#include "error.h"
 #include "machine/pool.h"
 #include "model/loader.h"
 
 namespace pystaged {
 
-namespace {
-
 // What a model may take at most: so much, and so many times its file.
 constexpr double kMostBytes = 256 << 20, kMostTimesFile = 4;
 
-Cores checked_threads(int num_threads) {
+static Cores checked_threads(int num_threads) {
     require(num_threads >= 0 && num_threads <= ThreadPool::kMaxThreads,
             "the number of threads must be between 0 (automatic) and ", ThreadPool::kMaxThreads, ", not ", num_threads);
-    Cores cores;
-    if (num_threads > 0) {
-        cores.few = cores.many = num_threads;
-    } else {
-        cores = choose_cores();
-    }
+    Cores cores = num_threads > 0 ? Cores{.few = num_threads, .many = num_threads} : choose_cores();
     cores.few = std::min(cores.few, ThreadPool::kMaxThreads);
     cores.many = std::min(cores.many, ThreadPool::kMaxThreads);
     return cores;
@@ -35,7 +26,7 @@ Cores checked_threads(int num_threads) {
 
 // Matrices are padded to whole blocks, and a pass has rows as wide as the widest: for the shape of a model that is less
 // than its file, for an absurd one it may be hundreds of times as much. So may the states of recurrent layers.
-void check_memory(const Loader& loader, size_t state_bytes) {
+static void check_memory(const Loader& loader, size_t state_bytes) {
     const GgufFile& file = loader.file;
     const Hyperparameters& numbers = loader.numbers;
     double bytes = numbers.pass_bytes() + double(state_bytes);
@@ -50,21 +41,26 @@ void check_memory(const Loader& loader, size_t state_bytes) {
                  file.bytes() >> 20, "; it is damaged or not a model");
 }
 
-void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
+static void check_vocabulary(const GgufFile& file, const Hyperparameters& numbers) {
     const auto tokens = file.array("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
     const size_t num_tokens = tokens ? tokens->second : numbers.vocab_size;
     file.require(num_tokens == size_t(numbers.vocab_size), "the file has weights for ", numbers.vocab_size,
                  " tokens, but a vocabulary of ", num_tokens);
 }
 
+// The most bytes first.
+static std::vector<std::pair<std::string, size_t>> by_size(const std::map<std::string, size_t>& types) {
+    std::vector<std::pair<std::string, size_t>> result(types.begin(), types.end());
+    std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
+    return result;
+}
+
 // Checks all that a file holds; nothing is packed.
-void declare(Loader& loader, size_t state_bytes) {
+static void declare(Loader& loader, size_t state_bytes) {
     load_weights(loader);
     loader.check_complete();
     check_memory(loader, state_bytes);
 }
-
-}  // namespace
 
 Model::Model(const std::string& path, const std::string& kernel, int num_threads, const Devices& devices,
              const std::function<void()>& progress, KvType kv, const std::string& packed,
@@ -104,7 +100,6 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     check_vocabulary(file, numbers_);
     Loader loader(file, *family_, numbers_);
     declare(loader, state_bytes());
-    weight_types_ = loader.types();
     load_packed(loader, packed);
     // All but what rows are looked up in, and Markov weights; the head may be borrowed.
     const Weights& own = weights_;
@@ -118,7 +113,9 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
                              (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
         }
     }
+    std::map<std::string, size_t> types;
     for (const auto& [tensor, is_table] : loader.matrices()) {
+        types[ggml_type_name(tensor->type)] += tensor->bytes;
         const bool is_head = tensor->name == kEmbedding && !own.head.present();
         num_weights_ +=
             is_table && !is_head
@@ -126,6 +123,7 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
                 : size_t(tensor->ne[0]) * tensor->ne[1] *
                       (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
     }
+    weight_types_ = by_size(types);
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
@@ -140,8 +138,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         check_vocabulary(file, numbers);
         Loader loader(file, family, numbers);
         declare(loader, 0);
-        const auto attends = [](const LayerNumbers& layer) { return layer.attends(); };
-        file.require(!numbers.is_recurrent() || std::ranges::any_of(numbers.layers, attends),
+        file.require(!numbers.is_recurrent() || std::ranges::any_of(numbers.layers, &LayerNumbers::attends),
                      "no layer attends, and llama.cpp does not compute such a model; leave out the device");
     } catch (const UnsupportedModelError&) {
         // Only libllama knows what belongs into this file.
@@ -180,8 +177,7 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
         weight_bytes_ += tensor.bytes / share * read;
         num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
     }
-    weight_types_.assign(types.begin(), types.end());
-    std::ranges::sort(weight_types_, std::greater(), &std::pair<std::string, size_t>::second);
+    weight_types_ = by_size(types);
 }
 
 void Model::load_packed(Loader& loader, const std::string& packed) {
@@ -214,7 +210,7 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
 void Model::save_packed(const std::string& path, const std::function<void()>& check_interrupt) const {
     require<std::logic_error>(!content_.empty() && !is_mapped_,
                               "packed weights are saved of a model that was loaded to be packed");
-    write_packed(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
+    PackedFile::write(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {

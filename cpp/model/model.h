@@ -4,16 +4,13 @@
 
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "llama/llama_model.h"
-#include "machine/memory.h"
 #include "machine/topology.h"
-#include "model/family.h"
 #include "model/hyperparameters.h"
-#include "model/layers.h"
+#include "model/weights.h"
 #include "weights/packed_file.h"
 
 namespace pystaged {
@@ -24,6 +21,8 @@ struct DraftForm {
     bool other_feedback =
         false;  // of EAGLE-3: rows read normed states of the draft where they read others, and vice versa
 };
+
+class Loader;
 
 class Model {
 public:
@@ -73,8 +72,8 @@ public:
     // Whether packed weights are mapped, and why not where there is a file.
     bool is_mapped() const { return is_mapped_; }
     const std::string& packed_problem() const { return packed_problem_; }
-    // Writes packed weights into a file that exists; see write_packed(). Throws std::logic_error for a model that was
-    // loaded without the name of such a file.
+    // Writes packed weights into a file that exists; see PackedFile::write(). Throws std::logic_error for a model that
+    // was loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
     // Bytes of keys and values that one token of a context takes, and those of them that are in layers with a window;
     // see KeptCells::most(). libllama keeps all.
@@ -91,7 +90,7 @@ public:
     // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
     // of rows but that of time.
     bool is_chained() const { return llama_ && llama_->is_recurrent(); }
-    // As Loader::types().
+    // ggml's names of the matrices' types and how many bytes each takes, the most first.
     const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
     const std::string& name() const { return name_; }
 

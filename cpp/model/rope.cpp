@@ -4,14 +4,11 @@
 #include <cmath>
 
 #include "machine/math.h"
-#include "machine/pool.h"
 
 namespace pystaged {
 
-namespace {
-
 // e^x by a series of its own: a unit in the last place of a frequency would change texts.
-double frequency_exp(double x) {
+static double frequency_exp(double x) {
     constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     const double n = std::nearbyint(x / (kLn2High + kLn2Low));
     const double r = (x - n * kLn2High) - n * kLn2Low;
@@ -21,8 +18,6 @@ double frequency_exp(double x) {
     }
     return std::ldexp(sum, static_cast<int>(n));
 }
-
-}  // namespace
 
 std::vector<double> Rope::frequencies(const std::vector<float>& factors) const {
     const FloatEnvironment pinned;

@@ -1,7 +1,5 @@
 #include "pass/attention.h"
 
-#include <algorithm>
-#include <climits>
 #include <numeric>
 
 #include "machine/math.h"
@@ -9,12 +7,10 @@
 
 namespace pystaged {
 
-namespace {
-
 // So many for each thread share out evenly enough.
 constexpr int kTasksEnough = 4;
 
-void normalize(const Kernel& kernel, const AttentionLayer& how, const float* norm, int head, float* x) {
+static void normalize(const Kernel& kernel, const AttentionLayer& how, const float* norm, int head, float* x) {
     if (norm) {
         const float* weight = norm + (how.own_norms ? size_t(head) * how.head_dim : 0);
         if (how.layer_norms) {
@@ -25,16 +21,14 @@ void normalize(const Kernel& kernel, const AttentionLayer& how, const float* nor
     }
 }
 
-void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, const float* norm,
-                     int head, int row, float* x) {
+static void norm_and_rotate(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows,
+                            const float* norm, int head, int row, float* x) {
     normalize(kernel, how, norm, head, x);
     if (rows.half > 0) {
         const size_t angles = size_t(row) * rows.half;
         kernel.rotate(x, rows.half, rows.cos + angles, rows.sin + angles);
     }
 }
-
-}  // namespace
 
 void prepare_head(const Kernel& kernel, const AttentionLayer& how, const AttentionRows& rows, size_t at, int row,
                   int end) {

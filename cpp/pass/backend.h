@@ -1,12 +1,9 @@
 // How passes of a model are computed over rows of one or more texts.
-//
-// PackedPass computes with our kernels, bit-exact on the CPU; LlamaPass leaves it to libllama.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <vector>
 
 #include "model/model.h"
@@ -64,8 +61,6 @@ public:
 
     // For a text of `context` positions; more rows than that give trees at its end room for branches.
     virtual std::unique_ptr<TextState> make_state(int num_rows, int context) = 0;
-    // Rows of one pass at most.
-    virtual int max_rows() const = 0;
     // The maxima of a row with a logit that is not finite are not all finite.
     virtual void compute(const Pass& pass) = 0;
     // Adds to each of n rows of logits what the token before it says, and finds their maxima; both laid out as in Pass.
@@ -79,5 +74,9 @@ protected:
 
     const Model& model_;
 };
+
+// With our kernels, bit-exact on the CPU; and by libllama.
+std::unique_ptr<Backend> make_packed_pass(const Model& model);
+std::unique_ptr<Backend> make_llama_pass(const Model& model);
 
 }  // namespace pystaged

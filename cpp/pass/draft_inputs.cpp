@@ -1,13 +1,12 @@
-#include "pass/draft_inputs.h"
-
+// What drafts read of other models' hidden states, and hand on.
 #include <algorithm>
+
+#include "pass/workspace.h"
 
 namespace pystaged {
 
-namespace {
-
 // The hidden states that a draft reads of its target, as rows of its own width. Rows of the draft's own are left out.
-void read_features(Workspace& w, float* out, size_t stride) {
+static void read_features(Workspace& w, float* out, size_t stride) {
     const Hyperparameters& h = w.h;
     const Features& features = w.model.weights().features;
     const bool is_context = w.model.family().reads == Reads::as_context;
@@ -47,8 +46,6 @@ void read_features(Workspace& w, float* out, size_t stride) {
         }
     }
 }
-
-}  // namespace
 
 // The target's hidden states are read as its head reads them; the draft's own already are.
 Value join_hidden(Workspace& w) {

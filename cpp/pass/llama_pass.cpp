@@ -1,14 +1,18 @@
-#include "pass/llama_pass.h"
-
+// Passes by libllama, for every model that it has, on any device: not exact.
+//
+// One of its contexts holds all texts, each under a sequence id of its own. The leaves of a tree have further ones, so
+// that each is a sequence that begins with the text; a row carries the ids of all leaves below it. There are 256: rows
+// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers are
+// chains: each has one id, and a second one for a copy of its state from before the rows of a draft.
 #include <algorithm>
 #include <cmath>
 #include <exception>
-#include <stdexcept>
+#include <mutex>
 #include <utility>
 
-#include "error.h"
-#include "files/gguf_file.h"
 #include "machine/pool.h"
+#include "pass/backend.h"
+#include "state/kept_states.h"
 #include "weights/product.h"
 
 namespace pystaged {
@@ -24,9 +28,7 @@ size_t begins_alike(const std::vector<int32_t>& a, const std::vector<int32_t>& b
     return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
 }
 
-}  // namespace
-
-struct LlamaPass::Batch {
+struct Batch {
     std::vector<llama_token> tokens;
     std::vector<llama_pos> positions;
     std::vector<std::vector<llama_seq_id>> ids;
@@ -42,8 +44,10 @@ struct LlamaPass::Batch {
     }
 };
 
+struct LlamaText;
+
 // Rows of a text in a pass.
-struct LlamaPass::Part {
+struct Part {
     LlamaText* text;
     int first;  // of its pending rows
     bool is_reading;
@@ -56,307 +60,406 @@ struct LlamaPass::Part {
     }
 };
 
-// ---- A text ----
+struct LlamaPass : Backend {
+    explicit LlamaPass(const Model& model)
+        : Backend(model),
+          process_(process_id()),
+          is_recurrent_(model.llama()->is_recurrent()),
+          num_back_(model.llama()->num_back()) {}
+    ~LlamaPass() override {
+        const LogCapture quiet;
+        context_.reset();
+    }
 
-LlamaText::LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num_rows) {
-    const int id = pass.take_id();
-    require<DeviceError>(id >= 0, "llama.cpp has room for the states of no more texts at once; end one first");
-    sequences_.push_back({id});
-    const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
-    pass.texts_.push_back(this);
-}
+    // The first makes the context: of so many positions for all texts as Model::reserve() says.
+    std::unique_ptr<TextState> make_state(int num_rows, int context) override;
+    void compute(const Pass& pass) override;
 
-LlamaText::~LlamaText() {
-    if (pass_.process_ != process_id()) {
-        return;  // a child of fork(), where somebody may hold the lock for ever
-    }
-    // Not mutex_: a pass that has it may wait for Python, which may be waiting here.
-    const std::lock_guard<std::mutex> lock(pass_.texts_mutex_);
-    for (const Sequence& sequence : sequences_) {
-        pass_.released_.push_back(sequence.id);
-    }
-    if (shadow_ >= 0) {
-        pass_.released_.push_back(shadow_);
-    }
-    pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
-}
-
-std::vector<int32_t> LlamaText::tokens_to(int row) const {
-    std::vector<int32_t> tokens = committed_;
-    for (; row >= 0; row = rows_[row].parent) {
-        tokens.push_back(rows_[row].token);
-    }
-    std::reverse(tokens.begin() + committed_.size(), tokens.end());
-    return tokens;
-}
-
-void LlamaText::forget() {
-    const auto give_back = [&](int id) {
-        llama_memory_seq_rm(pass_.memory_, id, -1, -1);
-        pass_.free_ids_.push_back(id);
-    };
-    for (size_t i = 1; i < sequences_.size(); ++i) {
-        give_back(sequences_[i].id);
-    }
-    if (shadow_ >= 0) {
-        give_back(std::exchange(shadow_, -1));
-        shadow_length_ = 0;
-    }
-    sequences_.resize(1);
-    sequences_[0] = {sequences_[0].id};
-    for (Row& row : rows_) {
-        row.id = -1;
-    }
-    held_.clear();
-    last_rows_ = 0;
-    kept_.cut(0);
-}
-
-void LlamaText::drop(int first) {
-    for (Sequence& sequence : sequences_) {
-        if (sequence.tail < first) {
-            continue;
+    using Backend::model_;
+    std::vector<Part> parts_of(const Pass& pass) const;
+    std::vector<std::vector<int>> go_on(Part& part, const Pass& pass, Batch& batch);
+    // In one batch of libllama.
+    void compute(const Pass& pass, Part* parts, size_t num_parts);
+    void write_outputs(const Pass& pass, const std::vector<int>& rows, const std::vector<int>& at) {
+        const Hyperparameters& h = model_.numbers();
+        const int first_judged = pass.num_rows - pass.num_logits;
+        std::vector<std::pair<int, const float*>> judged;
+        for (const int row : rows) {
+            float* const embedding = pass.rows[row].embedding;
+            if (embedding && at[row] >= 0) {
+                std::copy_n(llama_get_embeddings_ith(context_.get(), at[row]), h.width, embedding);
+            }
+            if (row >= first_judged) {
+                const float* values = at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]);
+                judged.emplace_back(row - first_judged, values);
+            }
         }
-        while (sequence.tail >= first) {
-            sequence.tail = rows_[sequence.tail].parent;
+        const size_t vocab = h.vocab_size, stride = h.logits_stride();
+        const int count = static_cast<int>(judged.size());
+        ThreadPool::shared().run(count, model_.num_threads_for(count), [&](int i, int) {
+            const auto& [index, values] = judged[i];
+            float *logits = pass.logits + index * stride, *maxima = pass.maxima + index * stride / kRun;
+            if (values) {
+                std::copy_n(values, vocab, logits);
+                find_maxima(model_.kernel(), logits, static_cast<int>(vocab), static_cast<int>(stride), maxima);
+            } else {
+                std::fill_n(logits, stride, -INFINITY);
+                std::fill_n(maxima, stride / kRun, -INFINITY);
+            }
+        });
+    }
+    // Throws std::runtime_error in a child of fork().
+    void check_process() const {
+        require<std::runtime_error>(process_ == process_id(),
+                                    "the process forked since the session was opened; open another session");
+    }
+    // Takes the ids of texts that are gone; the caller has texts_mutex_.
+    void free_released() {
+        for (const int id : std::exchange(released_, {})) {
+            llama_memory_seq_rm(memory_, id, -1, -1);
+            free_ids_.push_back(id);
         }
-        const int end = sequence.tail < 0 ? static_cast<int>(committed_.size()) : rows_[sequence.tail].position + 1;
-        llama_memory_seq_rm(pass_.memory_, sequence.id, end, -1);
     }
-    rows_.resize(std::min<size_t>(first, rows_.size()));
-}
+    // An id that no text uses, perhaps an idle leaf's; -1 where there is none.
+    int take_id();
+    void decode(const Batch& batch);
+    // Computes the first `length` tokens of a text, without outputs; libllama may hold the first of them already.
+    void read(LlamaText& text, const std::vector<int32_t>& tokens, size_t length);
+    static bool is_interrupted(void* self) {
+        auto& pass = *static_cast<LlamaPass*>(self);
+        try {
+            if (pass.interrupted_ && !pass.interruption_) {
+                (*pass.interrupted_)();
+            }
+        } catch (...) {
+            pass.interruption_ = std::current_exception();
+        }
+        return pass.interruption_ != nullptr;
+    }
 
-int LlamaText::sequence_behind(int row) {
-    if (row >= 0 && rows_[row].id < 0) {
-        return -1;
-    }
-    const auto find = [&](const auto& fits) {
-        return static_cast<int>(std::ranges::find_if(sequences_, fits) - sequences_.begin());
+    std::mutex mutex_;        // of the context, of ids and of all texts
+    std::mutex texts_mutex_;  // of texts_ and released_
+    std::vector<LlamaText*> texts_;
+    std::vector<int> released_;  // ids of texts that are gone
+    const int process_;
+    const bool is_recurrent_;
+    const int num_back_;
+    LlamaContextPtr context_;
+    llama_memory_t memory_ = nullptr;
+    std::vector<int> free_ids_;
+    const std::function<void()>* interrupted_ = nullptr;
+    std::exception_ptr interruption_;
+};
+
+struct LlamaText : TextState {
+    // A sequence of libllama: the first `length` committed tokens, and the pending rows to `tail`, -1 for none.
+    struct Sequence {
+        int id;
+        int length = 0, tail = -1;
+        bool is_leaf = false;  // of the pending rows
     };
-    int found = find([&](const Sequence& s) { return s.is_leaf && s.tail == row; });
-    const bool is_there = found < static_cast<int>(sequences_.size());
-    found = is_there ? found : find([](const Sequence& s) { return !s.is_leaf; });
-    if (found == static_cast<int>(sequences_.size())) {
-        const int id = pass_.take_id();
-        if (id < 0) {
+    struct Row {
+        int32_t token, parent, position;
+        int id = -1;  // of a sequence that has it, -1 where it was left out
+    };
+
+    LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num_rows) {
+        const int id = pass.take_id();
+        require<DeviceError>(id >= 0, "llama.cpp has room for the states of no more texts at once; end one first");
+        sequences_.push_back({id});
+        const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
+        pass.texts_.push_back(this);
+    }
+    ~LlamaText() override {
+        if (pass_.process_ != process_id()) {
+            return;  // a child of fork(), where somebody may hold the lock for ever
+        }
+        // Not mutex_: a pass that has it may wait for Python, which may be waiting here.
+        const std::lock_guard<std::mutex> lock(pass_.texts_mutex_);
+        for (const Sequence& sequence : sequences_) {
+            pass_.released_.push_back(sequence.id);
+        }
+        if (shadow_ >= 0) {
+            pass_.released_.push_back(shadow_);
+        }
+        pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
+    }
+    // Committed tokens, and pending rows up to one.
+    std::vector<int32_t> tokens_to(int row) const {
+        std::vector<int32_t> tokens = committed_;
+        for (; row >= 0; row = rows_[row].parent) {
+            tokens.push_back(rows_[row].token);
+        }
+        std::reverse(tokens.begin() + committed_.size(), tokens.end());
+        return tokens;
+    }
+    // Forgets all that libllama had of it.
+    void forget() {
+        const auto give_back = [&](int id) {
+            llama_memory_seq_rm(pass_.memory_, id, -1, -1);
+            pass_.free_ids_.push_back(id);
+        };
+        for (size_t i = 1; i < sequences_.size(); ++i) {
+            give_back(sequences_[i].id);
+        }
+        if (shadow_ >= 0) {
+            give_back(std::exchange(shadow_, -1));
+            shadow_length_ = 0;
+        }
+        sequences_.resize(1);
+        sequences_[0] = {sequences_[0].id};
+        for (Row& row : rows_) {
+            row.id = -1;
+        }
+        held_.clear();
+        last_rows_ = 0;
+        kept_.cut(0);
+    }
+    // Forgets pending rows from there on.
+    void drop(int first) {
+        for (Sequence& sequence : sequences_) {
+            if (sequence.tail < first) {
+                continue;
+            }
+            while (sequence.tail >= first) {
+                sequence.tail = rows_[sequence.tail].parent;
+            }
+            const int end = sequence.tail < 0 ? static_cast<int>(committed_.size()) : rows_[sequence.tail].position + 1;
+            llama_memory_seq_rm(pass_.memory_, sequence.id, end, -1);
+        }
+        rows_.resize(std::min<size_t>(first, rows_.size()));
+    }
+    // The index of a sequence that ends with a pending row, or the committed tokens; -1 where there is none.
+    int sequence_behind(int row) {
+        if (row >= 0 && rows_[row].id < 0) {
             return -1;
         }
-        sequences_.push_back({id});
-    }
-    Sequence& sequence = sequences_[found];
-    const int length = static_cast<int>(committed_.size());
-    if (sequence.length < length) {
-        llama_memory_seq_cp(pass_.memory_, sequences_[0].id, sequence.id, sequence.length, length);
-        sequence.length = length;
-    }
-    if (row >= 0 && !is_there) {
-        llama_memory_seq_cp(pass_.memory_, rows_[row].id, sequence.id, length, rows_[row].position + 1);
-    }
-    sequence.is_leaf = true;
-    return found;
-}
-
-std::vector<std::vector<int>> LlamaText::find_ids(int first) {
-    const int end = static_cast<int>(rows_.size());
-    std::vector<std::vector<int>> ids(end - first);
-    std::vector<char> has_children(end - first);
-    for (int row = first; row < end; ++row) {
-        if (rows_[row].parent >= first) {
-            has_children[rows_[row].parent - first] = true;
-        }
-    }
-    for (int leaf = first; leaf < end; ++leaf) {
-        int behind = leaf;
-        while (behind >= first) {
-            behind = rows_[behind].parent;
-        }
-        const int index = has_children[leaf - first] ? -1 : sequence_behind(behind);
-        if (index < 0) {
-            continue;
-        }
-        Sequence& sequence = sequences_[index];
-        sequence.tail = leaf;
-        for (int row = leaf; row >= first; row = rows_[row].parent) {
-            ids[row - first].push_back(sequence.id);
-            if (rows_[row].id < 0) {
-                rows_[row].id = sequence.id;
+        const auto find = [&](const auto& fits) {
+            return static_cast<int>(std::ranges::find_if(sequences_, fits) - sequences_.begin());
+        };
+        int found = find([&](const Sequence& s) { return s.is_leaf && s.tail == row; });
+        const bool is_there = found < static_cast<int>(sequences_.size());
+        found = is_there ? found : find([](const Sequence& s) { return !s.is_leaf; });
+        if (found == static_cast<int>(sequences_.size())) {
+            const int id = pass_.take_id();
+            if (id < 0) {
+                return -1;
             }
+            sequences_.push_back({id});
         }
-    }
-    return ids;
-}
-
-void LlamaText::keep(int length, const std::vector<int32_t>& path, bool) {
-    pass_.check_process();
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    const int end = length + static_cast<int>(path.size());
-    Sequence& own = sequences_[0];
-    const int last = path.empty() ? -1 : path.back(), source = last < 0 ? own.id : rows_[last].id;
-    if (!pass_.is_recurrent_ && own.length == length) {
-        if (own.tail != last) {
-            llama_memory_seq_rm(pass_.memory_, own.id, source == own.id ? end : length, -1);
-        }
-        if (source >= 0 && source != own.id) {
-            llama_memory_seq_cp(pass_.memory_, source, own.id, length, end);
-        }
-        own.length = source >= 0 ? end : length;
-        for (size_t i = 1; i < sequences_.size(); ++i) {
-            if (sequences_[i].is_leaf) {
-                llama_memory_seq_rm(pass_.memory_, sequences_[i].id, length, -1);
-                sequences_[i].is_leaf = false;
-            }
-        }
-    }
-    for (Sequence& sequence : sequences_) {
-        sequence.tail = -1;
-    }
-    for (const int32_t row : path) {
-        committed_.push_back(rows_[row].token);
-    }
-    rows_.clear();
-}
-
-int LlamaText::reachable(int length) const {
-    if (!pass_.is_recurrent_ || pass_.process_ != process_id()) {
-        return length;
-    }
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    const int held = static_cast<int>(held_.size()), most = std::min(pass_.num_back_, last_rows_ - 1);
-    const bool is_near = held <= length || held - length <= most;
-    if (is_near && begins_alike(held_, committed_) >= static_cast<size_t>(std::min(held, length))) {
-        return length;
-    }
-    const int alike = static_cast<int>(std::min(begins_alike(held_, committed_), static_cast<size_t>(length)));
-    return std::max(kept_.reachable(alike), shadow_length_ <= alike ? shadow_length_ : 0);
-}
-
-int LlamaText::cut(int length) {
-    pass_.check_process();
-    length = reachable(length);
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    drop(0);
-    committed_.resize(length);
-    kept_.cut(length);
-    for (Sequence& sequence : sequences_) {
-        if (sequence.length > length) {
-            llama_memory_seq_rm(pass_.memory_, sequence.id, length, -1);
+        Sequence& sequence = sequences_[found];
+        const int length = static_cast<int>(committed_.size());
+        if (sequence.length < length) {
+            llama_memory_seq_cp(pass_.memory_, sequences_[0].id, sequence.id, sequence.length, length);
             sequence.length = length;
         }
+        if (row >= 0 && !is_there) {
+            llama_memory_seq_cp(pass_.memory_, rows_[row].id, sequence.id, length, rows_[row].position + 1);
+        }
+        sequence.is_leaf = true;
+        return found;
     }
-    return length;
-}
-
-int LlamaText::copy(const TextState& other, int length) {
-    const auto& from = static_cast<const LlamaText&>(other);
-    length = from.reachable(length);
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    committed_.assign(from.committed_.begin(), from.committed_.begin() + length);
-    if (&from.pass_ != &pass_) {
-        return length;  // in a child of fork(), where nothing has been read
+    // Reads what libllama lacks of the committed tokens. Sequence ids for pending rows from `first` on, none for those
+    // that are left out.
+    std::vector<std::vector<int>> find_ids(int first) {
+        pass_.read(*this, committed_, committed_.size());
+        const int end = static_cast<int>(rows_.size());
+        std::vector<std::vector<int>> ids(end - first);
+        std::vector<char> has_children(end - first);
+        for (int row = first; row < end; ++row) {
+            if (rows_[row].parent >= first) {
+                has_children[rows_[row].parent - first] = true;
+            }
+        }
+        for (int leaf = first; leaf < end; ++leaf) {
+            int behind = leaf;
+            while (behind >= first) {
+                behind = rows_[behind].parent;
+            }
+            const int index = has_children[leaf - first] ? -1 : sequence_behind(behind);
+            if (index < 0) {
+                continue;
+            }
+            Sequence& sequence = sequences_[index];
+            sequence.tail = leaf;
+            for (int row = leaf; row >= first; row = rows_[row].parent) {
+                ids[row - first].push_back(sequence.id);
+                if (rows_[row].id < 0) {
+                    rows_[row].id = sequence.id;
+                }
+            }
+        }
+        return ids;
     }
-    if (!pass_.is_recurrent_) {
-        sequences_[0].length = std::min(length, from.sequences_[0].length);
-        llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, 0, sequences_[0].length);
+    void keep(int length, const std::vector<int32_t>& path, bool) override {
+        pass_.check_process();
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const int end = length + static_cast<int>(path.size());
+        Sequence& own = sequences_[0];
+        const int last = path.empty() ? -1 : path.back(), source = last < 0 ? own.id : rows_[last].id;
+        if (!pass_.is_recurrent_ && own.length == length) {
+            if (own.tail != last) {
+                llama_memory_seq_rm(pass_.memory_, own.id, source == own.id ? end : length, -1);
+            }
+            if (source >= 0 && source != own.id) {
+                llama_memory_seq_cp(pass_.memory_, source, own.id, length, end);
+            }
+            own.length = source >= 0 ? end : length;
+            for (size_t i = 1; i < sequences_.size(); ++i) {
+                if (sequences_[i].is_leaf) {
+                    llama_memory_seq_rm(pass_.memory_, sequences_[i].id, length, -1);
+                    sequences_[i].is_leaf = false;
+                }
+            }
+        }
+        for (Sequence& sequence : sequences_) {
+            sequence.tail = -1;
+        }
+        for (const int32_t row : path) {
+            committed_.push_back(rows_[row].token);
+        }
+        rows_.clear();
+    }
+    int reachable(int length) const override {
+        if (!pass_.is_recurrent_ || pass_.process_ != process_id()) {
+            return length;
+        }
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const int held = static_cast<int>(held_.size()), most = std::min(pass_.num_back_, last_rows_ - 1);
+        const bool is_near = held <= length || held - length <= most;
+        if (is_near && begins_alike(held_, committed_) >= static_cast<size_t>(std::min(held, length))) {
+            return length;
+        }
+        const int alike = static_cast<int>(std::min(begins_alike(held_, committed_), static_cast<size_t>(length)));
+        return std::max(kept_.reachable(alike), shadow_length_ <= alike ? shadow_length_ : 0);
+    }
+    int cut(int length) override {
+        pass_.check_process();
+        length = reachable(length);
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        drop(0);
+        committed_.resize(length);
+        kept_.cut(length);
+        for (Sequence& sequence : sequences_) {
+            if (sequence.length > length) {
+                llama_memory_seq_rm(pass_.memory_, sequence.id, length, -1);
+                sequence.length = length;
+            }
+        }
         return length;
     }
-    // States at other lengths are found there when the next pass is computed.
-    llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, -1, -1);
-    held_ = from.held_;
-    from.last_rows_ = 0;  // libllama would take rows back for both
-    kept_.copy(from.kept_);
-    return length;
-}
-
-void LlamaText::stretch(int, int longer) {
-    pass_.check_process();
-    const std::lock_guard<std::mutex> lock(pass_.mutex_);
-    committed_.resize(longer, committed_.back());
-}
-
-size_t LlamaText::num_bytes(int length) const {
-    const Model& model = pass_.model_;
-    return model.cell_bytes() * length + model.state_bytes() + kept_.all().size() * model.kept_state_bytes();
-}
-
-bool LlamaText::go_back(const std::vector<int32_t>& tokens) {
-    const int id = sequences_[0].id, length = static_cast<int>(begins_alike(held_, tokens));
-    const int rows = static_cast<int>(held_.size()) - length;
-    if (rows == 0) {
-        return false;
+    int copy(const TextState& other, int length) override {
+        const auto& from = static_cast<const LlamaText&>(other);
+        length = from.reachable(length);
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        committed_.assign(from.committed_.begin(), from.committed_.begin() + length);
+        if (&from.pass_ != &pass_) {
+            return length;  // in a child of fork(), where nothing has been read
+        }
+        if (!pass_.is_recurrent_) {
+            sequences_[0].length = std::min(length, from.sequences_[0].length);
+            llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, 0, sequences_[0].length);
+            return length;
+        }
+        // States at other lengths are found there when the next pass is computed.
+        llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, -1, -1);
+        held_ = from.held_;
+        from.last_rows_ = 0;  // libllama would take rows back for both
+        kept_.set(from.kept_.all());
+        return length;
     }
-    const bool is_near = rows <= std::min(pass_.num_back_, std::exchange(last_rows_, 0) - 1);
-    if (is_near && llama_memory_seq_rm(pass_.memory_, id, length, -1)) {
-        end_at(length);
-        return true;
+    int room() const override { return num_rows_; }
+    // Kept states are in this machine's memory, not the device's.
+    void keep_states(const std::vector<int>& lengths, int most, int anchor) override {
+        kept_.ask(lengths, most, anchor);
     }
-    const int kept = kept_.reachable(length);
-    if (shadow_length_ <= length && shadow_length_ > kept) {
+    // The next pass reads the added tokens.
+    void stretch(int, int longer) override {
+        pass_.check_process();
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        committed_.resize(longer, committed_.back());
+    }
+    size_t num_bytes(int length) const override {
+        const Model& model = pass_.model_;
+        return model.cell_bytes() * length + model.state_bytes() + kept_.all().size() * model.kept_state_bytes();
+    }
+    // Of recurrent layers: makes the text's own sequence one that begins like these tokens. Returns whether libllama
+    // took back the last rows.
+    bool go_back(const std::vector<int32_t>& tokens) {
+        const int id = sequences_[0].id, length = static_cast<int>(begins_alike(held_, tokens));
+        const int rows = static_cast<int>(held_.size()) - length;
+        if (rows == 0) {
+            return false;
+        }
+        const bool is_near = rows <= std::min(pass_.num_back_, std::exchange(last_rows_, 0) - 1);
+        if (is_near && llama_memory_seq_rm(pass_.memory_, id, length, -1)) {
+            end_at(length);
+            return true;
+        }
+        const int kept = kept_.reachable(length);
+        if (shadow_length_ <= length && shadow_length_ > kept) {
+            llama_memory_seq_rm(pass_.memory_, id, -1, -1);
+            llama_memory_seq_cp(pass_.memory_, shadow_, id, -1, -1);
+            end_at(shadow_length_);
+            return false;
+        }
+        const KeptStates::Values* values = kept_.at(kept);
+        const size_t bytes = values ? values->size() * sizeof(float) : 0;
+        const auto* data = values ? reinterpret_cast<const uint8_t*>(values->data()) : nullptr;
+        if (values && llama_state_seq_set_data_ext(pass_.context_.get(), data, bytes, id, kPartial) > 0 &&
+            llama_memory_seq_rm(pass_.memory_, id, kept, -1)) {
+            end_at(kept);
+            return false;
+        }
         llama_memory_seq_rm(pass_.memory_, id, -1, -1);
-        llama_memory_seq_cp(pass_.memory_, shadow_, id, -1, -1);
-        end_at(shadow_length_);
+        end_at(0);
         return false;
     }
-    const KeptStates::Values* values = kept_.at(kept);
-    const size_t bytes = values ? values->size() * sizeof(float) : 0;
-    const auto* data = values ? reinterpret_cast<const uint8_t*>(values->data()) : nullptr;
-    if (values && llama_state_seq_set_data_ext(pass_.context_.get(), data, bytes, id, kPartial) > 0 &&
-        llama_memory_seq_rm(pass_.memory_, id, kept, -1)) {
-        end_at(kept);
-        return false;
+    void end_at(int length) {
+        held_.resize(length);
+        if (shadow_length_ > length) {
+            shadow_length_ = 0;  // which nobody goes back to
+        }
     }
-    llama_memory_seq_rm(pass_.memory_, id, -1, -1);
-    end_at(0);
-    return false;
-}
-
-void LlamaText::end_at(int length) {
-    held_.resize(length);
-    if (shadow_length_ > length) {
-        shadow_length_ = 0;  // which nobody goes back to
+    void cast_shadow() {
+        shadow_ = shadow_ < 0 ? pass_.take_id() : shadow_;
+        if (shadow_ >= 0) {
+            llama_memory_seq_rm(pass_.memory_, shadow_, -1, -1);
+            llama_memory_seq_cp(pass_.memory_, sequences_[0].id, shadow_, -1, -1);
+            shadow_length_ = static_cast<int>(held_.size());
+            last_rows_ = 0;
+        }
     }
-}
-
-void LlamaText::cast_shadow() {
-    shadow_ = shadow_ < 0 ? pass_.take_id() : shadow_;
-    if (shadow_ >= 0) {
-        llama_memory_seq_rm(pass_.memory_, shadow_, -1, -1);
-        llama_memory_seq_cp(pass_.memory_, sequences_[0].id, shadow_, -1, -1);
-        shadow_length_ = static_cast<int>(held_.size());
-        last_rows_ = 0;
+    void has_read() {
+        if (!pass_.is_recurrent_) {
+            return;
+        }
+        const size_t before = held_.size();
+        held_ = tokens_to(static_cast<int>(rows_.size()) - 1);
+        last_rows_ = static_cast<int>(held_.size() - before);
     }
-}
-
-void LlamaText::has_read() {
-    if (!pass_.is_recurrent_) {
-        return;
+    void keep_state() {
+        const int id = sequences_[0].id;
+        const size_t bytes = llama_state_seq_get_size_ext(pass_.context_.get(), id, kPartial);
+        auto values = std::make_shared<KeptStates::Values>((bytes + sizeof(float) - 1) / sizeof(float));
+        auto* data = reinterpret_cast<uint8_t*>(values->data());
+        if (llama_state_seq_get_data_ext(pass_.context_.get(), data, bytes, id, kPartial) == bytes) {
+            kept_.keep({static_cast<int>(held_.size()), std::move(values)});
+        }
     }
-    const size_t before = held_.size();
-    held_ = tokens_to(static_cast<int>(rows_.size()) - 1);
-    last_rows_ = static_cast<int>(held_.size() - before);
-}
 
-void LlamaText::keep_state() {
-    const int id = sequences_[0].id;
-    const size_t bytes = llama_state_seq_get_size_ext(pass_.context_.get(), id, kPartial);
-    auto values = std::make_shared<KeptStates::Values>((bytes + sizeof(float) - 1) / sizeof(float));
-    auto* data = reinterpret_cast<uint8_t*>(values->data());
-    if (llama_state_seq_get_data_ext(pass_.context_.get(), data, bytes, id, kPartial) == bytes) {
-        kept_.keep({static_cast<int>(held_.size()), std::move(values)});
-    }
-}
-
-// ---- A pass ----
-
-LlamaPass::LlamaPass(const Model& model)
-    : Backend(model),
-      process_(process_id()),
-      is_recurrent_(model.llama()->is_recurrent()),
-      num_back_(model.llama()->num_back()) {}
-
-LlamaPass::~LlamaPass() {
-    const LogCapture quiet;
-    context_.reset();
-}
+    LlamaPass& pass_;
+    const int num_rows_;
+    std::vector<int32_t> committed_;
+    std::vector<Row> rows_;            // pending
+    std::vector<Sequence> sequences_;  // the text's own first
+    // Of recurrent layers: all tokens that libllama has of the text's own sequence, and how many of them the last pass
+    // read.
+    std::vector<int32_t> held_;
+    mutable int last_rows_ = 0;
+    int shadow_ = -1, shadow_length_ = 0;  // a copy of the text's own sequence when it had so many tokens
+    KeptStates kept_;                      // of recurrent layers, as libllama writes them
+};
 
 std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -364,7 +467,7 @@ std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
         const LogCapture quiet;
         const int num_ids = is_recurrent_ ? LlamaModel::kMostStates : kMostIds;
         const int reserved = model_.num_reserved(), cells = std::max(num_rows, reserved > 0 ? reserved : 2 * num_rows);
-        context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMaxRows, num_ids, num_back_);
+        context_ = model_.llama()->make_context(padded(cells, kCells), 2 * kMostPassRows, num_ids, num_back_);
         memory_ = llama_get_memory(context_.get());
         llama_set_abort_callback(context_.get(), is_interrupted, this);
         for (int id = num_ids - 1; id >= 0; --id) {
@@ -372,18 +475,6 @@ std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
         }
     }
     return std::make_unique<LlamaText>(*this, num_rows);
-}
-
-void LlamaPass::check_process() const {
-    require<std::runtime_error>(process_ == process_id(),
-                                "the process forked since the session was opened; open another session");
-}
-
-void LlamaPass::free_released() {
-    for (const int id : std::exchange(released_, {})) {
-        llama_memory_seq_rm(memory_, id, -1, -1);
-        free_ids_.push_back(id);
-    }
 }
 
 int LlamaPass::take_id() {
@@ -403,18 +494,6 @@ int LlamaPass::take_id() {
     const int id = free_ids_.back();
     free_ids_.pop_back();
     return id;
-}
-
-bool LlamaPass::is_interrupted(void* self) {
-    auto& pass = *static_cast<LlamaPass*>(self);
-    try {
-        if (pass.interrupted_ && !pass.interruption_) {
-            (*pass.interrupted_)();
-        }
-    } catch (...) {
-        pass.interruption_ = std::current_exception();
-    }
-    return pass.interruption_ != nullptr;
 }
 
 // After an error, or after an interruption of recurrent layers, nobody knows what libllama holds: it forgets all texts,
@@ -475,7 +554,7 @@ void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t
     const auto has = [&] { return is_recurrent_ ? text.held_.size() : static_cast<size_t>(own.length); };
     while (has() < length) {
         const size_t first = has();
-        size_t last = std::min(first + kMaxRows, length);
+        size_t last = std::min(first + kMostPassRows, length);
         const std::vector<int>& asked = text.kept_.asked();
         const auto next = std::upper_bound(asked.begin(), asked.end(), static_cast<int>(first));
         last = next == asked.end() ? last : std::min(last, static_cast<size_t>(*next));
@@ -536,7 +615,7 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
     std::vector<int> at(pass.num_rows, -1);  // in the batch
     Batch batch;
     for (Part* part = parts; part < parts + num_parts; ++part) {
-        const std::vector<std::vector<int>> ids = is_recurrent_ ? go_on(*part, pass, batch) : find_ids(*part);
+        const auto ids = is_recurrent_ ? go_on(*part, pass, batch) : part->text->find_ids(part->first);
         for (size_t i = 0; i < part->rows.size(); ++i) {
             const int row = part->rows[i];
             if (!ids[i].empty()) {
@@ -555,7 +634,7 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
 }
 
 // Appends the rows to those that are pending.
-std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
+std::vector<Part> LlamaPass::parts_of(const Pass& pass) const {
     std::vector<Part> parts;
     for (const Segment& segment : pass.segments) {
         auto* text = static_cast<LlamaText*>(segment.state);
@@ -571,12 +650,6 @@ std::vector<LlamaPass::Part> LlamaPass::parts_of(const Pass& pass) const {
         }
     }
     return parts;
-}
-
-std::vector<std::vector<int>> LlamaPass::find_ids(const Part& part) {
-    LlamaText& text = *part.text;
-    read(text, text.committed_, text.committed_.size());
-    return text.find_ids(part.first);
 }
 
 // Of a text with recurrent layers, whose rows are a chain: goes back to where that begins, and reads what is missing.
@@ -612,32 +685,10 @@ std::vector<std::vector<int>> LlamaPass::go_on(Part& part, const Pass& pass, Bat
     return ids;
 }
 
-void LlamaPass::write_outputs(const Pass& pass, const std::vector<int>& rows, const std::vector<int>& at) {
-    const Hyperparameters& h = model_.numbers();
-    const int first_judged = pass.num_rows - pass.num_logits;
-    std::vector<std::pair<int, const float*>> judged;
-    for (const int row : rows) {
-        float* const embedding = pass.rows[row].embedding;
-        if (embedding && at[row] >= 0) {
-            std::copy_n(llama_get_embeddings_ith(context_.get(), at[row]), h.width, embedding);
-        }
-        if (row >= first_judged) {
-            const float* values = at[row] < 0 ? nullptr : llama_get_logits_ith(context_.get(), at[row]);
-            judged.emplace_back(row - first_judged, values);
-        }
-    }
-    const size_t vocab = h.vocab_size, stride = h.logits_stride();
-    ThreadPool::shared().run(static_cast<int>(judged.size()), model_.num_threads_for(judged.size()), [&](int i, int) {
-        const auto& [index, values] = judged[i];
-        float *logits = pass.logits + index * stride, *maxima = pass.maxima + index * stride / kRun;
-        if (values) {
-            std::copy_n(values, vocab, logits);
-            find_maxima(model_.kernel(), logits, static_cast<int>(vocab), static_cast<int>(stride), maxima);
-        } else {
-            std::fill_n(logits, stride, -INFINITY);
-            std::fill_n(maxima, stride / kRun, -INFINITY);
-        }
-    });
+}  // namespace
+
+std::unique_ptr<Backend> make_llama_pass(const Model& model) {
+    return std::make_unique<LlamaPass>(model);
 }
 
 }  // namespace pystaged

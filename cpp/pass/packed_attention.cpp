@@ -1,6 +1,4 @@
-#include "pass/packed_attention.h"
-
-#include "machine/pool.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 
@@ -29,7 +27,7 @@ AttentionRows& attention_rows(Workspace& w, int num_inputs, int index, int first
     for (const Segment& segment : w.pass->segments) {
         auto& state = numbers.lent ? static_cast<PackedState&>(*segment.lent).kv(numbers.cells_of)
                                    : static_cast<PackedState&>(*segment.state).kv(index);
-        rows.segments.push_back({&state.cache(), segment.first_row, segment.num_rows, segment.first_cell()});
+        rows.segments.push_back({&state.cache, segment.first_row, segment.num_rows, segment.first_cell()});
     }
     rows.contexts = w.pass->contexts;
     rows.half = numbers.rotates ? angles.half : 0;

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "machine/math.h"
-#include "machine/pool.h"
 #include "pass/workspace.h"
 
 namespace pystaged {

@@ -2,15 +2,12 @@
 // to keys and values that are made of them. Which of the two never depends on the pass, as both round differently.
 #include <algorithm>
 
-#include "machine/pool.h"
-#include "pass/packed_attention.h"
+#include "pass/workspace.h"
 
 namespace pystaged {
 
-namespace {
-
 // Writes keys and values of the rows of latent attention.
-void store_latents(Workspace& w, const LatentAttention& attention, const AttentionRows& rows, int n) {
+static void store_latents(Workspace& w, const LatentAttention& attention, const AttentionRows& rows, int n) {
     const LatentNumbers& latent = w.h.latent;
     const size_t cols = padded(latent.rank, kBlock);
     const int each = latent.own + latent.value;
@@ -58,8 +55,8 @@ void store_latents(Workspace& w, const LatentAttention& attention, const Attenti
 
 // Of each head its part, multiplied apart: inputs [heads][n][cols], quantized in the same order, as rows of `width`
 // outputs side by side.
-void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
-                    const QuantizedRows& quantized, float* out, int width, size_t stride) {
+static void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, int cols, const float* inputs,
+                           const QuantizedRows& quantized, float* out, int width, size_t stride) {
     Product* const products = w.arena.take<Product>(matrices.size());
     for (size_t head = 0; head < matrices.size(); ++head) {
         products[head] = {
@@ -69,8 +66,6 @@ void multiply_heads(Workspace& w, const std::vector<Linear>& matrices, int n, in
     }
     w.multiply(products, matrices.size());
 }
-
-}  // namespace
 
 Value mix(Workspace& w, const LatentAttention& attention, const Value& input, int index, int first_row) {
     const LatentNumbers& latent = w.h.latent;

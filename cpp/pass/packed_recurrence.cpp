@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "machine/math.h"
-#include "machine/pool.h"
 #include "pass/workspace.h"
 
 namespace pystaged {
@@ -16,67 +15,43 @@ namespace {
 // Channels of a short convolution that a thread computes at a time.
 constexpr int kChannels = 256;
 
-// The inputs of some channels of a convolution. Those of rows that are not applied yet stand first in what the state
-// keeps of each; those of the rows before are a part of the state, [before][channels], the oldest first.
-class ConvolutionInputs {
-public:
-    ConvolutionInputs(RecurrentState& state, size_t at, int channels, int before, int first)
-        : state_(state), at_(at + first), channels_(channels), before_(before), first_(first) {}
-
-    // Brings the state's part up to the committed end.
-    void apply(int count) {
-        write(state_.stops(), state_.state(), count, [&](int row) { return state_.unapplied(row) + first_; });
-    }
-    // Brings the part of a reading's state up to its last row.
-    void finish(int count) {
-        write(state_.reading_stops(), state_.base(), count, [&](int row) { return pending(state_.first() + row); });
-    }
-    float* pending(int row) { return state_.pending(row) + first_; }
-    // ancestors[i]: what PackedState::ancestor() says of i + 1 rows before a pending row.
-    void find(int row, const int* ancestors, const float** inputs) {
-        for (int back = 1; back <= before_; ++back) {
-            const int ancestor = ancestors[back - 1] - state_.first();
-            inputs[before_ - back] = ancestor >= 0 ? pending(state_.first() + ancestor)
-                                                   : state_.base() + at_ + size_t(before_ + ancestor) * channels_;
-        }
-        inputs[before_] = pending(row);
-    }
-
-private:
-    // The inputs of the rows before each stop, of those that `from` holds and of those behind it.
-    template <class InputsOf>
-    void write(const std::vector<RecurrentState::Stop>& stops, const float* from, int count, const InputsOf& behind) {
-        for (const RecurrentState::Stop& stop : stops) {
-            for (int i = 0; i < before_; ++i) {
-                const int row = i + stop.rows;
-                std::copy_n(row < before_ ? from + at_ + size_t(row) * channels_ : behind(row - before_), count,
-                            stop.state + at_ + size_t(i) * channels_);
-            }
-        }
-    }
-
-    RecurrentState& state_;
-    size_t at_;
-    int channels_, before_, first_;
-};
-
 // Convolves some channels of a text's rows, in order, whose inputs begin at `at` in the layer's state. take(row,
-// inputs, convolution) writes a row's own inputs and says where its result goes; false where none is wanted.
+// inputs, convolution) writes a row's own inputs and says where its result goes; false where none is wanted. Inputs of
+// rows that are not applied yet stand first in what the state keeps of each; those of the rows before are a part of the
+// state, [before][channels], the oldest first.
 template <class Take>
 void convolve_rows(const Workspace& w, const TextRows& text, int layer, size_t at, int channels, int first,
                    Convolution convolution, const Take& take) {
+    RecurrentState& state = text.state->recurrent(layer);
     const int before = convolution.width - 1;
-    ConvolutionInputs all(text.state->recurrent(layer), at, channels, before, first);
+    at += first;
+    const auto pending_inputs = [&](int pending) { return state.pending(pending) + first; };
+    // Brings the state's part up to each stop, of the inputs that `from` holds and of those behind it.
+    const auto write = [&](const std::vector<RecurrentState::Stop>& stops, const float* from, const auto& behind) {
+        for (const RecurrentState::Stop& stop : stops) {
+            for (int i = 0; i < before; ++i) {
+                const int row = i + stop.rows;
+                std::copy_n(row < before ? from + at + size_t(row) * channels : behind(row - before),
+                            convolution.channels, stop.state + at + size_t(i) * channels);
+            }
+        }
+    };
+    write(state.stops(), state.state(), [&](int row) { return state.unapplied(row) + first; });
     const float* inputs[kMostConvWidth];
     convolution.inputs = inputs;
-    all.apply(convolution.channels);
     text.for_rows([&](int row, int pending) {
-        if (take(row, all.pending(pending), convolution)) {
-            all.find(pending, &w.ancestors[row * size_t(before)], inputs);
-            w.kernel.convolve(convolution);
+        if (!take(row, pending_inputs(pending), convolution)) {
+            return;
         }
+        for (int back = 1; back <= before; ++back) {
+            const int ancestor = w.ancestors[row * size_t(before) + back - 1] - state.first();
+            inputs[before - back] = ancestor >= 0 ? pending_inputs(state.first() + ancestor)
+                                                  : state.base() + at + size_t(before + ancestor) * channels;
+        }
+        inputs[before] = pending_inputs(pending);
+        w.kernel.convolve(convolution);
     });
-    all.finish(convolution.channels);
+    write(state.reading_stops(), state.base(), [&](int row) { return pending_inputs(state.first() + row); });
 }
 
 // The texts' states of a layer, [keys][kLanes] a tile, and what each thread needs for them.

@@ -48,31 +48,20 @@ public:
     }
     // The largest length, at most `length`, with a kept state; 0 for none.
     int reachable(int length) const {
-        int found = 0;
-        for (const Kept& kept : kept_) {
-            found = kept.length <= length ? kept.length : found;
-        }
-        return found;
+        const auto next = std::ranges::upper_bound(kept_, length, {}, &Kept::length);
+        return next == kept_.begin() ? 0 : std::prev(next)->length;
     }
     // The state after exactly `length` rows, or null.
     const Values* at(int length) const {
-        for (const Kept& kept : kept_) {
-            if (kept.length == length) {
-                return kept.state.get();
-            }
-        }
-        return nullptr;
+        const auto found = std::ranges::find(kept_, length, &Kept::length);
+        return found == kept_.end() ? nullptr : found->state.get();
     }
     void cut(int length) {
-        while (!kept_.empty() && kept_.back().length > length) {
-            kept_.pop_back();
-        }
+        std::erase_if(kept_, [&](const Kept& kept) { return kept.length > length; });
     }
     const std::vector<Kept>& all() const { return kept_; }
-    // Replaces all kept states, when a text is read from a file.
+    // Replaces all kept states, by another text's or those of a file.
     void set(std::vector<Kept> kept) { kept_ = std::move(kept); }
-    // Copies another text's kept states, but not its requests.
-    void copy(const KeptStates& from) { kept_ = from.kept_; }
 
 private:
     std::vector<int> asked_;

@@ -6,7 +6,10 @@
 //         kBlock, and behind them an F32 scale for each block
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/kernel.h"
@@ -19,7 +22,15 @@ class KvCache {
 public:
     // Memory becomes resident as cells are written, which commit() allows. Values are as wide as keys where `value_dim`
     // is 0.
-    KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim = 0);
+    KvCache(KvType type, int num_heads, int head_dim, int num_cells, int value_dim = 0)
+        : type_(type),
+          num_heads_(num_heads),
+          head_dim_(head_dim),
+          value_dim_(value_dim > 0 ? value_dim : head_dim),
+          num_cells_(padded(num_cells, kLanes)),
+          key_bytes_(key_bytes(type, head_dim)),
+          value_bytes_(value_bytes(type, value_dim_)),
+          memory_(Memory::reserve(num_heads * num_cells_ * (key_bytes_ + value_bytes_))) {}
 
     // Bytes that one cell takes.
     size_t cell_bytes() const { return num_heads_ * (key_bytes_ + value_bytes_); }
@@ -30,25 +41,131 @@ public:
     const uint8_t* values(int head) const { return head_data(head) + num_cells_ * key_bytes_; }
 
     // Cells [first, last) may be used from now on. Throws std::bad_alloc.
-    void commit(int first, int last);
+    void commit(int first, int last) {
+        for (int head = 0; head < num_heads_; ++head) {
+            const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+            memory_.commit(keys + first / kLanes * kLanes * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+            memory_.commit(values + first * value_bytes_, values + padded(last, kLanes) * value_bytes_);
+        }
+    }
     // Write one head's key, head_dim floats, or value, value_dim floats, into a cell.
-    void store_key(const Kernel& kernel, int head, int cell, const float* key);
-    void store_value(const Kernel& kernel, int head, int cell, const float* value);
+    void store_key(const Kernel& kernel, int head, int cell, const float* key) {
+        uint8_t* out = head_data(head) + cell / kLanes * kLanes * key_bytes_;
+        const size_t lane = cell % kLanes;
+        const auto put = [&](size_t at, const void* from, auto bytes) {
+            std::memcpy(out + at + lane * bytes, from, bytes);
+        };
+        for (int d = 0; d < head_dim_; d += kBlock) {
+            const int count = std::min(kBlock, head_dim_ - d);
+            uint16_t halves[kBlock];
+            if (type_ == KvType::f16) {
+                kernel.to_f16(key + d, count, halves);
+                for (int i = 0; i < count; ++i) {
+                    put((d + i) * kLanes * kHalf, halves + i, kHalf);
+                }
+                continue;
+            }
+            EightBits k(kernel, key + d, count);
+            kernel.to_f16(&k.factors.scale, 1, halves);
+            put(0, halves, kHalf);
+            std::transform(k.quants, k.quants + kBlock, k.quants,
+                           [](int8_t quant) { return static_cast<int8_t>(quant + kQ8.zero_point); });
+            for (size_t i = 0; i < kBlock / kWord; ++i) {
+                put(kQ8.factors_bytes + i * kLanes * kWord, k.quants + i * kWord, kWord);
+            }
+            out += kQ8.block_bytes;
+        }
+    }
+    void store_value(const Kernel& kernel, int head, int cell, const float* value) {
+        uint8_t* out = head_data(head) + num_cells_ * key_bytes_ + cell * value_bytes_;
+        if (type_ == KvType::f16) {
+            kernel.to_f16(value, value_dim_, reinterpret_cast<uint16_t*>(out));
+            return;
+        }
+        auto* scales = reinterpret_cast<float*>(out + padded(value_dim_, kBlock));
+        for (int d = 0; d < value_dim_; d += kBlock) {
+            const EightBits v(kernel, value + d, value_dim_ - d);
+            std::memcpy(out + d, v.quants, kBlock);
+            scales[d / kBlock] = v.factors.scale;
+        }
+    }
     // Copies a cell to another. Nothing fails.
-    void move(int from, int to);
+    void move(int from, int to) {
+        for (int head = 0; head < num_heads_; ++head) {
+            uint8_t* data = head_data(head);
+            for_keys(from, to,
+                     [&](size_t at, size_t to_at, auto bytes) { std::memcpy(data + to_at, data + at, bytes); });
+            uint8_t* values = data + num_cells_ * key_bytes_;
+            std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
+        }
+    }
     // Copies cells [first, last) from a cache of the same shape.
-    void copy(const KvCache& from, int first, int last);
+    void copy(const KvCache& from, int first, int last) {
+        const size_t key = first / kLanes * kLanes * key_bytes_, keys_end = padded(last, kLanes) * key_bytes_;
+        const size_t value = num_cells_ * key_bytes_ + first * value_bytes_;
+        for (int head = 0; head < num_heads_ && first < last; ++head) {
+            uint8_t* data = head_data(head);
+            const uint8_t* source = from.head_data(head);
+            std::memcpy(data + key, source + key, keys_end - key);
+            std::memcpy(data + value, source + value, (last - first) * value_bytes_);
+        }
+    }
     // Appends the memory of cells [first, last); `first` is a multiple of kLanes.
-    void add_pieces(int first, int last, std::vector<Piece>& pieces) const;
+    void add_pieces(int first, int last, std::vector<Piece>& pieces) const {
+        for (int head = 0; head < num_heads_ && first < last; ++head) {
+            uint8_t* data = head_data(head);
+            pieces.push_back({data + first * key_bytes_, (padded(last, kLanes) - first) * key_bytes_});
+            pieces.push_back({data + num_cells_ * key_bytes_ + first * value_bytes_, (last - first) * value_bytes_});
+        }
+    }
     // Gives the memory of cells [first, last) back to the system, as far as it is whole pages.
-    void release(int first, int last);
+    void release(int first, int last) {
+        for (int head = 0; head < num_heads_; ++head) {
+            const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+            memory_.release(keys + padded(first, kLanes) * key_bytes_, keys + last / kLanes * kLanes * key_bytes_);
+            memory_.release(values + first * value_bytes_, values + last * value_bytes_);
+        }
+    }
 
 private:
+    static constexpr Layout kQ8 = layout_of(Packing::q8_0);
+    static constexpr std::integral_constant<size_t, sizeof(uint16_t)> kHalf{};
+    static constexpr std::integral_constant<size_t, sizeof(uint32_t)> kWord{};
+
+    // One block of a key or value, in eight bits.
+    struct EightBits {
+        int8_t quants[kBlock];
+        BlockFactors factors;
+
+        EightBits(const Kernel& kernel, const float* x, int count) {
+            float block[kBlock] = {};
+            std::copy_n(x, std::min(count, kBlock), block);
+            kernel.quantize(block, kBlock, 0, {1, Packing::q8_0, quants, &factors});
+        }
+    };
+
     uint8_t* head_data(int head) const { return memory_.data() + head * num_cells_ * (key_bytes_ + value_bytes_); }
     // Calls act(offset in a cell, offset in another, bytes) for every piece of their keys; offsets from the head's
     // first byte.
     template <class Act>
-    void for_keys(int a, int b, const Act& act) const;
+    void for_keys(int a, int b, const Act& act) const {
+        size_t of_a = a / kLanes * kLanes * key_bytes_, of_b = b / kLanes * kLanes * key_bytes_;
+        const auto piece = [&](size_t at, auto bytes) {
+            act(of_a + at + a % kLanes * bytes, of_b + at + b % kLanes * bytes, bytes);
+        };
+        if (type_ == KvType::f16) {
+            for (int d = 0; d < head_dim_; ++d) {
+                piece(d * kLanes * kHalf, kHalf);
+            }
+            return;
+        }
+        for (int d = 0; d < head_dim_; d += kBlock, of_a += kQ8.block_bytes, of_b += kQ8.block_bytes) {
+            piece(0, kHalf);
+            for (size_t i = 0; i < kBlock / kWord; ++i) {
+                piece(kQ8.factors_bytes + i * kLanes * kWord, kWord);
+            }
+        }
+    }
 
     KvType type_;
     int num_heads_, head_dim_, value_dim_;

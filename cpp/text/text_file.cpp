@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <system_error>
 
-#include "error.h"
 #include "machine/digest.h"
 
 namespace pystaged {

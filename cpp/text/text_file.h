@@ -2,7 +2,6 @@
 // the state as it lies in memory, and last a digest of all of that.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "text/session.h"

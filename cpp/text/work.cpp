@@ -5,21 +5,15 @@
 #include <chrono>
 #include <cmath>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
-#include "error.h"
-
 namespace pystaged {
-
-namespace {
 
 // How long passes go on before they ask again whether they are interrupted.
 constexpr auto kUninterrupted = std::chrono::milliseconds(50);
 
 // Each of them once.
-std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
+static std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     std::vector<Session*> sessions;
     for (const Work* work : works) {
         const auto known = std::ranges::find(sessions, work->session);
@@ -32,16 +26,16 @@ std::vector<Session*> checked_sessions(const std::vector<const Work*>& works) {
     return sessions;
 }
 
-bool is_block(const Work& work) {
+static bool is_block(const Work& work) {
     return work.kind == Work::Kind::propose && work.session->model().family().reads == Reads::as_context;
 }
 
-bool reads_target(const Work& work) {
+static bool reads_target(const Work& work) {
     return !work.hidden.of_draft && work.hidden.width == size_t(work.session->model().numbers().features_width());
 }
 
 // Throws std::invalid_argument where the hidden rows are not those that the session's model reads.
-void check_hidden(const Work& work) {
+static void check_hidden(const Work& work) {
     const Hyperparameters& h = work.session->model().numbers();
     const Reads reads = work.session->model().family().reads;
     require(reads != Reads::joined_with_cells || work.kind == Work::Kind::propose,
@@ -67,13 +61,11 @@ void check_hidden(const Work& work) {
             " tokens");
 }
 
-void check_judged(const Work& work) {
+static void check_judged(const Work& work) {
     require(work.k == 0 || work.samplings.size() == 1 || work.samplings.size() == size_t(work.num_judged),
             "candidates need one sampling, or one for each judged row");
     check(work.masks, work.num_judged, work.session->model().numbers().vocab_size);
 }
-
-}  // namespace
 
 // The works of one call, with their sessions locked. What was not finished is undone.
 class Run {
@@ -88,9 +80,134 @@ public:
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    void append();
-    void compute(const std::function<void()>& interrupted);
-    std::vector<Outcome> finish();
+    void append() {
+        for (size_t i = 0; i < works_.size(); ++i) {
+            const Work* work = works_[i];
+            const Text& text = text_of(i);
+            text.check_open();
+            if (work->kind == Work::Kind::rank) {
+                check_judged(*work);
+                continue;
+            }
+            text.check_tokens(work->tokens);
+            if (work->kind != Work::Kind::propose || is_block(*work)) {
+                text.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
+                                           : work->kind == Work::Kind::verify ? "verify"
+                                                                              : "a block");
+            }
+            const size_t n = work->tokens.size(), judged = work->num_judged;
+            require((n > 0 || work->kind == Work::Kind::read) && n == work->parents.size(),
+                    "a tree needs at least one token and as many parents as tokens, not ", n, " and ",
+                    work->parents.size());
+            require(work->num_judged >= 0 && judged <= n, "num_judged must be between 0 and the number of tokens");
+            check_judged(*work);
+            check_hidden(*work);
+        }
+        starts_.reserve(works_.size());
+        for (size_t w = 0; w < works_.size(); ++w) {
+            const Work* work = works_[w];
+            Text& text = text_of(w);
+            const Model& model = *text.model;
+            starts_.push_back(text.pending.size());
+            if (work->kind == Work::Kind::rank) {
+                continue;
+            }
+            text.experts = {};
+            if (is_block(*work)) {
+                text.append_block(work->tokens);
+            } else if (text.target) {
+                text.append_behind_target(work->tokens, work->parents);
+            } else {
+                text.append(work->tokens, work->parents, work->kind == Work::Kind::read);
+            }
+            auto& pending = text.pending;
+            const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
+            for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
+                pending[starts_.back() + i].input = work->hidden.rows[i];
+                pending[starts_.back() + i].of_target = of_target;
+            }
+            if (work->embeds) {
+                auto rows = HiddenRows::make(work->tokens.size(), padded(model.numbers().width, kBlock));
+                for (size_t i = 0; i < rows.size(); ++i) {
+                    pending[starts_.back() + i].embedding = std::move(rows[i]);
+                }
+            }
+            const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
+            if (model.state_size() > 0) {
+                auto rows = HiddenRows::make(kept, model.state_size());
+                for (size_t i = 0; i < kept; ++i) {
+                    pending[pending.size() - kept + i].hidden = std::move(rows[i]);
+                }
+            }
+        }
+    }
+    void compute(const std::function<void()>& interrupted) {
+        // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
+        auto asked = std::chrono::steady_clock::now();
+        const std::function<void()> seldom = [&] {
+            if (std::chrono::steady_clock::now() - asked > kUninterrupted) {
+                interrupted();
+                asked = std::chrono::steady_clock::now();
+            }
+        };
+        bool first = true;
+        for (const std::vector<Piece>& pieces : split()) {
+            if (interrupted && !std::exchange(first, false)) {
+                interrupted();
+            }
+            const Executor::Turn computing(*executor_);
+            compute_pass(pieces, interrupted ? &seldom : nullptr);
+        }
+    }
+    std::vector<Outcome> finish() {
+        std::vector<Outcome> outcomes(works_.size());
+        {
+            const Executor::Turn computing(*executor_);
+            follow(outcomes);
+            find_candidates(outcomes);
+        }
+        std::vector<std::vector<int32_t>> paths;
+        for (size_t i = 0; i < works_.size(); ++i) {
+            paths.push_back(std::move(outcomes[i].followed.path));
+            if (works_[i]->kind == Work::Kind::read) {
+                paths.back().resize(works_[i]->tokens.size());
+                std::iota(paths.back().begin(), paths.back().end(), 0);
+            }
+            if (works_[i]->embeds) {
+                outcomes[i].embeddings.width = text_of(i).model->numbers().width;
+                for (const int32_t row : paths.back()) {
+                    outcomes[i].embeddings.rows.push_back(text_of(i).pending[row].embedding);
+                }
+            }
+            auto& committed = text_of(i).committed;
+            committed.reserve(committed.size() + paths.back().size());
+        }
+        std::vector<HiddenRows> hidden(works_.size());
+        for (size_t i = 0; i < works_.size(); ++i) {
+            const Model& model = *text_of(i).model;
+            const bool verified = works_[i]->kind == Work::Kind::verify;
+            const bool was_read = works_[i]->kind == Work::Kind::read;
+            if (was_read && model.taps_last_row() && !model.taps_all_rows() && !paths[i].empty()) {
+                hidden[i] = text_of(i).hidden_of({paths[i].back()});
+            } else if (model.state_size() > 0 && (verified || (model.taps_all_rows() && was_read))) {
+                hidden[i] = text_of(i).hidden_of(paths[i]);
+                if (paths[i].size() < works_[i]->tokens.size()) {
+                    hidden[i] = hidden[i].copied();
+                }
+            }
+        }
+        // Nothing fails from here on.
+        finished_ = true;
+        for (size_t i = 0; i < works_.size(); ++i) {
+            if (works_[i]->kind == Work::Kind::read) {
+                text_of(i).commit(paths[i], !paths[i].empty(), std::move(hidden[i]));
+            } else if (works_[i]->kind == Work::Kind::verify) {
+                text_of(i).commit(paths[i], false, std::move(hidden[i]));
+                outcomes[i].followed.path = std::move(paths[i]);
+            }
+        }
+        return outcomes;
+    }
 
 private:
     // Pending rows [first, last) of a text, perhaps of a reading; those from `judged` on get logits.
@@ -101,11 +218,166 @@ private:
     };
 
     Text& text_of(size_t work) const { return *turn_.texts()[work]; }
-    std::vector<std::vector<Piece>> split() const;
-    void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted);
-    static void note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans);
-    void follow(std::vector<Outcome>& outcomes);
-    void find_candidates(std::vector<Outcome>& outcomes);
+
+    // Into as few passes as there can be.
+    std::vector<std::vector<Piece>> split() const {
+        std::vector<std::vector<Piece>> passes;
+        size_t room = 0;
+        const auto add = [&](size_t i) {
+            Text& text = text_of(i);
+            const size_t end = text.pending.size(), judged = end - works_[i]->num_judged;
+            for (size_t first = starts_[i], last; first < end; first = last) {
+                if (room == 0 || (is_block(*works_[i]) && room < end - first)) {
+                    passes.emplace_back();
+                    room = kMostPassRows;
+                }
+                last = std::min(end, first + room);
+                const bool is_reading = works_[i]->kind == Work::Kind::read;
+                passes.back().push_back({&text, is_reading, first, std::clamp(judged, first, last), last});
+                room -= last - first;
+            }
+        };
+        // Rows of blocks are computed otherwise than context, and a block in one pass.
+        for (const bool blocks : {false, true}) {
+            for (size_t i = 0; i < works_.size(); ++i) {
+                if (is_block(*works_[i]) == blocks) {
+                    add(i);
+                }
+            }
+            room = 0;
+        }
+        return passes;
+    }
+    // A pass computes logits of its last rows alone, so the rows of all texts that need none come first: a text may
+    // have two segments.
+    void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
+        std::vector<Piece> spans = pieces;
+        if (pieces.size() > 1) {
+            spans.clear();
+            for (const Piece& piece : pieces) {
+                spans.push_back({piece.text, piece.is_reading, piece.first, piece.judged, piece.judged});
+            }
+            for (const Piece& piece : pieces) {
+                spans.push_back({piece.text, piece.is_reading, piece.judged, piece.judged, piece.last});
+            }
+        }
+        Pass pass;
+        std::vector<PassRow> rows;
+        std::vector<RowContext> contexts;
+        for (const Piece& span : spans) {
+            Text& text = *span.text;
+            if (span.first == span.last) {
+                continue;
+            }
+            const int num_rows = static_cast<int>(span.last - span.first);
+            pass.segments.push_back({text.state.get(), pass.num_rows, num_rows, static_cast<int>(text.committed.size()),
+                                     static_cast<int>(span.first), span.is_reading,
+                                     text.target ? text.target->state.get() : nullptr});
+            pass.num_rows += num_rows;
+            pass.num_logits += static_cast<int>(span.last - span.judged);
+            for (size_t i = span.first; i < span.last; ++i) {
+                const Text::Row& row = text.pending[i];
+                rows.push_back({row.token, row.position, row.parent, row.hidden.get(), row.embedding.get(),
+                                row.input.get(), row.of_target});
+                const int length = text.target ? row.direct : std::max(row.position + 1, row.direct);
+                contexts.push_back({length, row.direct, row.tail.data()});
+                pass.embeds = pass.embeds || row.embedding;
+            }
+        }
+        pass.rows = rows.data();
+        pass.contexts = contexts.data();
+        const Text& any = *pieces[0].text;  // of one model
+        pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
+        pass.interrupted = interrupted;
+        const size_t expert_bytes = any.model->numbers().experts.num_bytes();
+        std::vector<uint8_t> experts(pass.num_rows * expert_bytes);
+        pass.experts = expert_bytes > 0 ? experts.data() : nullptr;
+        std::shared_ptr<Logits> logits;
+        if (pass.num_logits > 0) {
+            logits = executor_->make_logits(pass.num_logits);
+            pass.logits = logits->values.data();
+            pass.maxima = logits->maxima.data();
+        }
+        executor_->backend().compute(pass);
+        if (pass.experts) {
+            note_experts(experts, expert_bytes, spans);
+        }
+        if (!logits) {
+            return;
+        }
+        int slot = 0;
+        for (const Piece& span : spans) {
+            for (size_t i = span.judged; i < span.last; ++i) {
+                span.text->pending[i].logits = logits;
+                span.text->pending[i].slot = slot++;
+            }
+        }
+    }
+    // Of a pass's rows, which are those of the spans.
+    static void note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans) {
+        std::vector<uint8_t> used(row_bytes);
+        for (size_t i = 0; i < bits.size(); ++i) {
+            used[i % row_bytes] |= bits[i];
+        }
+        int distinct = 0;
+        for (const uint8_t byte : used) {
+            distinct += static_cast<int>(std::bitset<8>(byte).count());
+        }
+        auto from = bits.begin();
+        for (const Piece& span : spans) {
+            UsedExperts& experts = span.text->experts;
+            const auto to = from + static_cast<std::ptrdiff_t>((span.last - span.first) * row_bytes);
+            experts.bits.insert(experts.bits.end(), from, to);
+            experts.distinct = distinct;
+            from = to;
+        }
+    }
+    // One tree is shared out by its rows' logits, several are by trees.
+    void follow(std::vector<Outcome>& outcomes) {
+        std::vector<size_t> trees;
+        bool greedy = true;
+        for (size_t i = 0; i < works_.size(); ++i) {
+            if (works_[i]->kind == Work::Kind::verify) {
+                trees.push_back(i);
+                greedy = greedy && works_[i]->samplings[0].temperature == 0;
+            }
+        }
+        const int all = text_of(0).model->num_threads_for(trees.size());
+        const int threads = trees.size() > 1 && !greedy ? all : 1;
+        ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
+            const Work& work = *works_[trees[i]];
+            outcomes[trees[i]].followed =
+                text_of(trees[i]).follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
+        });
+    }
+    void find_candidates(std::vector<Outcome>& outcomes) {
+        std::vector<Judged> rows;
+        for (size_t i = 0; i < works_.size(); ++i) {
+            const Work& work = *works_[i];
+            Text& text = text_of(i);
+            Outcome& outcome = outcomes[i];
+            outcome.tokens.resize(size_t(work.num_judged) * work.k);
+            outcome.scores.resize(outcome.tokens.size());
+            for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
+                const int last = static_cast<int>(text.pending.size()) - work.num_judged + j;
+                const int row = work.kind == Work::Kind::rank ? work.rows[j] : last;
+                int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
+                float* scores = &outcome.scores[size_t(j) * work.k];
+                if (work.kind != Work::Kind::verify) {
+                    const Sampling& sampling = work.samplings[work.samplings.size() == 1 ? 0 : j];
+                    rows.push_back(text.judged(row, &sampling, work.masks.row(j), work.k, tokens, scores));
+                    continue;
+                }
+                try {
+                    rows.push_back(text.judged(row, nullptr, {}, work.k, tokens, scores));
+                } catch (const ModelError&) {  // a guess that is not finite has none
+                    std::fill_n(tokens, work.k, -1);
+                    std::fill_n(scores, work.k, -INFINITY);
+                }
+            }
+        }
+        executor_->find_candidates(rows);
+    }
 
     const std::vector<const Work*>& works_;
     const Session::Turn turn_;
@@ -113,335 +385,6 @@ private:
     std::vector<size_t> starts_;                // of each work's rows among those pending
     bool finished_ = false;
 };
-
-void Run::append() {
-    for (size_t i = 0; i < works_.size(); ++i) {
-        const Work* work = works_[i];
-        const Text& text = text_of(i);
-        text.check_open();
-        if (work->kind == Work::Kind::rank) {
-            check_judged(*work);
-            continue;
-        }
-        text.check_tokens(work->tokens);
-        if (work->kind != Work::Kind::propose || is_block(*work)) {
-            text.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
-                                       : work->kind == Work::Kind::verify ? "verify"
-                                                                          : "a block");
-        }
-        const size_t n = work->tokens.size(), judged = work->num_judged;
-        require((n > 0 || work->kind == Work::Kind::read) && n == work->parents.size(),
-                "a tree needs at least one token and as many parents as tokens, not ", n, " and ",
-                work->parents.size());
-        require(work->num_judged >= 0 && judged <= n, "num_judged must be between 0 and the number of tokens");
-        check_judged(*work);
-        check_hidden(*work);
-    }
-    starts_.reserve(works_.size());
-    for (size_t w = 0; w < works_.size(); ++w) {
-        const Work* work = works_[w];
-        Text& text = text_of(w);
-        const Model& model = *text.model;
-        starts_.push_back(text.pending.size());
-        if (work->kind == Work::Kind::rank) {
-            continue;
-        }
-        text.experts = {};
-        if (is_block(*work)) {
-            text.append_block(work->tokens);
-        } else if (text.target) {
-            text.append_behind_target(work->tokens, work->parents);
-        } else {
-            text.append(work->tokens, work->parents, work->kind == Work::Kind::read);
-        }
-        auto& pending = text.pending;
-        const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
-        for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
-            pending[starts_.back() + i].input = work->hidden.rows[i];
-            pending[starts_.back() + i].of_target = of_target;
-        }
-        if (work->embeds) {
-            auto rows = HiddenRows::make(work->tokens.size(), padded(model.numbers().width, kBlock));
-            for (size_t i = 0; i < rows.size(); ++i) {
-                pending[starts_.back() + i].embedding = std::move(rows[i]);
-            }
-        }
-        const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
-        if (model.state_size() > 0) {
-            auto rows = HiddenRows::make(kept, model.state_size());
-            for (size_t i = 0; i < kept; ++i) {
-                pending[pending.size() - kept + i].hidden = std::move(rows[i]);
-            }
-        }
-    }
-}
-
-// Into as few passes as there can be.
-std::vector<std::vector<Run::Piece>> Run::split() const {
-    const Backend& backend = executor_->backend();
-    std::vector<std::vector<Piece>> passes;
-    size_t room = 0;
-    const auto add = [&](size_t i) {
-        Text& text = text_of(i);
-        const size_t end = text.pending.size(), judged = end - works_[i]->num_judged;
-        for (size_t first = starts_[i], last; first < end; first = last) {
-            if (room == 0 || (is_block(*works_[i]) && room < end - first)) {
-                passes.emplace_back();
-                room = backend.max_rows();
-            }
-            last = std::min(end, first + room);
-            const bool is_reading = works_[i]->kind == Work::Kind::read;
-            passes.back().push_back({&text, is_reading, first, std::clamp(judged, first, last), last});
-            room -= last - first;
-        }
-    };
-    // Rows of blocks are computed otherwise than context, and a block in one pass.
-    for (const bool blocks : {false, true}) {
-        for (size_t i = 0; i < works_.size(); ++i) {
-            if (is_block(*works_[i]) == blocks) {
-                add(i);
-            }
-        }
-        room = 0;
-    }
-    return passes;
-}
-
-void Run::compute(const std::function<void()>& interrupted) {
-    // Between layers only where they take long: asking may mean waiting for an interpreter that is busy.
-    auto asked = std::chrono::steady_clock::now();
-    const std::function<void()> seldom = [&] {
-        if (std::chrono::steady_clock::now() - asked > kUninterrupted) {
-            interrupted();
-            asked = std::chrono::steady_clock::now();
-        }
-    };
-    bool first = true;
-    for (const std::vector<Piece>& pieces : split()) {
-        if (interrupted && !std::exchange(first, false)) {
-            interrupted();
-        }
-        const Executor::Turn computing(*executor_);
-        compute_pass(pieces, interrupted ? &seldom : nullptr);
-    }
-}
-
-// A pass computes logits of its last rows alone, so the rows of all texts that need none come first: a text may have
-// two segments.
-void Run::compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
-    std::vector<Piece> spans = pieces;
-    if (pieces.size() > 1) {
-        spans.clear();
-        for (const Piece& piece : pieces) {
-            spans.push_back({piece.text, piece.is_reading, piece.first, piece.judged, piece.judged});
-        }
-        for (const Piece& piece : pieces) {
-            spans.push_back({piece.text, piece.is_reading, piece.judged, piece.judged, piece.last});
-        }
-    }
-    Pass pass;
-    std::vector<PassRow> rows;
-    std::vector<RowContext> contexts;
-    for (const Piece& span : spans) {
-        Text& text = *span.text;
-        if (span.first == span.last) {
-            continue;
-        }
-        const int num_rows = static_cast<int>(span.last - span.first);
-        pass.segments.push_back({text.state.get(), pass.num_rows, num_rows, static_cast<int>(text.committed.size()),
-                                 static_cast<int>(span.first), span.is_reading,
-                                 text.target ? text.target->state.get() : nullptr});
-        pass.num_rows += num_rows;
-        pass.num_logits += static_cast<int>(span.last - span.judged);
-        for (size_t i = span.first; i < span.last; ++i) {
-            const Text::Row& row = text.pending[i];
-            rows.push_back({row.token, row.position, row.parent, row.hidden.get(), row.embedding.get(), row.input.get(),
-                            row.of_target});
-            const int length = text.target ? row.direct : std::max(row.position + 1, row.direct);
-            contexts.push_back({length, row.direct, row.tail.data()});
-            pass.embeds = pass.embeds || row.embedding;
-        }
-    }
-    pass.rows = rows.data();
-    pass.contexts = contexts.data();
-    const Text& any = *pieces[0].text;  // of one model
-    pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
-    pass.interrupted = interrupted;
-    const size_t expert_bytes = any.model->numbers().experts.num_bytes();
-    std::vector<uint8_t> experts(pass.num_rows * expert_bytes);
-    pass.experts = expert_bytes > 0 ? experts.data() : nullptr;
-    std::shared_ptr<Logits> logits;
-    if (pass.num_logits > 0) {
-        logits = executor_->make_logits(pass.num_logits);
-        pass.logits = logits->values.data();
-        pass.maxima = logits->maxima.data();
-    }
-    executor_->backend().compute(pass);
-    if (pass.experts) {
-        note_experts(experts, expert_bytes, spans);
-    }
-    if (!logits) {
-        return;
-    }
-    int slot = 0;
-    for (const Piece& span : spans) {
-        for (size_t i = span.judged; i < span.last; ++i) {
-            span.text->pending[i].logits = logits;
-            span.text->pending[i].slot = slot++;
-        }
-    }
-}
-
-// Of a pass's rows, which are those of the spans.
-void Run::note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans) {
-    std::vector<uint8_t> used(row_bytes);
-    for (size_t i = 0; i < bits.size(); ++i) {
-        used[i % row_bytes] |= bits[i];
-    }
-    int distinct = 0;
-    for (const uint8_t byte : used) {
-        distinct += static_cast<int>(std::bitset<8>(byte).count());
-    }
-    auto from = bits.begin();
-    for (const Piece& span : spans) {
-        UsedExperts& experts = span.text->experts;
-        const auto to = from + static_cast<std::ptrdiff_t>((span.last - span.first) * row_bytes);
-        experts.bits.insert(experts.bits.end(), from, to);
-        experts.distinct = distinct;
-        from = to;
-    }
-}
-
-std::vector<Outcome> Run::finish() {
-    std::vector<Outcome> outcomes(works_.size());
-    {
-        const Executor::Turn computing(*executor_);
-        follow(outcomes);
-        find_candidates(outcomes);
-    }
-    std::vector<std::vector<int32_t>> paths;
-    for (size_t i = 0; i < works_.size(); ++i) {
-        paths.push_back(std::move(outcomes[i].followed.path));
-        if (works_[i]->kind == Work::Kind::read) {
-            paths.back().resize(works_[i]->tokens.size());
-            std::iota(paths.back().begin(), paths.back().end(), 0);
-        }
-        if (works_[i]->embeds) {
-            outcomes[i].embeddings.width = text_of(i).model->numbers().width;
-            for (const int32_t row : paths.back()) {
-                outcomes[i].embeddings.rows.push_back(text_of(i).pending[row].embedding);
-            }
-        }
-        auto& committed = text_of(i).committed;
-        committed.reserve(committed.size() + paths.back().size());
-    }
-    std::vector<HiddenRows> hidden(works_.size());
-    for (size_t i = 0; i < works_.size(); ++i) {
-        const Model& model = *text_of(i).model;
-        const bool verified = works_[i]->kind == Work::Kind::verify;
-        const bool was_read = works_[i]->kind == Work::Kind::read;
-        if (was_read && model.taps_last_row() && !model.taps_all_rows() && !paths[i].empty()) {
-            hidden[i] = text_of(i).hidden_of({paths[i].back()});
-        } else if (model.state_size() > 0 && (verified || (model.taps_all_rows() && was_read))) {
-            hidden[i] = text_of(i).hidden_of(paths[i]);
-            if (paths[i].size() < works_[i]->tokens.size()) {
-                hidden[i] = hidden[i].copied();
-            }
-        }
-    }
-    // Nothing fails from here on.
-    finished_ = true;
-    for (size_t i = 0; i < works_.size(); ++i) {
-        if (works_[i]->kind == Work::Kind::read) {
-            text_of(i).commit(paths[i], !paths[i].empty(), std::move(hidden[i]));
-        } else if (works_[i]->kind == Work::Kind::verify) {
-            text_of(i).commit(paths[i], false, std::move(hidden[i]));
-            outcomes[i].followed.path = std::move(paths[i]);
-        }
-    }
-    return outcomes;
-}
-
-// One tree is shared out by its rows' logits, several are by trees.
-void Run::follow(std::vector<Outcome>& outcomes) {
-    std::vector<size_t> trees;
-    bool greedy = true;
-    for (size_t i = 0; i < works_.size(); ++i) {
-        if (works_[i]->kind == Work::Kind::verify) {
-            trees.push_back(i);
-            greedy = greedy && works_[i]->samplings[0].temperature == 0;
-        }
-    }
-    const int all = text_of(0).model->num_threads_for(trees.size());
-    const int threads = trees.size() > 1 && !greedy ? all : 1;
-    ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
-        const Work& work = *works_[trees[i]];
-        outcomes[trees[i]].followed =
-            text_of(trees[i]).follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
-    });
-}
-
-void Run::find_candidates(std::vector<Outcome>& outcomes) {
-    std::vector<Judged> rows;
-    for (size_t i = 0; i < works_.size(); ++i) {
-        const Work& work = *works_[i];
-        Text& text = text_of(i);
-        Outcome& outcome = outcomes[i];
-        outcome.tokens.resize(size_t(work.num_judged) * work.k);
-        outcome.scores.resize(outcome.tokens.size());
-        for (int j = 0; work.k > 0 && j < work.num_judged; ++j) {
-            const int last = static_cast<int>(text.pending.size()) - work.num_judged + j;
-            const int row = work.kind == Work::Kind::rank ? work.rows[j] : last;
-            int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
-            float* scores = &outcome.scores[size_t(j) * work.k];
-            if (work.kind != Work::Kind::verify) {
-                const Sampling& sampling = work.samplings[work.samplings.size() == 1 ? 0 : j];
-                rows.push_back(text.judged(row, &sampling, work.masks.row(j), work.k, tokens, scores));
-                continue;
-            }
-            try {
-                rows.push_back(text.judged(row, nullptr, {}, work.k, tokens, scores));
-            } catch (const ModelError&) {  // a guess that is not finite has none
-                std::fill_n(tokens, work.k, -1);
-                std::fill_n(scores, work.k, -INFINITY);
-            }
-        }
-    }
-    executor_->find_candidates(rows);
-}
-
-Work Work::read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden) {
-    std::vector<int32_t> parents(tokens.size());
-    std::iota(parents.begin(), parents.end(), -1);
-    const int judged = session.model().taps_last_row() && !tokens.empty() ? 1 : 0;
-    return {Kind::read, &session, std::move(tokens), std::move(parents), judged, 0, {}, {}, std::move(hidden)};
-}
-
-Work Work::embed(Session& session, std::vector<int32_t> tokens) {
-    Work work = read(session, std::move(tokens));
-    work.embeds = true;
-    return work;
-}
-
-Work Work::verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, const Sampling& sampling,
-                  int num_candidates, Masks masks) {
-    const int n = static_cast<int>(tokens.size());
-    return {Kind::verify,     &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling},
-            std::move(masks), {}};
-}
-
-Work Work::propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged, int k,
-                   std::vector<Sampling> samplings, Masks masks, HiddenRows hidden) {
-    return {Kind::propose,        &session,         std::move(tokens), std::move(parents), num_judged, k,
-            std::move(samplings), std::move(masks), std::move(hidden)};
-}
-
-Work Work::rank(Session& session, std::vector<int32_t> rows, int k, std::vector<Sampling> samplings, Masks masks) {
-    Work work = propose(session, {}, {}, static_cast<int>(rows.size()), k, std::move(samplings), std::move(masks));
-    work.kind = Kind::rank;
-    work.rows = std::move(rows);
-    return work;
-}
 
 std::vector<Outcome> run(const std::vector<const Work*>& works, const std::function<void()>& interrupted) {
     if (works.empty()) {

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <functional>
+#include <numeric>
+#include <utility>
 #include <vector>
 
-#include "sampling/sampler.h"
 #include "text/session.h"
 
 namespace pystaged {
@@ -33,14 +34,30 @@ struct Work {
     bool embeds = false;          // of read: whether its result has each row as the head would read it
     std::vector<int32_t> rows{};  // of rank: the pending rows to judge
 
-    static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {});
-    static Work embed(Session& session, std::vector<int32_t> tokens);
+    static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {}) {
+        std::vector<int32_t> parents(tokens.size());
+        std::iota(parents.begin(), parents.end(), -1);
+        const int judged = session.model().taps_last_row() && !tokens.empty() ? 1 : 0;
+        return {Kind::read, &session, std::move(tokens), std::move(parents), judged, 0, {}, {}, std::move(hidden)};
+    }
     static Work verify(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents,
-                       const Sampling& sampling, int num_candidates = 0, Masks masks = {});
+                       const Sampling& sampling, int num_candidates = 0, Masks masks = {}) {
+        const int n = static_cast<int>(tokens.size());
+        return {Kind::verify,     &session, std::move(tokens), std::move(parents), n, num_candidates, {sampling},
+                std::move(masks), {}};
+    }
     static Work propose(Session& session, std::vector<int32_t> tokens, std::vector<int32_t> parents, int num_judged,
-                        int k, std::vector<Sampling> samplings, Masks masks = {}, HiddenRows hidden = {});
+                        int k, std::vector<Sampling> samplings, Masks masks = {}, HiddenRows hidden = {}) {
+        return {Kind::propose,        &session,         std::move(tokens), std::move(parents), num_judged, k,
+                std::move(samplings), std::move(masks), std::move(hidden)};
+    }
     static Work rank(Session& session, std::vector<int32_t> rows, int k, std::vector<Sampling> samplings,
-                     Masks masks = {});
+                     Masks masks = {}) {
+        Work work = propose(session, {}, {}, static_cast<int>(rows.size()), k, std::move(samplings), std::move(masks));
+        work.kind = Kind::rank;
+        work.rows = std::move(rows);
+        return work;
+    }
 };
 
 // Does all works in one pass, or in several where their rows are more than it takes or the backend does not mix texts.

@@ -1,7 +1,6 @@
 #include "weights/packing.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -18,30 +17,6 @@ constexpr ggml_type kTypes[kNumPackings] = {
     GGML_TYPE_Q5_0,   GGML_TYPE_Q5_1,  GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL,
     GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_Q3_K, GGML_TYPE_Q2_K,
 };
-
-const Layout& layout_of(Packing packing) {
-    return kLayouts[static_cast<int>(packing)];
-}
-
-// Where in a block of the file its F16 numbers for all of ours stand.
-int header_at(Packing packing) {
-    switch (packing) {
-        case Packing::q6_k: return 208;
-        case Packing::q3_k: return 108;
-        case Packing::q2_k: return 80;
-        default: return 0;
-    }
-}
-
-// What quants stand for, or null where they are numbers themselves.
-const uint8_t* table_of(Packing packing) {
-    switch (packing) {
-        case Packing::iq4_nl:
-        case Packing::iq4_xs: return kIq4Values;
-        case Packing::mxfp4: return kFp4Values;
-        default: return nullptr;
-    }
-}
 
 uint32_t load_word(const uint8_t* p) {
     uint32_t word;
@@ -252,7 +227,7 @@ void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
 
 template <Packing kPacking, int kIndex>
 ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
-    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    constexpr Layout l = layout_of(kPacking);
     out += l.header_bytes + kIndex * l.block_bytes;
     const LaneBlock block = read_block(kPacking, in, kIndex);
     for (int i = 0; i < l.factors; ++i) {
@@ -264,15 +239,18 @@ ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
 // Packs one lane of the blocks that share a header.
 template <Packing kPacking, int... kIndices>
 ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
-    for (int i = 0; i < kLayouts[static_cast<int>(kPacking)].headers; ++i) {
-        std::memcpy(out + 2 * (i * kLanes + lane), in + header_at(kPacking) + 2 * i, 2);
+    // Where in a block of the file its F16 numbers for all of ours stand.
+    constexpr Packing q6 = Packing::q6_k, q3 = Packing::q3_k, q2 = Packing::q2_k;
+    constexpr int at = kPacking == q6 ? 208 : kPacking == q3 ? 108 : kPacking == q2 ? 80 : 0;
+    for (int i = 0; i < layout_of(kPacking).headers; ++i) {
+        std::memcpy(out + 2 * (i * kLanes + lane), in + at + 2 * i, 2);
     }
     (pack_block<kPacking, kIndices>(in, lane, out), ...);
 }
 
 template <Packing kPacking>
 void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
-    constexpr Layout l = kLayouts[static_cast<int>(kPacking)];
+    constexpr Layout l = layout_of(kPacking);
     const size_t file_block = ggml_type_size(type_of(kPacking));
     for (int b = 0; b < cols / kBlock / l.blocks; ++b, out += l.header_bytes + l.blocks * l.block_bytes) {
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -294,16 +272,6 @@ void pack(const uint8_t* const* rows, int cols, uint8_t* out) {
         pack_blocks<kPacking>(rows, cols, out);
     }
 }
-
-using Pack = void (*)(const uint8_t* const* rows, int cols, uint8_t* out);
-
-template <size_t... kIndices>
-constexpr std::array<Pack, kNumPackings> packs(std::index_sequence<kIndices...>) {
-    return {pack<static_cast<Packing>(kIndices)>...};
-}
-
-// By Packing.
-constexpr std::array<Pack, kNumPackings> kPack = packs(std::make_index_sequence<kNumPackings>());
 
 float load_half(const uint8_t* p) {
     ggml_fp16_t half;
@@ -328,17 +296,6 @@ Packing packing_of(ggml_type type) {
     throw std::invalid_argument(say("weights of type ", ggml_type_name(type), " are not supported; use ", names));
 }
 
-bool has_minima(Packing packing) {
-    switch (packing) {
-        case Packing::q4_1:
-        case Packing::q5_1:
-        case Packing::q4_k:
-        case Packing::q5_k:
-        case Packing::q2_k: return true;
-        default: return false;
-    }
-}
-
 size_t group_bytes(Packing packing, int padded_cols) {
     const Layout& l = layout_of(packing);
     if (l.bits == 0) {
@@ -349,7 +306,10 @@ size_t group_bytes(Packing packing, int padded_cols) {
 }
 
 void pack_group(Packing packing, const uint8_t* const* rows, int cols, uint8_t* out) {
-    kPack[static_cast<int>(packing)](rows, cols, out);
+    const auto pack_as = [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+        ((static_cast<int>(packing) == kIndices ? pack<static_cast<Packing>(kIndices)>(rows, cols, out) : void()), ...);
+    };
+    pack_as(std::make_integer_sequence<int, kNumPackings>());
 }
 
 void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* out) {
@@ -369,7 +329,9 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         return;
     }
     const uint8_t* header = in;
-    const uint8_t* table = table_of(packing);
+    const bool is_iq4 = packing == Packing::iq4_nl || packing == Packing::iq4_xs;
+    // What quants stand for, or null where they are numbers themselves.
+    const uint8_t* table = is_iq4 ? kIq4Values : packing == Packing::mxfp4 ? kFp4Values : nullptr;
     for (int b = 0; b < cols / kBlock; ++b, in += l.block_bytes, out += kBlock) {
         if (b % l.blocks == 0) {
             header = in;
@@ -380,7 +342,7 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         for (int half = 0; half < 2; ++half) {
             const auto factor = [&](int i) { return in + (i * kLanes + lane) * l.factor_bytes; };
             const auto shared = [&](int i) { return load_half(header + 2 * (i * kLanes + lane)); };
-            const uint8_t* own = factor(has_halves(packing) ? half : 0);
+            const uint8_t* own = factor(l.has_halves ? half : 0);
             switch (packing) {
                 case Packing::mxfp4: scales[half] = std::ldexp(1.0f, *own - 128); break;
                 case Packing::q4_k:
@@ -402,10 +364,10 @@ void unpack_row(Packing packing, const uint8_t* in, int lane, int cols, float* o
         load_quants(l, in + l.factors_bytes, lane, words);
         for (int i = 0; i < kBlock; ++i) {
             const int byte = static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255);
-            const int quant = (table ? table[byte] : byte) - zero_point(packing);
+            const int quant = (table ? table[byte] : byte) - l.zero_point;
             // As ggml writes it, for the sign of zeros.
             const float product = scales[i / 16] * static_cast<float>(quant);
-            out[i] = has_minima(packing) ? product - minima[i / 16] : product;
+            out[i] = l.has_minima ? product - minima[i / 16] : product;
         }
     }
 }

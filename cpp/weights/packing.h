@@ -29,7 +29,6 @@ namespace pystaged {
 ggml_type type_of(Packing packing);
 // Throws std::invalid_argument when `type` has no packing here.
 Packing packing_of(ggml_type type);
-bool has_minima(Packing packing);
 
 // Of kLanes rows, `padded_cols` a multiple of kBlock.
 size_t group_bytes(Packing packing, int padded_cols);

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pystaged._core import HiddenRows, Sampling, Session, Work, run
 from pystaged.decoding.tree import TokenTree
 
-MOST_ROWS = 256  # rows of a pass: PackedPass::kMaxRows in C++
+MOST_ROWS = 256  # rows of a pass: kMostPassRows in C++
 
 
 Logprobs = tuple[float, list[int], list[float]]

@@ -125,6 +125,15 @@ struct Product {
     Product(int n, int rows) : out(size_t(n) * rows), quantized(n, rows) {}
 };
 
+// A matrix that lies in memory as a file has it.
+PackedMatrix pack_rows(ggml_type type, int rows, int cols, const uint8_t* source, uint8_t* storage, int num_threads) {
+    const auto read = [&](int first, int count, uint8_t* out) {
+        const size_t row_bytes = ggml_row_size(type, cols);
+        std::memcpy(out, source + first * row_bytes, count * row_bytes);
+    };
+    return {type, cols, read, in_order(rows), storage, num_threads};
+}
+
 // As a pass computes them, one after another.
 void multiply(const Kernel& kernel, const std::vector<pystaged::Product>& products, int num_threads) {
     static std::map<const Kernel*, Multiplier> multipliers;
@@ -199,7 +208,7 @@ void test_matrix(ggml_type type, int rows, int cols) {
     Array<uint8_t> source(ggml_row_size(type, cols) * rows);
     fill_weights(type, source);
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
-    const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 2);
+    const PackedMatrix matrix = pack_rows(type, rows, cols, source.data(), storage.data(), 2);
     CHECK(matrix.bytes() == storage.size());
 
     // Back to floats: as ggml reads the file.
@@ -283,7 +292,7 @@ void test_many_rows(ggml_type type) {
     const int cols = ggml_blck_size(type) == kBlock ? 11 * kBlock : 2 * static_cast<int>(ggml_blck_size(type));
     const RandomWeights source(type, rows, cols);
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
-    const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
+    const PackedMatrix matrix = pack_rows(type, rows, cols, source.data(), storage.data(), 1);
     const int stride = matrix.padded_rows();
     const Array<float> x(size_t(kMost) * cols), bias(stride), residual(size_t(kMost) * stride);
     randomize(x, bias, residual);
@@ -310,7 +319,7 @@ void test_extremes(ggml_type type) {
     const int cols = ggml_blck_size(type) > 32 ? 256 : 96;
     const RandomWeights source(type, rows, cols);
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, rows, cols));
-    const PackedMatrix matrix(type, rows, cols, source.data(), storage.data(), 1);
+    const PackedMatrix matrix = pack_rows(type, rows, cols, source.data(), storage.data(), 1);
     const int width = matrix.padded_cols(), stride = matrix.padded_rows();
     const Array<float> x(size_t(n) * width), bias(stride), residual(size_t(n) * stride);
     for (int i = 0; i < n; ++i) {
@@ -343,8 +352,8 @@ void test_gated(ggml_type type, int rows, int cols) {
     const Array<uint8_t> storage(PackedMatrix::packed_bytes(type, static_cast<int>(order.size()), cols));
     const Array<uint8_t> gate_storage(PackedMatrix::packed_bytes(type, rows, cols)), up_storage(gate_storage.size());
     const PackedMatrix both(type, cols, reader(source, row_bytes), order, storage.data(), 2);
-    const PackedMatrix gate(type, rows, cols, source.data(), gate_storage.data(), 1);
-    const PackedMatrix up(type, rows, cols, source.data() + rows * row_bytes, up_storage.data(), 1);
+    const PackedMatrix gate = pack_rows(type, rows, cols, source.data(), gate_storage.data(), 1);
+    const PackedMatrix up = pack_rows(type, rows, cols, source.data() + rows * row_bytes, up_storage.data(), 1);
     CHECK(both.bytes() == storage.size());
 
     const int width = both.padded_cols(), stride = up.padded_rows();
@@ -417,7 +426,7 @@ void test_together() {
             const RandomWeights source(c.type, c.rows, cols);
             storage.emplace_back(PackedMatrix::packed_bytes(c.type, c.rows, cols));
             const PackedMatrix& matrix =
-                matrices.emplace_back(c.type, c.rows, cols, source.data(), storage.back().data(), 1);
+                matrices.emplace_back(pack_rows(c.type, c.rows, cols, source.data(), storage.back().data(), 1));
             // Q6_K's rows do for Q4_K too, and Q8_0's for IQ4_NL.
             const Packing packing = matrix.reads(Packing::q6_k)   ? Packing::q6_k
                                     : matrix.reads(Packing::q8_0) ? Packing::q8_0
@@ -460,7 +469,7 @@ void test_orders() {
         for (int i = 0; i < 23; ++i) {
             matrix.row(i, row.data());
             const Array<uint8_t> alone(PackedMatrix::packed_bytes(type, 1, cols));
-            PackedMatrix(type, 1, cols, &weights[order[i] * row_bytes], alone.data(), 1).row(0, source.data());
+            pack_rows(type, 1, cols, &weights[order[i] * row_bytes], alone.data(), 1).row(0, source.data());
             CHECK(row.same(source));
         }
     }
@@ -518,7 +527,7 @@ void test_matrices() {
         test_extremes(type);
     }
     CHECK_THROWS(std::invalid_argument, packing_of(GGML_TYPE_IQ3_S));
-    CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr, nullptr, 1));
+    CHECK_THROWS(std::invalid_argument, PackedMatrix(GGML_TYPE_Q8_0, 1, 33, nullptr));
 }
 
 // ---- Rows ----
@@ -791,7 +800,7 @@ void test_maxima() {
     for (const int rows : {1, 40, 64, 70, 1000}) {
         const RandomWeights source(GGML_TYPE_Q8_0, rows, cols);
         const Array<uint8_t> storage(PackedMatrix::packed_bytes(GGML_TYPE_Q8_0, rows, cols));
-        const PackedMatrix matrix(GGML_TYPE_Q8_0, rows, cols, source.data(), storage.data(), 1);
+        const PackedMatrix matrix = pack_rows(GGML_TYPE_Q8_0, rows, cols, source.data(), storage.data(), 1);
         const Array<float> x(n * cols), bias(matrix.padded_rows());
         std::generate_n(x.data(), x.size(), [] { return random_float(); });
         std::generate_n(bias.data(), bias.size(), [] { return -std::fabs(random_float()); });

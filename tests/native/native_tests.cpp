@@ -24,7 +24,6 @@
 #include "llama.h"
 #include "llama/tokenizer.h"
 #include "machine/math.h"
-#include "pass/packed_pass.h"
 #include "sampling/sampler.h"
 #include "state/packed_state.h"
 #include "steps.h"
@@ -182,7 +181,7 @@ std::vector<int32_t> random_tokens(const Model& model, int n) {
 
 // The beginning of a prompt, as a tree's rows that are a chain, of which the last one is judged.
 struct ChainPass {
-    PackedPass pass;
+    std::unique_ptr<Backend> pass;
     std::unique_ptr<TextState> state;
     std::vector<PassRow> rows;
     std::vector<RowContext> contexts;
@@ -190,8 +189,8 @@ struct ChainPass {
     Pass what;
 
     ChainPass(const Model& model, const std::vector<int32_t>& prompt, int most)
-        : pass(model),
-          state(pass.make_state(most, most)),
+        : pass(make_packed_pass(model)),
+          state(pass->make_state(most, most)),
           logits(model.numbers().logits_stride()),
           maxima(logits.size() / kRun) {
         for (int i = 0; i < most; ++i) {
@@ -207,14 +206,14 @@ struct ChainPass {
     void compute(int num_rows) {
         what.num_rows = num_rows;
         what.segments = {{state.get(), 0, num_rows, 0, 0}};
-        pass.compute(what);
+        pass->compute(what);
     }
 };
 
 // A prompt in passes of any size, and a pass that is interrupted between two layers.
 void test_prompt(const std::string& path, const Kernel& kernel) {
     const auto model = std::make_shared<Model>(path, kernel.name, 2);
-    const int length = std::min(model->numbers().max_context - 1, 2 * PackedPass::kMaxRows + 70);
+    const int length = std::min(model->numbers().max_context - 1, 2 * kMostPassRows + 70);
     const std::vector<int32_t> prompt = random_tokens(*model, length);
     Session session(model, 0);
     std::vector<float> expected;
@@ -336,9 +335,8 @@ void test_session(const std::string& path, const Kernel& kernel) {
     CHECK_THROWS(ContextFullError,
                  (evaluate(session, random_tokens(*model, too_many), std::vector<int32_t>(too_many, -1), 1), 0));
     const auto interrupted = [] { throw std::runtime_error("interrupted"); };
-    if (context > PackedPass::kMaxRows + 3) {
-        CHECK_THROWS(std::runtime_error,
-                     (prefill(session, random_tokens(*model, PackedPass::kMaxRows + 1), interrupted), 0));
+    if (context > kMostPassRows + 3) {
+        CHECK_THROWS(std::runtime_error, (prefill(session, random_tokens(*model, kMostPassRows + 1), interrupted), 0));
     }
     CHECK(session.num_pending() == 0 && session.tokens() == before);
     prefill(session, random_tokens(*model, context - 3));
@@ -394,7 +392,7 @@ void test_concurrent_sessions(const std::string& path) {
         CHECK(found[i] == decode(i));
     }
     CHECK_THROWS(std::runtime_error,
-                 (prefill(shared, random_tokens(*model, PackedPass::kMaxRows + 1), [&] { shared.discard(); }), 0));
+                 (prefill(shared, random_tokens(*model, kMostPassRows + 1), [&] { shared.discard(); }), 0));
 }
 
 #ifndef _WIN32
@@ -519,7 +517,6 @@ void test_bare_backend(const std::string& path) {
     struct Bare : Backend {
         explicit Bare(const Model& model) : Backend(model) {}
         std::unique_ptr<TextState> make_state(int, int) override { return nullptr; }
-        int max_rows() const override { return 1; }
         void compute(const Pass&) override {}
     };
     const Model model(path, "", 1);

@@ -1,4 +1,4 @@
-// The thread pool's protocol (cpp/machine/pool.cpp), small enough for a model checker of weak memory, which tries every
+// The thread pool's protocol (cpp/machine/pool.h), small enough for a model checker of weak memory, which tries every
 // execution that C11 (RC11) or a CPU (IMM) allows and reports races of the plain fields, too. Needs GenMC (0.10):
 //   for model in rc11 imm; do genmc --$model pool_model.c; genmc --$model -- -DSLEEPERS pool_model.c; done
 // It must find an error with any one of -DPUBLISH, -DCLAIM, -DFINISH or -DWAIT=memory_order_relaxed, with -DEARLY, and
