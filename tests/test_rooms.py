@@ -17,7 +17,7 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
-    "platform": 879,
+    "platform": 893,
     "options": 1031,
     "sampling": 1237,
     "chat": 2611,
