@@ -17,7 +17,7 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
-    "platform": 840,
+    "platform": 854,
     "options": 1017,
     "sampling": 1237,
     "chat": 2565,
@@ -28,9 +28,9 @@ ROOMS = {
     "receipts": 646,
     "server": 3872,
     "integrations": 830,
-    "bench": 2571,
-    "distill": 1648,
-    "cli": 3812,
+    "bench": 2567,
+    "distill": 1637,
+    "cli": 3510,
 }
 ROOT = 11  # files in no room
 

@@ -18,7 +18,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
-from pystaged.platform.files import read_small
+from pystaged.platform.files import lines_of, read_small
 
 OWN = Path(__file__).with_name("prompts.jsonl")
 MISLEADING = Path(__file__).with_name("misleading.jsonl")
@@ -61,13 +61,11 @@ def load_questions(path: Path) -> list[Question]:
         ValueError: a line is something else, or the file is not a regular one of at most 64 MiB.
     """
     found = []
-    for number, line in enumerate(read_small(path, _MOST_BYTES).splitlines(), 1):
+    for where, line in lines_of(path, read_small(path, _MOST_BYTES)):
         try:
             found.append(_question(json.loads(line)))
         except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: not a JSON object with a 'prompt', or with 'category' and 'turns'"
-            ) from error
+            raise ValueError(f"{where}: not a JSON object with a 'prompt', or with 'category' and 'turns'") from error
     return found
 
 

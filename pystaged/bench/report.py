@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pystaged.bench.suite import Outcome
@@ -185,10 +185,8 @@ class Report:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]]) -> Table:
-    table = Table(title=title, box=None, title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = (Column(heading, justify="right", no_wrap=True) for heading in headings)
+    table = Table(Column(no_wrap=True), *figures, title=title, box=None, title_justify="left", pad_edge=False)
     for name, row in rows:
         style = "bold" if name in (_STAGED, ALL) else "dim" if row.is_baseline else ""
         table.add_row(name, *_cells(row, headings), style=style)

@@ -41,9 +41,8 @@ class _Commands(Group):
     hint = ' To ask a model, write: pystaged chat MODEL "QUESTION"'
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name, line in _COMMANDS.items():
-            self.add_command(TyperCommand(name, help=line))
+        commands = {name: TyperCommand(name, help=line) for name, line in _COMMANDS.items()}
+        super().__init__(**settings | {"commands": commands})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As in click; also accepts `help COMMAND` and `version`, as other programs do."""
@@ -120,6 +119,7 @@ def main() -> None:
     """Run the command line and leave with its exit status; failures that a user can mend are one line, without a
     traceback."""
     status = 0
+    failure: Exception | str = ""
     try:
         _run()
     except SystemExit as end:
@@ -127,18 +127,19 @@ def main() -> None:
     except (OSError, ValueError, ImportError) as error:
         # Of an extension module that Ctrl-C interrupts while it is imported, the exception is lost in an ImportError.
         status = _ctrl_c.INTERRUPTED if isinstance(error.__cause__, KeyboardInterrupt) else 1
-        if status == 1:
-            from pystaged.cli.console import words  # noqa: PLC0415
-
-            _say("error: ", "bold red", words(error))
+        failure = error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "new thread" not in str(error):
             raise
-        status = 1
-        _say("error: ", "bold red", "not enough memory; a smaller model or a smaller --n-ctx needs less")
-    if status == _ctrl_c.INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _say("interrupted", "yellow")
+        status, failure = 1, "not enough memory; a smaller model or a smaller --n-ctx needs less"
+    if failure or status == _ctrl_c.INTERRUPTED:
+        from pystaged.cli.console import complain, errors  # noqa: PLC0415
+
+        if status == _ctrl_c.INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            errors.print("interrupted", style="yellow")
+        else:
+            complain(failure)
     if status:
         # Otherwise Python tries to write the output again at exit, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -150,11 +151,3 @@ def _run() -> None:
         app(prog_name="pystaged")
     finally:
         sys.stdout.flush()
-
-
-def _say(word: str, style: str, more: str = "") -> None:
-    from rich.text import Text  # noqa: PLC0415
-
-    from pystaged.cli.console import errors  # noqa: PLC0415
-
-    errors.print(Text.assemble((word, style), more))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -23,7 +23,7 @@ from pystaged.bench.benchmark import BENCH, Benchmark
 from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import draft_name, errors, progress_bars, report
-from pystaged.cli.options import DEFAULT_MODEL, Adapts, Given, Json, at_least, check, takes, usage
+from pystaged.cli.options import DEFAULT_MODEL, Adapts, Given, Json, check, option, takes, usage
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
@@ -46,11 +46,8 @@ _SEEDS = 2  # of each sampling that `lossless` checks
 
 
 def _takes(*options: str, tokens: str = "New tokens per prompt.", least: int = 1, default: int = 96) -> Adapts:
-    """Replace a command's parameter `given` by options of Benchmark, and the number of threads.
-
-    Args:
-        tokens, least, default: help, bound and default of max_tokens.
-    """
+    """Replace a command's parameter `given` by options of Benchmark, and the number of threads; tokens, least and
+    default are the help, bound and default of max_tokens."""
     model = {"default": "", "callback": lambda name: name or names.default_model(report), "show_default": DEFAULT_MODEL}
     model["metavar"] = "MODEL"
     limit = {"help": tokens, "min": least, "default": default, "callback": check}
@@ -63,7 +60,7 @@ def _takes(*options: str, tokens: str = "New tokens per prompt.", least: int = 1
 def bench(
     context: typer.Context,
     given: Given,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.md and report.json.")] = None,
+    out: Path | None = option(None, "Folder for report.md and report.json."),
     as_json: Json = False,
 ) -> None:
     """Measure speed on this machine: our decoding methods beside other engines (baselines), by category of prompts.
@@ -112,14 +109,10 @@ def bench(
 @_takes("model", "quantization", "num_threads")
 def passes(
     given: Given,
-    context: Annotated[
-        str | None, typer.Option(help="Tokens before the rows, one length or several; as 256,4096,16384.")
-    ] = None,
-    repeats: Annotated[int, at_least(1, "Timed passes per row count and context.")] = 11,
-    baseline: Annotated[bool, typer.Option(help="Measure llama.cpp too.")] = True,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure the costs anew with which drafting reckons, and keep them.")
-    ] = False,
+    context: str | None = option(None, "Tokens before the rows, one length or several; as 256,4096,16384."),
+    repeats: int = option(11, "Timed passes per row count and context.", min=1),
+    baseline: bool = option(True, "Measure llama.cpp too."),
+    again: bool = option(False, "Measure the costs anew with which drafting reckons, and keep them.", "--again"),
     as_json: Json = False,
 ) -> None:
     """Time one pass over n = 1 to 32 rows after a context of 256 tokens (--context sets others): what verifying n - 1
@@ -152,10 +145,8 @@ def passes(
 )
 def texts(
     given: Given,
-    counts: Annotated[str, typer.Option("--texts", help="Sequences at once: one number or several.")] = "1,2,4,8,16",
-    llama_cpp: Annotated[
-        Path | None, typer.Option(help="Folder of a llama.cpp build, to measure its llama-server.")
-    ] = None,
+    counts: str = option("1,2,4,8,16", "Sequences at once: one number or several.", "--texts"),
+    llama_cpp: Path | None = option(None, "Folder of a llama.cpp build, to measure its llama-server."),
     as_json: Json = False,
 ) -> None:
     """Decode many sequences at once: tokens per second of all and of each and time to the first token, with and without
@@ -204,14 +195,13 @@ def lossless(given: Given) -> None:
         for seed in range(1 if sampling.is_greedy else _SEEDS)
     }
     different: dict[str, list[int]] = {way: [] for way in contexts}
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("checking", total=len(runs) * len(contexts))
+    with progress_bars() as progress:
         for sampling in runs.values():
             expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
             for way, context in contexts.items():
                 found = [pairs.continuation(context, text, sampling, max_tokens) for text in texts]
                 different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
-                progress.advance(task)
+                progress("checking", sum(map(len, different.values())), len(runs) * len(contexts))
     title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
     table = Table("drafted by", *runs, title=title, box=None)
     for way, counts in different.items():
@@ -225,7 +215,7 @@ def lossless(given: Given) -> None:
 @_takes("model", "draft", "quantization", "prompts", "limit", "max_tokens", "warm")
 def parts(
     given: Given,
-    costs: Annotated[float, at_least(1, "How many times cheaper a pass of the draft is than the target's.")] = 10,
+    costs: float = option(10, "How many times cheaper a pass of the draft is than the target's.", min=1),
 ) -> None:
     """Count what each part of drafting adds: tokens per step, passes of the draft, acceptance, and the speed over plain
     decoding that follows if passes have the costs T(n) = 1 + 0.012 (n - 1) of the target and (1 + 0.02 (n - 1)) / COSTS

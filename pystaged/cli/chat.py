@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pystaged.cli.options import (
     GRAMMARS,
     LIMIT_HELP,
+    MODEL_ARGUMENT,
+    MODEL_TOO,
     OF_LOADING,
     SHOWN,
     Given,
-    ModelArgument,
-    ModelToo,
     either,
     one_of,
+    option,
     takes,
 )
 from pystaged.options.table import SAMPLING, TEXT, Option
@@ -35,30 +35,22 @@ _OVERFLOW = Option("drop", "In a full context: forget the oldest turns, or stop 
     max_tokens={"help": f"{LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
 )
 def chat(
-    model: ModelArgument = None,
-    question: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="QUESTION", help="Answer this, after what is piped in, and leave; - reads it from standard input."
-        ),
-    ] = None,
+    model: str | None = MODEL_ARGUMENT,
+    question: str | None = typer.Argument(
+        None, help="Answer this, after what is piped in, and leave; - reads it from standard input.", metavar="QUESTION"
+    ),
     *,
-    named: ModelToo = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Continue a conversation saved with /save; with --prompt-cache it is not read again."
-        ),
-    ] = None,
+    named: str | None = MODEL_TOO,
+    resume: Path | None = option(
+        None, "Continue a conversation saved with /save; with --prompt-cache it is not read again.", metavar="FILE"
+    ),
     given: Given,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats/--no-stats",
-            "--verbose",
-            help="Show after each answer its speed, and how much faster than plain decoding it was.",
-        ),
-    ] = False,
+    stats: bool = option(
+        False,
+        "Show after each answer its speed, and how much faster than plain decoding it was.",
+        "--stats/--no-stats",
+        "--verbose",
+    ),
 ) -> None:
     """Chat with a model, using its chat template. The model stays loaded; each turn evaluates new tokens only.
 

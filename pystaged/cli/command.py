@@ -29,11 +29,9 @@ class Command(TyperCommand):
     """A command that also accepts other programs' names for its options."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As click's."""
         formatter.write(help.help_of(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's."""
         try:
             return super().parse_args(ctx, list(self._in_our_words(ctx, args)))
         except UsageError as error:
@@ -84,8 +82,10 @@ class Command(TyperCommand):
                 if rest and not equals and not getattr(option, "is_flag", False):
                     yield rest.pop()
             elif ours in (PROMPT, PROMPT_FILE) and takes_prompt and (equals or rest):
+                from pystaged.cli.options import read_text  # noqa: PLC0415  slow to import
+
                 value = value if equals else rest.pop()
-                prompts.append(value if ours == PROMPT else _content(value))
+                prompts.append(value if ours == PROMPT else read_text(value).removesuffix("\n"))
             elif word in NEEDLESS:
                 needless.setdefault(NEEDLESS[word], []).append(word)
                 if rest and not equals and (word in WITH_VALUE or (word in _SWITCHES and following in _SWITCH)):
@@ -110,12 +110,6 @@ class Command(TyperCommand):
         yield from prompts and ["--", *prompts]
 
 
-def _content(path: str) -> str:
-    from pystaged.cli.options import read_text  # noqa: PLC0415  slow to import
-
-    return read_text(path).removesuffix("\n")
-
-
 class Group(TyperGroup):
     """Commands that may also be called by other programs' names.
 
@@ -125,7 +119,6 @@ class Group(TyperGroup):
     hint = ""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As click's."""
         formatter.write(help.help_of(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

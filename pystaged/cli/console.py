@@ -7,15 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.control import Control
 from rich.markup import escape
-from rich.segment import ControlType
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from pystaged.cli.options import Given
     from pystaged.loading.progress import Progress
 
-
 _LONG = 1.0  # seconds after which progress is shown
 _ANY_WIDTH = 10_000  # characters
-_CLEAR = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class _Errors(Console):
@@ -51,6 +48,11 @@ def report(line: str) -> None:
     errors.print(line, style="dim", markup=False)
 
 
+def complain(error: Exception | str) -> None:
+    """Print an error on standard error."""
+    errors.print(Text(f"error: {words(error)}", "red"))
+
+
 def warn_of_strangers(host: str, words: str) -> None:
     """Print a warning on standard error if others than this machine reach an address."""
     with suppress(ValueError):
@@ -59,7 +61,7 @@ def warn_of_strangers(host: str, words: str) -> None:
     errors.print(f"[bold yellow]warning:[/bold yellow] {words}")
 
 
-def words(error: Exception) -> str:
+def words(error: Exception | str) -> str:
     """An error's message; for an OSError, its file and reason without number and quotes."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
@@ -94,22 +96,15 @@ def progress_bars() -> Iterator[Progress]:
 
 @contextmanager
 def late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
-    """A bar that is shown after a second, if standard error is a terminal.
-
-    Args:
-        words, more: before and after it; with what is done, the total and fields of the task.
-
-    Yields:
-        A function that takes what is done, the total and the fields; and one that hides the bar until the next call.
-    """
+    """A bar between words with fields of its task, shown after a second if standard error is a terminal. Yields a
+    function that takes what is done, the total and fields, and one that hides the bar until the next call."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (rich_progress.TextColumn(words), rich_progress.BarColumn(), rich_progress.TextColumn(more))
     bar = rich_progress.Progress(
         *columns, console=errors, transient=True, disable=not errors.is_terminal, redirect_stdout=False
     )
-    task = bar.add_task("", **fields)
-    begin = time.monotonic()
+    task, begin = bar.add_task("", **fields), time.monotonic()
 
     def show(done: int, total: int, **fields: Any) -> None:
         if time.monotonic() - begin > _LONG:
@@ -134,10 +129,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
         begin = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            nonlocal begin
-            if done == 0:
-                begin = time.monotonic()
-            elif done == total:
+            if done == total:
                 hide()
             else:
                 show(done, total, speed=done / max(1e-9, time.monotonic() - begin))
@@ -173,26 +165,9 @@ def open_engine(model: str | None, given: Given, *, long_context: bool = False) 
 
     options = given.only(LOADING) | {"draft": draft_name(given["draft"])}
     path = model_name(model)
-    with _loading() as say:
-        return load(path, **cast(Any, options), long_context=long_context, report=say)
-
-
-@contextmanager
-def _loading() -> Iterator[Callable[[str], None]]:
-    """Show in a terminal that a model is loaded, until it is; yields what reports a line meanwhile."""
-    if not errors.is_terminal or errors.is_dumb_terminal:
-        yield report
-        return
-
-    def say(line: str) -> None:
-        errors.control(_CLEAR)
-        report(line)
-
-    errors.print("loading the model ...", style="dim", end="")
-    try:
-        yield say
-    finally:
-        errors.control(_CLEAR)
+    is_screen = errors.is_terminal and not errors.is_dumb_terminal
+    with errors.status("[dim]loading the model ...", spinner_style="dim") if is_screen else nullcontext():
+        return load(path, **cast(Any, options), long_context=long_context, report=report)
 
 
 def read_prompt(prompt: str) -> str:

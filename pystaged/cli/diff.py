@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -18,31 +18,26 @@ from rich.table import Table
 import pystaged
 from pystaged.bench.prompts import choose
 from pystaged.cli.console import model_name, print_table, progress_bars, report
-from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, at_least, one_of
+from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, one_of, option
 from pystaged.cli.prompts import read_prompts
 from pystaged.platform.files import destination, whole_file
 from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
 
-_KINDS = one_of("", "f16", "q8_0")
 _Row = tuple[str, ...]
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="The model that writes the texts, named as in generate.", metavar="A")],
-    b: Annotated[str, typer.Argument(help="The model that is compared with it; may be the same.", metavar="B")],
-    prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts as in generate; else the packaged ones.")
-    ] = None,
-    limit: Annotated[int, at_least(1, "Maximum number of prompts.")] = 20,
-    max_tokens: Annotated[
-        int, at_least(0, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.")
-    ] = 64,
+    a: str = typer.Argument(help="The model that writes the texts, named as in generate.", metavar="A"),
+    b: str = typer.Argument(help="The model that is compared with it; may be the same.", metavar="B"),
+    prompts: Path | None = option(None, "File of prompts as in generate; else the packaged ones."),
+    limit: int = option(20, "Maximum number of prompts.", min=1),
+    max_tokens: int = option(
+        64, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.", min=0
+    ),
     kv: KeysAndValues = "f16",
-    kv_b: Annotated[str, typer.Option(help="Type of B's KV cache; by default that of A's, --kv.", **_KINDS)] = "",
+    kv_b: str = option("", "Type of B's KV cache; by default that of A's, --kv.", **one_of("", "f16", "q8_0")),
     n_ctx: ContextLength = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write a page in Markdown, with the prompts, to this file.")
-    ] = None,
+    out: Path | None = option(None, "Also write a page in Markdown, with the prompts, to this file."),
     as_json: Json = False,
     threads: Threads = 0,
 ) -> None:
@@ -56,9 +51,8 @@ def diff(
 
     Example: pystaged diff smollm2 smollm2 --kv-b q8_0 --limit 10
     """
-
-    if out and not destination(out).parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} for --out")
+    if out:
+        destination(out)  # fails now, not after the comparison
 
     def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
         return pystaged.load(
@@ -70,7 +64,7 @@ def diff(
         texts = compare(first, second, asked, max_tokens, partial(progress, "comparing"))
         found = figures(texts)
         whole, single = _figures(found), _texts(texts, first)
-        shown = [_prompt(text.number, first.tokenizer.decode(asked[text.number], special=True)) for text in texts]
+        read = {text.number: first.tokenizer.decode(asked[text.number], special=True) for text in texts}
     conditions = {
         "a": a,
         "b": b,
@@ -92,6 +86,8 @@ def diff(
                 table.add_row(*row)
             print_table(table)
     if out:
+        # Indented, Markdown leaves the prompts as they are.
+        shown = [f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}" for number, text in read.items()]
         with whole_file(out) as part:
             part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single), *shown]) + "\n", "utf-8")
 
@@ -138,19 +134,8 @@ def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Ro
 
 def _described(text: TextComparison) -> dict[str, Any]:
     """A text's comparison for JSON."""
-    return {
-        "number": text.number + 1,
-        "first": text.first,
-        **{
-            name: getattr(text, name).tolist()
-            for name in ("tokens", "divergence", "logprobs_a", "logprobs_b", "choices_b", "best_b", "agrees")
-        },
-    }
-
-
-def _prompt(number: int, text: str) -> str:
-    """The page's part on a text: its prompt as the model reads it. Indented, Markdown leaves it as it is."""
-    return f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}"
+    arrays = {name: value.tolist() for name, value in asdict(text).items() if name != "number"}
+    return {"number": text.number + 1, "first": text.first, **arrays}
 
 
 def _markdown(rows: Sequence[_Row]) -> str:

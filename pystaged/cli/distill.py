@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pystaged.cli.console import model_name, progress_bars, report
-from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either
+from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
 from pystaged.platform.files import alone, destination, writable
@@ -20,37 +19,25 @@ _TYPES = ("q8_0", "q4_0", "f16", "f32")
 
 
 def distill(
-    model: ModelArgument = None,
+    model: str | None = MODEL_ARGUMENT,
     *,
-    named: ModelToo = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By "
-            "default questions that the model generates, and questions about texts on this machine."
-        ),
-    ] = None,
-    hours: Annotated[float, at_least(0.01, "Total time in hours; sets the defaults of --tokens and --epochs.")] = 8.0,
-    tokens: Annotated[int | None, at_least(1000, "Tokens of answers to write.")] = None,
-    epochs: Annotated[int | None, at_least(1, "Passes over the answers in training.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="GGUF file to write; by default in the cache, where --draft auto finds it.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder of answers and checkpoint; by default in the cache.")
-    ] = None,
-    quantization: Annotated[
-        str, typer.Option("--type", help=f"Quantization of the draft: {', '.join(_TYPES)}.")
-    ] = "q8_0",
-    block: Annotated[
-        int | None, at_least(2, "Tokens that the draft guesses in one pass.", max=16, show_default="8")
-    ] = None,
-    rows: Annotated[
-        int | None, at_least(256, "Size of the draft's vocabulary: the most common tokens.", show_default="16384")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where torch trains: auto (a GPU if it has one), cpu, cuda or mps.")
-    ] = "auto",
+    named: str | None = MODEL_TOO,
+    prompts: Path | None = option(
+        None,
+        "Your own prompts, at least 20: a text on each line, or a .jsonl file with texts or messages. By default "
+        "questions that the model generates, and questions about texts on this machine.",
+    ),
+    hours: float = option(8.0, "Total time in hours; sets the defaults of --tokens and --epochs.", min=0.01),
+    tokens: int | None = option(None, "Tokens of answers to write.", min=1000),
+    epochs: int | None = option(None, "Passes over the answers in training.", min=1),
+    out: Path | None = option(None, "GGUF file to write; by default in the cache, where --draft auto finds it."),
+    folder: Path | None = option(None, "Folder of answers and checkpoint; by default in the cache."),
+    quantization: str = option("q8_0", f"Quantization of the draft: {', '.join(_TYPES)}.", "--type"),
+    block: int | None = option(None, "Tokens that the draft guesses in one pass.", min=2, max=16, show_default="8"),
+    rows: int | None = option(
+        None, "Size of the draft's vocabulary: the most common tokens.", min=256, show_default="16384"
+    ),
+    device: str = option("auto", "Where torch trains: auto (a GPU if it has one), cpu, cuda or mps."),
     threads: Threads = 0,
 ) -> None:
     """Train a draft for a model: the model answers prompts, and a small network learns to guess several tokens of the

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from pystaged.cli.options import LIMIT_HELP, OF_LOADING, OF_TEXTS, SHOWN, Given, Json, ModelName, at_least, takes
+from pystaged.cli.options import LIMIT_HELP, MODEL_OPTION, OF_LOADING, OF_TEXTS, SHOWN, Given, Json, option, takes
 from pystaged.options.table import SAMPLING, TEXT
 
 
@@ -18,41 +17,31 @@ from pystaged.options.table import SAMPLING, TEXT
     logprobs={"help": f"With --json. {TEXT['logprobs'].help}"},
 )
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
+    prompt: str | None = typer.Argument(None, help="Text to continue; - reads it from standard input."),
     *,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Continue the prompts of a file or - for standard input: one per line, in a .jsonl file an object "
-            "with a 'prompt' or, for --chat, 'messages'."
-        ),
-    ] = None,
-    n: Annotated[
-        int | None, at_least(1, "Number of texts per prompt, with consecutive seeds (-n is --max-tokens).", "--n")
-    ] = None,
-    model: ModelName = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Answer the prompt, after what is piped in, as a question, with the model's chat template."
-        ),
-    ] = False,
-    suffix: Annotated[
-        str,
-        typer.Option(
-            help="Write the text between the prompt and this, with a model trained for it, such as Qwen2.5-Coder."
-        ),
-    ] = "",
+    prompts: Path | None = option(
+        None,
+        "Continue the prompts of a file or - for standard input: one per line, in a .jsonl file an object with a "
+        "'prompt' or, for --chat, 'messages'.",
+    ),
+    n: int | None = option(
+        None, "Number of texts per prompt, with consecutive seeds (-n is --max-tokens).", "--n", min=1
+    ),
+    model: str | None = MODEL_OPTION,
+    chat: bool = option(
+        False, "Answer the prompt, after what is piped in, as a question, with the model's chat template.", "--chat"
+    ),
+    suffix: str = option(
+        "", "Write the text between the prompt and this, with a model trained for it, such as Qwen2.5-Coder."
+    ),
     given: Given,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show statistics of each stage.")] = False,
+    verbose: bool = option(False, "Show statistics of each stage.", "--verbose", "-v"),
     as_json: Json = False,
-    receipt: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a receipt, with which `pystaged verify FILE` generates the text again and compares.",
-            metavar="FILE",
-        ),
-    ] = None,
+    receipt: Path | None = option(
+        None,
+        "Write a receipt, with which `pystaged verify FILE` generates the text again and compares.",
+        metavar="FILE",
+    ),
 ) -> None:
     """Continue a prompt, or several at once.
 

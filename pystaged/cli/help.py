@@ -18,11 +18,7 @@ _EXAMPLE = "Example: "
 
 
 def help_of(command: Any, ctx: Any, *, everything: bool = False) -> str:
-    """The help of a command.
-
-    Args:
-        everything: all options in groups, with their defaults and ranges, and all paragraphs and examples.
-    """
+    """The help of a command; with `everything` all options in groups, defaults, ranges, paragraphs and examples."""
     formatter = ctx.make_formatter()
     command.format_usage(ctx, formatter)
     # Line breaks within a paragraph are the source's.

@@ -12,7 +12,7 @@ import pystaged
 from pystaged import _core, _llama
 from pystaged._core import Model, Tokenizer
 from pystaged.cli.console import model_name, report, size_words
-from pystaged.cli.options import KeysAndValues, KvMemory, ModelArgument
+from pystaged.cli.options import MODEL_ARGUMENT, KeysAndValues, KvMemory
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.distilled import find_distilled
@@ -21,16 +21,15 @@ from pystaged.loading.features import describe, known_form
 from pystaged.loading.metadata import reads_target
 
 
-def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMemory = None) -> None:
+def info(model: str | None = MODEL_ARGUMENT, kv: KeysAndValues = "f16", kv_memory: KvMemory = None) -> None:
     """Show this build, this machine's devices, and a model's properties.
 
     Example: pystaged info path/to/model.gguf
     """
     named = model_name(model)
     path = names.resolve(named)
-    policy = FixedPolicy(width=1, depth=0, budget=0)
     with pystaged.load(
-        path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=policy, report=report
+        path, draft=None, kv=kv, kv_memory=kv_memory, recycle=False, policy=FixedPolicy(1, 0, 0), report=report
     ) as engine:
         loaded = engine.model
         is_ours = not loaded.devices  # else it runs by llama.cpp
@@ -47,7 +46,7 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             "threads": _threads(_core.choose_cores(), is_ours),
             "model": str(path),
             "name": loaded.name,
-            "draft": _draft(draft, path, loaded) if draft else _no_draft(known_drafts(engine.tokenizer.metadata)),
+            "draft": _draft(draft, path, loaded, engine.tokenizer),
             "shape": f"{loaded.architecture}, {loaded.num_layers} layers, {loaded.width} wide, {loaded.num_heads} heads"
             f" ({loaded.num_kv_heads} of keys) of {loaded.head_dim}{_experts(engine.tokenizer.metadata)}",
             "context": f"{engine.n_ctx} tokens by default, trained for {loaded.max_context}",
@@ -56,17 +55,16 @@ def info(model: ModelArgument = None, kv: KeysAndValues = "f16", kv_memory: KvMe
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
-            "keys and values": f"{loaded.cell_bytes / 1e3:.1f} MB per 1,000 tokens{_behind(loaded)}"
-            f"{_states(loaded)}; "
-            f"{engine.kv_memory / 1e9:.2g} GB for them, enough for "
+            "keys and values": f"{_of_text(loaded)}; {engine.kv_memory / 1e9:.2g} GB for them, enough for "
             f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
         }
         if draft:
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
     for name, value in rows.items():
         typer.echo(f"{name:<18}{value}")
-    exact = "byte for byte exact" if is_ours else "not for this model"
-    typer.echo(f"{'device':<18}cpu: this package's kernels, {exact}")
+    typer.echo(
+        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
+    )
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         typer.echo(
@@ -90,12 +88,18 @@ def _experts(metadata: Mapping[str, str]) -> str:
     return f", {used} of {count} experts" if count not in (None, "0") else ""
 
 
-def _draft(draft: Path, target_path: Path, target: Model) -> str:
-    """A draft's file, and how often it was right when it was tried."""
+def _draft(draft: Path | None, target_path: Path, target: Model, tokenizer: Tokenizer) -> str:
+    """A draft's file, and how often it was right when it was tried; or how to get one that is known for the target."""
     if draft == target_path:
         return "its own MTP layer"
-    form = known_form(draft, target, target_path)
-    return f"{draft}, {describe(form)}" if form else str(draft)
+    if draft:
+        form = known_form(draft, target, target_path)
+        return f"{draft}, {describe(form)}" if form else str(draft)
+    if not (known := known_drafts(tokenizer.metadata)):
+        return "none of its own: n-grams draft, until one is named with --draft"
+    first, *others = known
+    more = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
+    return f"none here, so n-grams draft; {first} is made for it: pystaged pull {first} --type q8_0{more}"
 
 
 def _memory(draft: Path, target: Model, tokenizer: Tokenizer) -> str:
@@ -105,19 +109,7 @@ def _memory(draft: Path, target: Model, tokenizer: Tokenizer) -> str:
         model = Model(os.fsencode(draft), target.kernel, target.num_threads, kv=target.kv, target=lender)
     except (OSError, ValueError) as error:
         return f"unknown: {error}"
-    return (
-        f"{model.matrix_bytes / 1e6:.1f} MB of weights, "
-        f"{model.cell_bytes / 1e3:.1f} MB of keys and values per 1,000 tokens{_behind(model)}{_states(model)}"
-    )
-
-
-def _no_draft(known: list[str]) -> str:
-    """Says that a model has no draft here, and how to get one that is known for it."""
-    if not known:
-        return "none of its own: n-grams draft, until one is named with --draft"
-    first, *others = known
-    more = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
-    return f"none here, so n-grams draft; {first} is made for it: pystaged pull {first} --type q8_0{more}"
+    return f"{model.matrix_bytes / 1e6:.1f} MB of weights, {_of_text(model, ' of keys and values')}"
 
 
 def _shares(types: dict[str, int]) -> str:
@@ -127,16 +119,16 @@ def _shares(types: dict[str, int]) -> str:
     return " ".join(f"{kind} {size / sum(types.values()):.1%}" for kind, size in types.items())
 
 
-def _behind(model: _core.Model) -> str:
-    """Memory of tokens that are outside all attention windows, in words; "" for a model without windows."""
-    kept = model.cell_bytes - model.windowed_cell_bytes
-    return f", {kept / 1e3:.1f} MB outside attention windows" if kept < model.cell_bytes else ""
-
-
-def _states(model: _core.Model) -> str:
-    """Memory of recurrent layers' states, in words; "" for a model without such layers."""
-    states, kept = model.state_bytes / 1e6, model.kept_state_bytes / 1e6
-    return f", {states:.1f} MB of states for each text, {kept:.1f} MB for each earlier state kept" if states else ""
+def _of_text(model: Model, of: str = "") -> str:
+    """Memory of a text in words: keys and values, also of tokens that are outside all attention windows, and the states
+    of recurrent layers."""
+    words = f"{model.cell_bytes / 1e3:.1f} MB{of} per 1,000 tokens"
+    if model.windowed_cell_bytes:
+        words += f", {(model.cell_bytes - model.windowed_cell_bytes) / 1e3:.1f} MB outside attention windows"
+    if model.state_bytes:
+        kept = f"{model.kept_state_bytes / 1e6:.1f} MB for each earlier state kept"
+        words += f", {model.state_bytes / 1e6:.1f} MB of states for each text, {kept}"
+    return words
 
 
 def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:

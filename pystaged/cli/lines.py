@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,7 +16,6 @@ from pystaged.platform.files import cache_folder
 
 _QUOTES = '"""'
 _MOST_KEPT = 1000  # lines
-_NO_HISTORY = "PYSTAGED_NOHISTORY"  # in the environment
 
 
 class Lines:
@@ -29,6 +27,7 @@ class Lines:
         self._prompt = ""  # of the line that is being read
         self._history: Any = None  # the module readline where lines are kept for later chats
         self._before = 0  # lines of earlier chats
+        self._file = cache_folder() / "history"
         with contextlib.suppress(ImportError):
             import readline  # noqa: PLC0415  gives `input` editing and a history where there is one
 
@@ -38,11 +37,11 @@ class Lines:
                     readline.parse_and_bind(f'bind -s "^[[{sequence}" "^V{mark}"')
             else:
                 readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
-            if sys.stdin.isatty() and not os.environ.get(_NO_HISTORY):
+            if sys.stdin.isatty() and not os.environ.get("PYSTAGED_NOHISTORY"):
                 self._history = readline
                 readline.set_history_length(_MOST_KEPT)
                 with contextlib.suppress(OSError):
-                    readline.read_history_file(_history_file())
+                    readline.read_history_file(self._file)
                 self._before = readline.get_current_history_length()
             if hasattr(signal, "SIGCONT"):  # after Ctrl-Z and fg the prompt would be missing
                 signal.signal(signal.SIGCONT, lambda *_: self._show_line(readline.get_line_buffer()))
@@ -51,14 +50,14 @@ class Lines:
         """Keep the lines for later chats, in a file of the cache folder that the user alone can read."""
         if self._history:
             with contextlib.suppress(OSError):
-                _history_file().parent.mkdir(parents=True, exist_ok=True)
-                _history_file().touch(0o600)
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch(0o600)
                 # Another chat may have ended meanwhile, so what is there stays.
                 new = self._history.get_current_history_length() - self._before
                 if hasattr(self._history, "append_history_file"):
-                    self._history.append_history_file(max(new, 0), _history_file())
+                    self._history.append_history_file(max(new, 0), self._file)
                 else:  # some builds with libedit
-                    self._history.write_history_file(_history_file())
+                    self._history.write_history_file(self._file)
 
     def read(self) -> tuple[str, bool] | None:
         """A line, or several that are pasted, that \\ joins or that stand between triple quotes, and whether they are
@@ -116,7 +115,3 @@ class Lines:
     def _show_line(self, typed: str) -> None:
         if self._prompt:
             typer.echo(self._prompt + typed, nl=False)
-
-
-def _history_file() -> Path:
-    return cache_folder() / "history"

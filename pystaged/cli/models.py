@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import print_table, report
-from pystaged.cli.options import models_like
+from pystaged.cli.options import models_like, option
 from pystaged.loading import cache, names
 from pystaged.loading.distilled import DISTILLED
 from pystaged.loading.kept import PACKED, RECYCLED
@@ -54,9 +53,8 @@ def models(context: typer.Context) -> None:
         for path, name in _kept(what).items():
             sizes[name] += path.stat().st_size
         rows += [(name, size, what, "", "") for name, size in sizes.items()]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("name", "MB", "type", "shape", "license"):
-        table.add_column(heading, justify="right" if heading == "MB" else "left", no_wrap=True)
+    size_column = Column("MB", justify="right")
+    table = Table("name", size_column, "type", "shape", "license", box=None, pad_edge=False)
     for name, size, *cells in rows:
         table.add_row(*map(Text, (name, f"{max(size / 1e6, 0.1):.1f}", *cells)))
     print_table(table)
@@ -67,15 +65,15 @@ def models(context: typer.Context) -> None:
 
 @app.command(cls=Command)
 def remove(
-    name: Annotated[
-        str, typer.Argument(help="A model as `pystaged models` lists it.", autocompletion=models_like, metavar="NAME")
-    ] = "",
-    packed: Annotated[bool, typer.Option("--packed", help="Packed weights: of the model, or all.")] = False,
-    recycled: Annotated[bool, typer.Option("--recycled", help="Recycled candidates: of the model, or all.")] = False,
-    distilled: Annotated[bool, typer.Option("--distilled", help="Distilled drafts: of the model, or all.")] = False,
-    costs: Annotated[bool, typer.Option("--costs", help="Measured costs of passes.")] = False,
-    prompts: Annotated[bool, typer.Option("--prompts", help="Prompts of --prompt-cache auto.")] = False,
-    unfinished: Annotated[bool, typer.Option("--leftovers", help="Unfinished files of killed processes.")] = False,
+    name: str = typer.Argument(
+        "", help="A model as `pystaged models` lists it.", autocompletion=models_like, metavar="NAME"
+    ),
+    packed: bool = option(False, "Packed weights: of the model, or all.", "--packed"),
+    recycled: bool = option(False, "Recycled candidates: of the model, or all.", "--recycled"),
+    distilled: bool = option(False, "Distilled drafts: of the model, or all.", "--distilled"),
+    costs: bool = option(False, "Measured costs of passes.", "--costs"),
+    prompts: bool = option(False, "Prompts of --prompt-cache auto.", "--prompts"),
+    unfinished: bool = option(False, "Unfinished files of killed processes.", "--leftovers"),
 ) -> None:
     """Remove a model from the cache, with its packed weights, recycled candidates and n-gram table; or only what
     options name. A model that was downloaded is removed from Hugging Face's cache, also for other programs.

@@ -6,18 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.progress import Progress, TextColumn
 
 import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
-from pystaged.cli.console import errors, model_name, report
-from pystaged.cli.options import ModelArgument, ModelToo, Threads, at_least, either, usage
+from pystaged.cli.console import model_name, progress_bars, report
+from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
@@ -29,25 +27,19 @@ app = typer.Typer(cls=Group, help="Build tables of n-grams to draft from.", no_a
 
 @app.command(cls=Command)
 def build(
-    model: ModelArgument = None,
+    model: str | None = MODEL_ARGUMENT,
     *,
-    named: ModelToo = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; by default beside the model's file, where generate finds it.")
-    ] = None,
-    tokens: Annotated[
-        int,
-        at_least(
-            1,
-            "Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, larger "
-            "models proportionally fewer.",
-            max=MOST_TOKENS,
-        ),
-    ] = 1_000_000,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature.", show_default="1.5, or 1 where the model chats")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same table.")] = 0,
+    named: str | None = MODEL_TOO,
+    out: Path | None = option(None, "File to write; by default beside the model's file, where generate finds it."),
+    tokens: int = option(
+        1_000_000,
+        "Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, larger "
+        "models proportionally fewer.",
+        min=1,
+        max=MOST_TOKENS,
+    ),
+    temperature: float | None = option(None, "Sampling temperature.", show_default="1.5, or 1 where the model chats"),
+    seed: int = option(0, "Same seed, same table.", callback=None),
     threads: Threads = 0,
 ) -> None:
     """Sample text from a model and count its n-grams, to draft for a model with the same vocabulary. Ctrl-C ends the
@@ -72,27 +64,19 @@ def build(
         raise ValueError(
             f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
         )
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total} tokens"))
-    sampled: list[NDArray[np.int32]] = []
-    interrupted = False
+    sampled, left = list[NDArray[np.int32]](), tokens
     try:
-        with (
-            _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
-            Progress(*columns, console=errors) as progress,
-        ):
+        with _texts(path, tokenizer, tokens, temperature, seed, threads) as texts, progress_bars() as progress:
             report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
-            task = progress.add_task("sampling", total=tokens)
-            left = tokens
             for text in texts:
                 sampled.append(text[:left])
                 left -= len(sampled[-1])
-                progress.update(task, completed=tokens - left)
+                progress("sampling", tokens - left, tokens)
                 if not left:
                     break
     except KeyboardInterrupt:
         if not any(map(len, sampled)):
             raise
-        interrupted = True
     table = NgramTable.build(sampled, vocab_size=tokenizer.num_tokens, vocab_hash=tokenizer.fingerprint)
     if before > table.num_tokens:
         report(f"{target} is kept: it was counted on {before} tokens, and only {table.num_tokens} are sampled so far")
@@ -106,17 +90,13 @@ def build(
             f"to be found without being named it must lie at {table_path(path)}; "
             "it is for targets with exactly this vocabulary"
         )
-    if interrupted:
+    if left:
         report("stopped early: the table counts the texts until then")
         raise typer.Exit(130)
 
 
 def _counted(path: Path, vocabulary: str) -> int:
-    """The number of tokens that a file's table was counted on; 0 if there is no readable table.
-
-    Raises:
-        OtherVocabularyError: the table is for another vocabulary.
-    """
+    """The number of tokens that a file's table was counted on, 0 for no readable one. Raises OtherVocabularyError."""
     try:
         return NgramTable.load(path, vocab_hash=vocabulary).num_tokens
     except OtherVocabularyError:

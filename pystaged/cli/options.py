@@ -175,11 +175,7 @@ _OF_ANSWERS = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "as the 
 
 
 def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
-    """An option for Typer, by default that of pystaged.options.table.
-
-    Args:
-        **settings: arguments of typer.Option that replace the usual ones.
-    """
+    """An option for Typer, by default of pystaged.options.table; settings replace usual arguments of typer.Option."""
     option = given or ALL[name]
     usual: dict[str, Any] = {"help": option.help + _MORE.get(name, ""), "callback": check}
     usual["metavar"] = {int: "N", float: "X", Path: "FILE"}.get(option.kind, "TEXT")
@@ -195,29 +191,19 @@ def spelled(name: str, given: Option | None = None, **settings: Any) -> Any:
     return typer.Option(*flags(name, option), **usual | _TYPER.get(name, {}) | settings)
 
 
-def at_least(least: float, help: str, *names: str, **settings: Any) -> Any:
-    """An option for Typer that is a number; settings as in `spelled`."""
-    return typer.Option(*names, min=least, help=help, callback=check, **settings)
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """An option as the default of a command's parameter; settings as in `spelled`."""
+    return typer.Option(default, *names, help=help, **{"callback": check} | settings)
 
 
 LIMIT_HELP = "Maximum number of new tokens; 0 or -1 for as many as the context has room for"
 MODEL_HELP = "Path of a GGUF file, name in the cache, hub id, 'smollm2' or 'bundled'."
 DEFAULT_MODEL = "smollm2; bundled if that is not installed"  # names.default_model
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=models_like
-    ),
-]
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=models_like)
-]
-ModelToo = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.", autocompletion=models_like)
-]
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; the default is reachable from this machine only.", callback=check)
-]
+_MODEL: dict[str, Any] = {"metavar": "MODEL", "autocompletion": models_like, "callback": None}
+MODEL_ARGUMENT: Any = typer.Argument(None, help=MODEL_HELP, show_default=DEFAULT_MODEL, **_MODEL)
+MODEL_OPTION = option(None, MODEL_HELP, "--model", "-m", show_default=DEFAULT_MODEL, **_MODEL)
+MODEL_TOO = option(None, "The same as MODEL.", "--model", "-m", **_MODEL)
+HOST = option("127.0.0.1", "Address to listen on; the default is reachable from this machine only.")
 Threads = Annotated[int, spelled("num_threads")]
 KeysAndValues = Annotated[str, spelled("kv")]
 ContextLength = Annotated[int, spelled("n_ctx")]
@@ -252,11 +238,7 @@ Adapts = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def takes(options: Mapping[str, Option], **changed: Mapping[str, Any]) -> Adapts:
-    """Replace a command's parameter `given`, a Given, by options.
-
-    Args:
-        **changed: by name, arguments of `spelled`, and `default`.
-    """
+    """Replace a command's parameter `given`, a Given, by options, some with changed settings or another `default`."""
     members = [_parameter(name, option, **changed.get(name, {})) for name, option in options.items()]
 
     def adapted(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.style import Style
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -36,13 +36,8 @@ _NODE_STYLES = {True: Style(bold=True), False: Style(dim=True)}  # by whether th
 def show(
     stream: Stream, given: Given, *, keep: Callable[[Piece], object] = lambda _: None, wrap: bool = False
 ) -> GenerationResult:
-    """Write a text while it is generated, and a newline after it, also when interrupted.
-
-    Args:
-        given: whether tokens are coloured, and whether each step's tree is drawn.
-        keep: called with each piece that was written.
-        wrap: break lines between words, in a terminal.
-    """
+    """Write a text while it is generated, and a newline after it, also when interrupted. `keep` is called with each
+    piece that was written; with `wrap` lines break between words, in a terminal."""
     console, paint = Console(highlight=False), given.paints
     if given.get("show_tree"):
         view = _with_trees(console, stream.text, paint=paint)
@@ -74,9 +69,8 @@ def summary(stats: GenerationStats, *, paint: bool) -> Text:
 
 def stats_table(stats: GenerationStats) -> Group:
     """A table of what each stage did for a sequence, and further figures below it."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "drafted", "accepted", "emitted", "passes", "seconds"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    figures = (Column(each, justify="right") for each in ("drafted", "accepted", "emitted", "passes", "seconds"))
+    table = Table("stage", *figures, box=None, pad_edge=False)
     for name in (stage.name.lower() for stage in shown_stages(stats)):
         stage, work = stats.stages[name], stats.drafters.get(name)
         passes = stats.steps if name == "target" else work.passes if work else 0
@@ -106,13 +100,8 @@ def _is_screen(console: Console) -> bool:
 
 @contextmanager
 def _flowing(console: Console, written: Written, *, paint: bool, wrap: bool) -> Iterator[Callable[[Piece], None]]:
-    """A function that writes pieces of a text as they come.
-
-    Args:
-        console: of standard output.
-        paint: whether to colour each token by the stage that proposed it.
-        wrap: whether to break lines between words; the last word is then held until it ends.
-    """
+    """A function that writes pieces of a text to standard output as they come. With `paint` each token has the colour
+    of the stage that proposed it; with `wrap` lines break between words, and the last word is held until it ends."""
     spans, lines = StageSpans(), Wrap(lambda: console.width)
 
     def write(parts: Iterable[tuple[str, Style | None]]) -> None:
@@ -124,10 +113,8 @@ def _flowing(console: Console, written: Written, *, paint: bool, wrap: bool) -> 
         sys.stdout.flush()
 
     def show(piece: Piece) -> None:
-        found: Iterable[tuple[str, Style | None]] = [(piece.text, None)]
-        if paint:
-            found = ((text, STAGE_STYLES[stage]) for text, stage in _spans(spans, piece, written))
-        for text, style in found:
+        for text, stage in _spans(spans, piece, written) if paint else [(piece.text, None)]:
+            style = STAGE_STYLES[stage] if stage is not None else None
             write(lines.feed(text, style) if wrap else [(text, style)])
 
     try:
@@ -138,11 +125,7 @@ def _flowing(console: Console, written: Written, *, paint: bool, wrap: bool) -> 
 
 
 class Wrap:
-    """Breaks lines between words.
-
-    Args:
-        width: returns the number of columns.
-    """
+    """Breaks lines of so many columns between words."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width

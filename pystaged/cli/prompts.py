@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pystaged.cli.console import read_prompt, report
+from pystaged.platform.files import lines_of
 
 _MOST_BYTES = 1 << 26  # of a file of prompts
 _SHOWN = 40  # characters of a prompt that messages show
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FIELDS = {"prompt", "messages"}  # of a line of JSON, one of them
 
 
@@ -46,38 +46,24 @@ def read_prompts(path: Path) -> list[Asked]:
     """Read the prompts of a file or pipe, - for standard input: one per line; in a .jsonl file, or a pipe that begins
     with an object, an object with a 'prompt' or 'messages' per line. Blank lines are skipped.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there are no prompts, the file is too large, or a line is not a prompt.
+    Raises OSError, and ValueError where there are no prompts, the file is too large, or a line is not a prompt.
     """
-    name = "standard input" if str(path) == "-" else str(path)
-    data = _read(path).removeprefix(_BYTE_ORDER_MARK)
+    if str(path) == "-":
+        name, data = "standard input", read_prompt("-").encode()
+    else:
+        with path.open("rb") as file:
+            name, data = str(path), file.read(_MOST_BYTES + 1)
     first = _object(data.lstrip().split(b"\n", 1)[0])
     in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and not first.keys().isdisjoint(_FIELDS))
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
-    found: list[Asked] = []
     unused: set[str] = set()
-    for number, line in enumerate(data.split(b"\n"), 1):
-        where = f"{name}, line {number}"
-        try:
-            text = line.removesuffix(b"\r").decode()
-        except UnicodeDecodeError:
-            raise ValueError(f"{where}: not UTF-8") from None
-        if text.strip():
-            found.append(_parsed(where, text, unused) if in_json else Asked(where, text))
+    found = [_parsed(where, line, unused) if in_json else Asked(where, line) for where, line in lines_of(name, data)]
     if not found:
         raise ValueError(f"{name} has no prompts")
     if unused:
         report(f"{name}: only 'prompt' or 'messages' of a line is used, not {', '.join(map(repr, sorted(unused)))}")
     return found
-
-
-def _read(path: Path) -> bytes:
-    if str(path) == "-":
-        return read_prompt("-").encode()
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES + 1)
 
 
 def _object(line: bytes | str) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from pystaged.cli.console import progress_bars, report
-from pystaged.cli.options import check_type
+from pystaged.cli.options import check_type, option
 from pystaged.loading import hub, names
 from pystaged.loading.metadata import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE
@@ -15,15 +13,13 @@ from pystaged.platform.process import orderly_end
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf.")],
-    quantization: Annotated[
-        str,
-        typer.Option(
-            "--type",
-            help=f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given.",
-            callback=check_type,
-        ),
-    ] = "",
+    model: str = typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf."),
+    quantization: str = option(
+        "",
+        f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given.",
+        "--type",
+        callback=check_type,
+    ),
 ) -> None:
     """Download a model into the cache and print its path. GGUF files are taken as they are; checkpoints
     are converted and quantized.

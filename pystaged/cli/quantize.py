@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pystaged.cli.console import errors, progress_bars
-from pystaged.cli.options import check_type
+from pystaged.cli.options import check_type, option
 from pystaged.loading import names
 from pystaged.loading.metadata import FILE_TYPES
 from pystaged.loading.quantize import DEFAULT_TYPE, quantize_checkpoint
@@ -18,26 +17,17 @@ from pystaged.platform.process import orderly_end
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(help="A model as in generate, or the folder of a checkpoint.", metavar="IN")],
-    out: Annotated[Path, typer.Argument(help="GGUF file to write; a link is followed.", metavar="OUT")],
-    type_too: Annotated[
-        str | None, typer.Argument(metavar="TYPE", help="The same as --type.", callback=check_type)
-    ] = None,
+    source: str = typer.Argument(help="A model as in generate, or the folder of a checkpoint.", metavar="IN"),
+    out: Path = typer.Argument(help="GGUF file to write; a link is followed.", metavar="OUT"),
+    type_too: str | None = typer.Argument(None, metavar="TYPE", help="The same as --type.", callback=check_type),
     *,
-    quantization: Annotated[
-        str,
-        typer.Option(
-            "--type", help=f"One of {', '.join(FILE_TYPES)}; {DEFAULT_TYPE} if not given.", callback=check_type
-        ),
-    ] = "",
-    allow_requantize: Annotated[
-        bool,
-        typer.Option(
-            "--allow-requantize",
-            help="Accept a quantized model, whose rounding error stays in the result; needs --type.",
-        ),
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    quantization: str = option(
+        "", f"One of {', '.join(FILE_TYPES)}; {DEFAULT_TYPE} if not given.", "--type", callback=check_type
+    ),
+    allow_requantize: bool = option(
+        False, "Accept a quantized model, whose rounding error stays in the result; needs --type.", "--allow-requantize"
+    ),
+    force: bool = option(False, "Replace an existing file.", "--force"),
 ) -> None:
     """Convert a model to another type with llama.cpp's quantizer. A checkpoint's folder is converted to GGUF first.
 

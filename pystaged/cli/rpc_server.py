@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated
-
-import typer
 
 from pystaged import _core
 from pystaged.cli.console import warn_of_strangers
-from pystaged.cli.options import Host, Threads, at_least, check_device
+from pystaged.cli.options import HOST, Threads, check_device, option
 
 
 def rpc_server(
-    host: Host = "127.0.0.1",
-    port: Annotated[int, at_least(1, "Port to listen on.", max=65535)] = 50052,
-    device: Annotated[
-        str, typer.Option(help="Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device)
-    ] = "ggml-cpu",
+    host: str = HOST,
+    port: int = option(50052, "Port to listen on.", min=1, max=65535),
+    device: str = option(
+        "ggml-cpu", "Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device
+    ),
     threads: Threads = 0,
 ) -> None:
     """Run layers of models for other machines, which use it with --device rpc:HOST:PORT.

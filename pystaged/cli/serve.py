@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pystaged.cli.console import model_name, open_engine, report, size_words, warn_of_strangers
-from pystaged.cli.options import MODEL_HELP, OF_LOADING, SHOWN, Given, Host, ModelToo, at_least, check, takes, usage
+from pystaged.cli.options import HOST, MODEL_HELP, MODEL_TOO, OF_LOADING, SHOWN, Given, option, takes, usage
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.names import SMOLLM2
@@ -45,25 +44,19 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
     },
 )
 def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several are loaded when asked for.", show_default=SMOLLM2),
-    ] = None,
+    models: list[str] | None = typer.Argument(
+        None, metavar="MODEL", help=f"{MODEL_HELP} Several are loaded when asked for.", show_default=SMOLLM2
+    ),
     *,
-    named: ModelToo = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--models", metavar="FOLDER", help="Serve the GGUF files in a folder, too.", show_default=False),
-    ] = None,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.", show_default=False)] = None,
-    grace: Annotated[int, at_least(0, "Seconds that sequences in progress may take when the server stops.")] = 30,
-    alias: Annotated[
-        str | None, typer.Option(help="The model's name for clients; by default its own.", callback=check)
-    ] = None,
+    named: str | None = MODEL_TOO,
+    folder: Path | None = option(None, "Serve the GGUF files in a folder, too.", "--models", metavar="FOLDER"),
+    host: str = HOST,
+    port: int = option(8080, "Port to listen on; 0 takes a free one.", min=0, max=65535),
+    api_key_file: Path | None = option(None, "File of keys, one per line."),
+    grace: int = option(30, "Seconds that sequences in progress may take when the server stops.", min=0),
+    alias: str | None = option(None, "The model's name for clients; by default its own."),
     given: Given,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Print a line for each request.")] = False,
+    log_requests: bool = option(False, "Print a line for each request.", "--log-requests"),
 ) -> None:
     """Run a server compatible with OpenAI's, Anthropic's and Ollama's interfaces, with a chat page.
 

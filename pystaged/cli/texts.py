@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -57,7 +56,7 @@ def write(
             raise each.about(ValueError("messages are answered with --chat"))
     if chat:
         begin()
-    name = default_model(report) if model is None else model
+    name, is_several = default_model(report) if model is None else model, prompts is not None or n is not None
     with open_engine(name, given) as engine:
         if receipt:
             engine.check_exact()
@@ -74,43 +73,40 @@ def write(
                 return engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens)
             return _question(engine, each, given) if chat else each.prompt
 
-        if prompts is not None or n is not None:
+        if is_several:
             sequences = _sequences(engine, asked, text_of, config)
             done = _write_several(engine, asked, sequences, n or 1, chat=chat, as_json=as_json, verbose=verbose)
-            _check_json(given, done)
-            return
-        with reading_bar() as progress:
-            (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
-            stream = Stream(sequence)
-            if as_json:
-                _write_json(stream, asked[0], chat=chat)
-            else:
-                show(stream, given, wrap=chat)
-        result = stream.result
-        if receipt:
-            result.receipt.save(receipt)
-        if _fills_context(engine, result):
-            _tell_full(engine)
-    if as_json:
-        _check_json(given, [result])
-        return
-    errors.print(summary(result.stats, paint=given.paints))
+        else:
+            with reading_bar() as progress:
+                (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
+                stream = Stream(sequence)
+                if as_json:
+                    _write_json(stream, asked[0], chat=chat)
+                else:
+                    show(stream, given, wrap=chat)
+            done = [stream.result]
+            if receipt:
+                done[0].receipt.save(receipt)
+        _tell_full(engine, done, is_several=is_several)
+    if not (is_several or as_json):
+        _tell(done[0], given, chat=chat, verbose=verbose)
+    if given.get("json_schema") is not None:
+        for result in done:
+            result.json()  # raises ValueError for one that is cut
+
+
+def _tell(result: GenerationResult, given: Given, *, chat: bool, verbose: bool) -> None:
+    """Report the speed of a text, and what cut it."""
+    stats = result.stats
+    errors.print(summary(stats, paint=given.paints))
     if result.finish_reason == "loop":
         report(LOOP_WORDS.format("--no-stop-loops"))
     elif chat and "max_tokens" not in given and result.finish_reason == "length":
         report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
     if verbose:
-        errors.print(stats_table(result.stats))
-        stats = result.stats
+        errors.print(stats_table(stats))
         num_read = stats.prompt_tokens - stats.reused_tokens
         report(f"read {num_read} tokens of the prompt in {stats.prefill_seconds:.2f} seconds; seed {result.seed}")
-    _check_json(given, [result])
-
-
-def _check_json(given: Given, results: list[GenerationResult]) -> None:
-    """Raise ValueError if a text with a schema is cut, after all are written."""
-    for result in results if given.get("json_schema") is not None else ():
-        result.json()
 
 
 def _question(engine: Engine, asked: Asked, given: Given) -> Prompt:
@@ -142,9 +138,8 @@ def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
         stream.finish()
     except KeyboardInterrupt:
         stream.close()
-        if not stream.result.tokens:
-            raise
-        typer.echo(_as_json(asked, stream.result, chat=chat))
+        if stream.result.tokens:
+            typer.echo(_as_json(asked, stream.result, chat=chat))
         raise
     typer.echo(_as_json(asked, stream.result, chat=chat))
 
@@ -153,23 +148,17 @@ def _write_several(
     engine: Engine, asked: list[Asked], sequences: list[Text], n: int, *, chat: bool, as_json: bool, verbose: bool
 ) -> list[GenerationResult]:
     """Write n texts for each prompt in order, each as soon as it is done."""
-
-    num_cut, done = 0, list[GenerationResult]()
+    done = list[GenerationResult]()
 
     def shown(number: int, result: GenerationResult) -> str:
-        nonlocal num_cut
-        num_cut += _fills_context(engine, result)
         done.append(result)
         of = asked[number // n]
         if as_json:
             return _as_json(of, result, chat=chat)
         return f"==> {number + 1}: {of.named()}, seed {result.seed} <==\n{result.text}\n"
 
-    begin = time.monotonic()
-    total = n * len(sequences)
+    begin, total = time.monotonic(), n * len(sequences)
     tokens = write_in_order(engine.repeated(sequences, n), total, shown)
-    if num_cut:
-        _tell_full(engine, f" in {num_cut} of {total} texts")
     if as_json:
         return done
     seconds = time.monotonic() - begin
@@ -185,15 +174,14 @@ def _write_several(
     return done
 
 
-def _fills_context(engine: Engine, result: GenerationResult) -> bool:
-    return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
-
-
-def _tell_full(engine: Engine, where: str = "") -> None:
-    """Report that the context is full, and how to get more."""
-    most = engine.model.max_context
-    more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
-    report(f"the context of {engine.n_ctx} tokens is full{where}{more}")
+def _tell_full(engine: Engine, done: list[GenerationResult], *, is_several: bool) -> None:
+    """Report texts that fill the context, and how to get more."""
+    n_ctx, most = engine.n_ctx, engine.model.max_context
+    lengths = [each.stats.prompt_tokens + len(each.tokens) for each in done if each.finish_reason == "length"]
+    if num_cut := sum(length > n_ctx for length in lengths):
+        where = f" in {num_cut} of {len(done)} texts" if is_several else ""
+        more = f"; --n-ctx allows more, up to {most}" if most > n_ctx else ""
+        report(f"the context of {n_ctx} tokens is full{where}{more}")
 
 
 def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
@@ -218,17 +206,9 @@ def _logprob(found: TokenLogprob) -> dict[str, Any]:
 
 def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]) -> int:
     """Generate sequences together, and write each to standard output as soon as it and those before it are done. After
-    an error or Ctrl-C the finished ones are written.
+    an error, which is raised again, or Ctrl-C the finished ones are written. Returns the number of tokens of all.
 
-    Args:
-        total: number of sequences.
-        shown: called with a sequence's number, from 0, and its result; returns the text to write.
-
-    Returns:
-        Number of tokens of all sequences.
-
-    Raises:
-        Exception: the error that ended a sequence.
+    shown: called with a sequence's number, from 0, and its result; returns the text to write.
     """
     numbers, done = dict[Text, int](), dict[int, GenerationResult]()  # of sequences not yet written
     num_written = tokens = 0
@@ -243,7 +223,6 @@ def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, 
         with Interrupts():  # completely, and once
             hide()
             typer.echo(shown(number, done.pop(number)))
-            sys.stdout.flush()
             num_written += 1
 
     done_of, and_tokens = "{task.completed} of {task.total} texts are done", "{task.fields[tokens]} tokens"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import typer
 from rich.text import Text
@@ -17,7 +17,7 @@ from pystaged._core import Tokenizer
 from pystaged.chat.format import begin
 from pystaged.chat.messages import marked_messages
 from pystaged.chat.turn import quoted
-from pystaged.cli.console import errors, open_engine, read_prompt, read_question, reading_bar, report, size_words, words
+from pystaged.cli.console import complain, errors, open_engine, read_question, reading_bar, report, size_words
 from pystaged.cli.lines import Lines
 from pystaged.cli.options import GRAMMARS, Given, read_system, usage
 from pystaged.cli.painting import show, stats_table, summary, write_wrapped
@@ -45,19 +45,12 @@ _FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SET
 
 _Messages = list[dict[str, Any]]
 
-
-class _State(NamedTuple):
-    """A conversation: its messages, and its last turn as the state before it and the user's text."""
-
-    messages: _Messages
-    turn: tuple[_State, str] | None = None
-
-
 _SWITCH = {"on": True, "off": False}
 _LEAVING = ("exit", "quit", "bye")
 _ALSO = {"/?": "/help", "/new": "/clear"}
 _MOST_BYTES = 64 << 20  # of a saved conversation
 _TURN = 2  # messages of a turn
+_WITHOUT_EFFECT = {"seed": 0, "color": ""}  # settings that a greedy turn does not depend on
 
 _HELP = '''A line you type is asked, and the model answers; exit, quit or bye alone leaves.
 /system TEXT       say how the model is to answer, @FILE reads it; "" takes that
@@ -85,13 +78,10 @@ with /. Ctrl-C ends the model's turn and keeps what it wrote.
 class Chat:
     """A conversation as messages; a method `_do_NAME` is the command /NAME.
 
-    Args:
-        engine: an open one, which stays open.
-        given: options of the command, which /set changes; max_tokens and stop_loops are among them, and 0 tokens means
-            until the context is full; context_overflow, "drop" unless given, says whether the model no longer reads the
-            oldest turns where the context is full.
-        interrupts: already entered.
-        stats: whether to show the speed after each turn.
+    engine: an open one, which stays open. given: options of the command, which /set changes; max_tokens and stop_loops
+    are among them, and 0 tokens means until the context is full; context_overflow, "drop" unless given, says whether
+    the model no longer reads the oldest turns where the context is full. interrupts: already entered. stats: whether to
+    show the speed after each turn.
     """
 
     engine: pystaged.Engine
@@ -100,18 +90,16 @@ class Chat:
     stats: bool = False
 
     def __post_init__(self) -> None:
+        self.given.setdefault("system", "")
         self._num_dropped = 0  # messages that the model no longer reads
         self._files = set[Path]()  # that /save may replace
-        self._states = [_State([])]  # /undo returns to the last but one
+        self._states: list[_Messages] = [[]]  # /undo returns to the last but one
+        self._unanswered: str | None = None  # a question that was taken back, for /retry
         self._last: GenerationResult | None = None  # the result of the last turn
         self._made_with: object = None  # the settings that it was made with
 
     def take(self, line: str) -> bool:
-        """Run a line; False when it says to leave.
-
-        Raises:
-            ValueError, TypeError, OSError: it cannot be done.
-        """
+        """Run a line; False when it says to leave. Raises ValueError, TypeError, OSError."""
         command, _, words = line.strip().partition(" ")
         command = _ALSO.get(command.lower(), command.lower())
         run = getattr(self, f"_do_{command[1:]}", None)
@@ -133,9 +121,8 @@ class Chat:
     def say(self, text: str) -> None:
         """Ask text that is not a command, even if it begins with /. Errors as in take."""
         if text.strip():
-            before = self._so_far
             self._turn(text)
-            if self._so_far is before:  # nothing was written
+            if self._unanswered is not None:
                 report("the question is taken back; /retry asks it again")
 
     def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
@@ -146,21 +133,19 @@ class Chat:
             progress=progress,
             **cast(TextOptions, self.given.only(["stop", "stop_loops", *GRAMMARS])),
         )
-        drops = self.given.get("context_overflow", "drop") == "drop"
-        messages = self._fitting(begun, options["max_tokens"]) if drops else self._with_system(begun)
+        messages = self._fitting(begun, options["max_tokens"])
         return self.engine.stream_chat(messages, template_options=self.given.of_template(), **options)
 
-    def _with_system(self, messages: _Messages) -> _Messages:
-        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
-
     def _fitting(self, begun: _Messages, max_tokens: int) -> _Messages:
-        """The messages without the oldest turns, where all do not fit into the context with room for an answer."""
+        """The messages without the oldest turns, where all do not fit into the context with room for an answer and
+        may be dropped."""
         n_ctx, first = self.engine.n_ctx, self._num_dropped
-        most = n_ctx - min(max_tokens, n_ctx // 4)
+        most, keeps = n_ctx - min(max_tokens, n_ctx // 4), self.given.get("context_overflow") == "stop"
+        system = [{"role": "system", "content": self.given["system"]}] if self.given["system"] else []
         while True:
-            messages = self._with_system(begun[first:])
+            messages = [*system, *begun[first:]]
             tokens = self.engine.chat_format.encode(messages, template_options=self.given.of_template())
-            if len(tokens) <= most or first + _TURN >= len(begun):
+            if keeps or len(tokens) <= most or first + _TURN >= len(begun):
                 break
             first += _TURN
             most = min(most, n_ctx // 2)  # what is left is read again, so that happens once in several turns
@@ -170,7 +155,7 @@ class Chat:
         return messages
 
     def _do_help(self, _words: str) -> None:
-        errors.print(_HELP, style="dim", markup=False)
+        report(_HELP)
 
     def _do_text(self, _words: str) -> None:
         write_wrapped("\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far))
@@ -181,18 +166,16 @@ class Chat:
             self._files.add(path)
             raise ValueError(f"{path} is there already; the same command again replaces it")
         self._files.add(path)
+        vocabulary = self.engine.tokenizer.fingerprint
         with whole_file(path) as part:
-            kept = {"vocabulary": self.engine.tokenizer.fingerprint, "system": self.system, "messages": self._so_far}
+            kept = {"vocabulary": vocabulary, "system": self.given["system"], "messages": self._so_far}
             part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
         report(f"saved {path}")
 
     def _do_load(self, words: str) -> None:
         path = _file("/load", words)
         self.given["system"], messages = read_conversation(path, self.engine.tokenizer)
-        states = [_State([])]
-        for end in range(_TURN, len(messages) + 1, _TURN):
-            states.append(_State(messages[:end], (states[-1], messages[end - _TURN]["content"])))
-        self._go_to(states)
+        self._go_to([messages[:end] for end in range(0, len(messages) + 1, _TURN)])
         self._files.add(path)
         report(f"loaded {path}: {len(messages)} messages")
 
@@ -217,44 +200,16 @@ class Chat:
             result.json()
 
     def _turn(self, said: str) -> None:
-        """Run a turn: the user's text, then the model's."""
-        before = self._states[-1]
-        self._states[-1] = before._replace(turn=(before, said))  # for /retry, if nothing is written
-        begun, made_with = [*before.messages, {"role": "user", "content": said}], self._fixed_by()
+        """Run a turn: the user's text, then the model's. What is written until Ctrl-C or the loss of a device stays."""
+        self._unanswered = said  # until something is written
+        begun, made_with = [*self._so_far, {"role": "user", "content": said}], self.given | _WITHOUT_EFFECT
         pieces: list[Piece] = []
-        try:
-            result, about = self._write(begun, pieces)
-        except pystaged.ContextFullError:
-            raise ValueError(
-                f"the question, with what is read before it, does not fit into the context of {self.engine.n_ctx} "
-                f"tokens: shorten it, write /clear{self._more_room(', or start with')}"
-            ) from None
-        is_done = result is not None and result.finish_reason != "cancelled"
-        if pieces or is_done:
-            self._states[-1:] = [before, _State([*begun, _answer(pieces)], (before, said))]
-            self._last, self._made_with = result, made_with
-        if result and is_done:
-            self._tell(result)
-        else:
-            errors.print(about)
-
-    def _more_room(self, words: str) -> str:
-        """How to get a longer context; empty where the model has none."""
-        most = self.engine.model.max_context
-        return f"{words} --n-ctx, up to {most}" if most > self.engine.n_ctx else ""
-
-    def _write(self, begun: _Messages, pieces: list[Piece]) -> tuple[GenerationResult | None, Text]:
-        """Write the model's turn while it is generated, and add what was written to `pieces`.
-
-        Returns:
-            The result, cut if Ctrl-C or a lost device ended it, None if it had not begun; and a line about that end.
-        """
+        stream, failure = None, None
 
         def take(piece: Piece) -> None:
             pieces.append(piece)
             self.interrupts.check()
 
-        stream, about = None, Text("stopped", "dim")
         try:
             with self.interrupts.allowed(), reading_bar() as progress:
                 stream = self._stream(begun, progress)
@@ -262,29 +217,39 @@ class Chat:
         except KeyboardInterrupt:
             pass
         except OSError as error:
-            # For example, the device is lost; the text so far is not.
-            about = Text(f"error: {words(error)}", "red")
+            failure = error
+        except pystaged.ContextFullError:
+            raise ValueError(
+                f"the question, with what is read before it, does not fit into the context of {self.engine.n_ctx} "
+                f"tokens: shorten it, write /clear{self._more_room(', or start with')}"
+            ) from None
         if stream:
             stream.close()
-        return stream.result if stream else None, about
+        result = stream.result if stream else None
+        is_done = result is not None and result.finish_reason != "cancelled"
+        if pieces or is_done:
+            self._states.append([*begun, _answer(pieces)])
+            self._last, self._made_with, self._unanswered = result, made_with, None
+        if result and is_done:
+            self._tell(result)
+        elif failure:
+            complain(failure)
+        else:
+            report("stopped")
 
-    @property
-    def system(self) -> str:
-        """The system message, "" for none."""
-        return str(self.given.get("system", ""))
+    def _more_room(self, words: str) -> str:
+        """How to get a longer context; empty where the model has none."""
+        most = self.engine.model.max_context
+        return f"{words} --n-ctx, up to {most}" if most > self.engine.n_ctx else ""
 
     @property
     def _so_far(self) -> _Messages:
-        return self._states[-1].messages
+        return self._states[-1]
 
     @property
     def _most(self) -> int:
         """Most tokens of a turn; 0 until the context is full."""
         return int(self.given["max_tokens"])
-
-    def _fixed_by(self) -> object:
-        """The settings that a greedy turn depends on."""
-        return {name: value for name, value in self.given.items() if name != "color"} | {"seed": 0}
 
     def _tell(
         self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"
@@ -294,18 +259,16 @@ class Chat:
             errors.print(speed(result.stats, paint=self.given.paints))
         if result.finish_reason == "loop":
             report(LOOP_WORDS.format(allows_loops))
-        if result.finish_reason != "length":
-            return
-        if len(result.tokens) == self._most:
+        elif result.finish_reason == "length" and len(result.tokens) == self._most:
             report(f"cut at {self._most} tokens; {allows_more} allows more")
-        else:
+        elif result.finish_reason == "length":
             report(f"cut: the context of {self.engine.n_ctx} tokens is full{self._more_room('; for more start with')}")
 
-    def _go_to(self, states: list[_State]) -> None:
-        self._states, self._last, self._num_dropped = states, None, 0
+    def _go_to(self, states: list[_Messages]) -> None:
+        self._states, self._unanswered, self._last, self._num_dropped = states, None, None, 0
 
     def _do_clear(self, _words: str) -> None:
-        self._go_to([*self._states, _State([])])
+        self._go_to([*self._states, []])
         report("the conversation is forgotten; /undo takes that back")
 
     def _do_undo(self, _words: str) -> None:
@@ -315,24 +278,25 @@ class Chat:
         report("taken back")
 
     def _do_retry(self, _words: str) -> None:
-        kept = self._states
-        if not kept[-1].turn:
-            raise ValueError("there is no turn to take again")
-        before, said = kept[-1].turn
-        is_answered = kept[-1].messages is not before.messages
-        is_done = is_answered and self._last is not None and self._last.finish_reason == "stop"
-        if self.given.sampling(self.engine).is_greedy and is_done and self._made_with == self._fixed_by():
-            raise ValueError(
-                "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
-            )
+        kept, said, is_answered = self._states, self._unanswered, self._unanswered is None
+        if said is None:
+            if not self._so_far:
+                raise ValueError("there is no turn to take again")
+            said = str(self._so_far[-_TURN]["content"])
+            is_same = self._last is not None and self._last.finish_reason == "stop"
+            is_same &= self._made_with == self.given | _WITHOUT_EFFECT
+            if is_same and self.given.sampling(self.engine).is_greedy:
+                raise ValueError(
+                    "at temperature 0 the answer would be the same; /set temperature 0.8 makes others possible"
+                )
+            self._states = kept[:-1]
         if self.given.get("seed") is not None:
             self.given["seed"] = (self.given["seed"] + 1) % 2**64
-        self._states = kept[: len(kept) - is_answered]
         try:
             self._turn(said)
         finally:
-            if self._so_far is before.messages:  # nothing was written
-                self._states = kept
+            if is_answered and self._unanswered is not None:  # nothing was written
+                self._states, self._unanswered = kept, None
 
     def _do_stats(self, words: str) -> None:
         if words:
@@ -360,17 +324,17 @@ class Chat:
         loops = "on" if self.given["stop_loops"] else "off"
         report(described(self.given.sampling(self.engine)))
         report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self.engine.n_ctx} tokens")
-        if self.system:
-            report(f"system message: {self.system}")
+        if self.given["system"]:
+            report(f"system message: {self.given['system']}")
         if "think" in self.given:
             report(f"think {'on' if self.given['think'] else 'off'}")
 
     def _do_system(self, words: str) -> None:
         if words:
             self.given["system"] = "" if words == '""' else read_system(words)
-            report("the system message is set" if self.system else "there is no system message any more")
-        elif self.system:
-            typer.echo(self.system)
+            report("the system message is set" if self.given["system"] else "there is no system message any more")
+        elif self.given["system"]:
+            typer.echo(self.given["system"])
         else:
             report("there is no system message")
 
@@ -458,10 +422,8 @@ def converse(model: str | None, question: str | None, given: Given, resume: Path
     given.setdefault("stop_loops", True)
     with usage():
         GenerationConfig(**given.only([*TEXT, *SAMPLING]) | {"max_tokens": given["max_tokens"] or NO_LIMIT})
-    if question is not None:
-        question = read_question(question)
-    elif not sys.stdin.isatty():
-        question = read_prompt("-")
+    if question is not None or not sys.stdin.isatty():
+        question = read_question("-" if question is None else question)
     begin()
     with open_engine(model, given) as engine, Interrupts() as interrupts:
         if question is not None and not question.strip():
@@ -494,23 +456,19 @@ def take_lines(chat: Chat, interrupts: Interrupts) -> None:
                 elif not chat.take(text):
                     break
             except (ValueError, TypeError, OSError) as error:
-                errors.print(f"error: {words(error)}", style="red", markup=False)
+                complain(error)
     finally:
         lines.keep()
 
 
 def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, _Messages]:
     """Read the system message and the messages of a saved conversation; tokens of another vocabulary are dropped.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not a saved conversation.
-    """
+    Raises OSError, and ValueError for another file."""
     try:
         kept = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
         system, messages = kept["system"], kept["messages"]
-        turns = [("user", "assistant")[number % 2] for number in range(len(messages))]
-        if not isinstance(system, str) or [message["role"] for message in messages] != turns or len(turns) % 2:
+        roles = [message["role"] for message in messages]
+        if not isinstance(system, str) or roles != ["user", "assistant"] * (len(roles) // _TURN):
             raise TypeError("user and assistant do not alternate")
         if not all(isinstance(message["content"], str) for message in messages):
             raise TypeError("a message's content is not text")
@@ -518,19 +476,14 @@ def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, _Messages]
             marked_messages(messages)
         is_ours = kept.get("vocabulary") == tokenizer.fingerprint
         for message in messages if is_ours else ():
-            _check_tokens(message.get("tokens", []), tokenizer.num_tokens)
+            tokens = message.get("tokens", [])
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise TypeError("the tokens of a message are not a list of integers")
+            tokenizer.decode(tokens)  # refuses those outside of the vocabulary
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such saved conversation; to change the model, start again") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
         raise ValueError(f"{path} is not a conversation saved with /save: {why}") from None
     fields = ("role", "content", "tokens") if is_ours else ("role", "content")
     return system, [{name: message[name] for name in fields if name in message} for message in messages]
-
-
-def _check_tokens(tokens: Any, num_tokens: int) -> None:
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise TypeError("the tokens of a message are not a list of integers")
-    for token in tokens:
-        if not 0 <= token < num_tokens:
-            raise ValueError(f"token {token} is outside the vocabulary of {num_tokens} tokens")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import pystaged
-from pystaged.cli.console import draft_name, model_name, report, words
-from pystaged.cli.options import Threads, check_device
+from pystaged.cli.console import complain, draft_name, model_name, report, words
+from pystaged.cli.options import Threads, check_device, option
 from pystaged.loading import names
 from pystaged.platform.files import read_small
 from pystaged.platform.seen import SeenModel
@@ -22,21 +21,15 @@ from pystaged.receipts.repeating import Difference, check_model, find_model, pro
 
 
 def verify(
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="Receipts written by `generate --receipt`, or texts that tests keep.", metavar="FILE..."),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="The model, if it is not found by its hash in the package or the cache."),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Decode without drafting: the same text, only slower.")
-    ] = False,
-    draft: Annotated[str, typer.Option(help="Draft, as in generate.")] = "auto",
-    device: Annotated[
-        str, typer.Option(help="Device of the model; only cpu guarantees the same text.", callback=check_device)
-    ] = "cpu",
+    files: list[Path] = typer.Argument(
+        help="Receipts written by `generate --receipt`, or texts that tests keep.", metavar="FILE..."
+    ),
+    model: str | None = option(
+        None, "The model, if it is not found by its hash in the package or the cache.", "--model", "-m", callback=None
+    ),
+    plain: bool = option(False, "Decode without drafting: the same text, only slower.", "--plain"),
+    draft: str = option("auto", "Draft, as in generate.", callback=None),
+    device: str = option("cpu", "Device of the model; only cpu guarantees the same text.", callback=check_device),
     threads: Threads = 0,
 ) -> None:
     """Generate the texts of receipts again on this machine, and compare.
@@ -47,8 +40,8 @@ def verify(
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
     """
     failed, num_checked, told = False, 0, set[str]()
+    loaded: tuple[str, int, str] | None = None  # what the engine was chosen by
     with ExitStack() as stack:
-        engine_for = _engines(stack, model, draft, device, threads)
         for file in files:
             name = f"{file}: " if len(files) > 1 else ""
             try:
@@ -58,7 +51,12 @@ def verify(
                     continue
                 num_checked += 1
                 expected = Receipt.load(file)
-                engine = engine_for(expected)
+                needed = expected.model.sha256, expected.n_ctx, expected.kv
+                if loaded != needed:
+                    loaded = None
+                    stack.close()
+                    engine = stack.enter_context(_load(expected, model, draft, device, threads))
+                    loaded = needed
                 if (said := promise(expected, device)) and said not in told:
                     told.add(said)
                     report(said)
@@ -71,7 +69,7 @@ def verify(
                 if len(files) == 1:
                     raise
                 said = words(error)
-                report(f"error: {said if str(file) in said else name + said}")
+                complain(said if str(file) in said else name + said)
                 failed = True
     raise typer.Exit(1 if failed or not num_checked else 0)
 
@@ -85,41 +83,8 @@ def _kept(file: Path) -> dict[str, Any] | None:
     return None
 
 
-def _engines(
-    stack: ExitStack, model: str | None, draft: str, device: str, threads: int
-) -> Callable[[Receipt], pystaged.Engine]:
-    """A function that opens the engine a receipt needs: the last one if it fits, else another in its place.
-
-    Args:
-        stack: closes the last engine. model, draft, device, threads: see verify.
-    """
-    loaded: tuple[tuple[str, int, str], pystaged.Engine] | None = None
-
-    def engine_for(expected: Receipt) -> pystaged.Engine:
-        nonlocal loaded
-        needed = expected.model.sha256, expected.n_ctx, expected.kv
-        if loaded is None or loaded[0] != needed:
-            path = _model_of(expected, model)
-            stack.close()
-            loaded = None
-            engine = pystaged.load(
-                "bundled" if path == names.resolve("bundled") else path,  # by this name its draft is loaded, too
-                draft=draft_name(draft),
-                device=device,
-                num_threads=threads,
-                n_ctx=expected.n_ctx,
-                kv=expected.kv,
-                recycle=False,
-                report=report,
-            )
-            loaded = needed, stack.enter_context(engine)
-        return loaded[1]
-
-    return engine_for
-
-
-def _model_of(expected: Receipt, model: str | None) -> Path:
-    """The file of a receipt's model. Raises FileNotFoundError, ValueError."""
+def _load(expected: Receipt, model: str | None, draft: str, device: str, threads: int) -> pystaged.Engine:
+    """The engine that a receipt needs. Raises FileNotFoundError, ValueError."""
     path = find_model(expected) if model is None else names.resolve(model_name(model))
     if path is None:
         record = expected.model
@@ -128,7 +93,16 @@ def _model_of(expected: Receipt, model: str | None) -> Path:
             f"{record.size} bytes; pass its file with --model"
         )
     check_model(expected, SeenModel.now(path))
-    return path
+    return pystaged.load(
+        "bundled" if path == names.resolve("bundled") else path,  # by this name its draft is loaded, too
+        draft=draft_name(draft),
+        device=device,
+        num_threads=threads,
+        n_ctx=expected.n_ctx,
+        kv=expected.kv,
+        recycle=False,
+        report=report,
+    )
 
 
 def _words(difference: Difference | None, receipt: Receipt, engine: pystaged.Engine) -> str:

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from pystaged.platform.files import read_small
+from pystaged.platform.files import lines_of, read_small
 
 Messages = list[dict[str, Any]]
 
@@ -59,18 +59,12 @@ def read_prompts(path: Path) -> list[Messages]:
         OSError: it cannot be read.
         ValueError: a line is no prompt, named by its number, or there are too few.
     """
-    try:
-        text = read_small(path, _MOST_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text; save it as such") from None
     found: list[Messages] = []
-    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):  # strings of JSON may hold other line ends
-        if not line.strip():
-            continue
+    for where, line in lines_of(path, read_small(path, _MOST_BYTES)):
         try:
             found.append(_messages(json.loads(line) if path.suffix == ".jsonl" else line))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
     if len(found) < LEAST_PROMPTS:
         raise ValueError(
             f"{path} has {len(found)} prompts, one a line; at least {LEAST_PROMPTS} are needed, and thousands help"
@@ -80,7 +74,6 @@ def read_prompts(path: Path) -> list[Messages]:
 
 def _messages(value: Any) -> Messages:
     """Messages of a line's value. Raises ValueError."""
-    found: Messages = []
     if isinstance(value, Mapping):
         keys = [key for key in ("messages", *_KEYS) if key in value]
         if not keys:
@@ -88,20 +81,16 @@ def _messages(value: Any) -> Messages:
         value = value[keys[0]]
     if isinstance(value, str) and value.strip():
         return [{"role": "user", "content": value}]
-    if (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
-            for each in value
-        )
+    if isinstance(value, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in value
     ):
-        found = value
-    # An answer at the end is the target's to write.
-    while found and found[-1]["role"] == "assistant":
-        found = found[:-1]
-    if found:
-        return found
+        found: Messages = value
+        # An answer at the end is the target's to write.
+        while found and found[-1]["role"] == "assistant":
+            found = found[:-1]
+        if found:
+            return found
     raise ValueError('neither a text nor messages with "role" and "content"')
 
 

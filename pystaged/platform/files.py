@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import os
@@ -157,6 +158,19 @@ def read_small(path: Path, most_bytes: int) -> bytes:
         if size > most_bytes:
             raise ValueError(f"{path} is larger than {most_bytes / 1e6:g} MB")
         return file.read(size)
+
+
+def lines_of(name: object, data: bytes) -> Iterator[tuple[str, str]]:
+    """The lines of a file of that name that are not blank, each behind its place, such as "prompts.txt, line 3". Raises
+    ValueError for one that is not UTF-8."""
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        where = f"{name}, line {number}"
+        try:
+            text = line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{where}: not UTF-8") from None
+        if text.strip():
+            yield where, text
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -264,7 +264,7 @@ def test_a_system_message_can_be_taken_back(session: Session, capsys: Capture) -
     made = session()
     made.take("/system Be brief.")
     made.take('/system ""')
-    assert made.system == ""
+    assert made.given["system"] == ""
     capsys.readouterr()
     made.take("/system")
     assert capsys.readouterr().err == "there is no system message\n"
@@ -375,7 +375,7 @@ def test_save_and_load(engine: Engine, session: Session, tmp_path: Path, capsys:
     made.take("/undo")
     made.take(f"/save {file}")  # which it has written
     assert json.loads(file.read_text("utf-8")) == json.loads(content)
-    made._states[-1] = made._states[-1]._replace(messages=expected)
+    made._states[-1] = expected
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     outside = ([10**6], "token 1000000 is outside")
     for tokens, error in (("x", "not a list of integers"), ([1.0], "not a list of integers"), outside):

@@ -21,7 +21,7 @@ MANY = '"a question"\n' * 25
         ("bad.jsonl", MANY + '{"answer": "x"}\n', 'line 26: an object with none of "messages"'),
         ("bad.jsonl", MANY + '[{"role": "assistant", "content": "x"}]\n', "line 26: neither a text"),
         ("bad.jsonl", MANY + '{"messages": [{"role": "user"}]}', "line 26: neither a text"),
-        ("bad.txt", b"\xff\xfe", "bad.txt is not UTF-8 text"),
+        ("bad.txt", b"\xff\xfe", "bad.txt, line 1: not UTF-8"),
     ],
 )
 def test_prompts_that_cannot_be(tmp_path: Path, name: str, text: str | bytes, words: str) -> None:
