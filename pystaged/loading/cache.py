@@ -69,7 +69,7 @@ def own_place(model: Path) -> Path:
 
 
 def find(name: str) -> Path | None:
-    """The file of a cached model, None where there is none. Raises as hub_id, and ValueError for a name of several.
+    """The file of a cached model, None where there is none. Raises as hub_id, and ValueError for several.
 
     Args:
         name: "owner/name" or "name", either with ":TYPE" or ":FILE.gguf"; or the hub's address of it.

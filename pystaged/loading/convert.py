@@ -332,7 +332,10 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}")
-        stored |= _pickled(folder / name) if name == PICKLED else _tensors_of(folder / name)
+        more = _pickled(folder / name) if name == PICKLED else _tensors_of(folder / name)
+        if twice := stored.keys() & more.keys():
+            raise ValueError(f"{folder}: tensor {min(twice)!r} is in both {stored[min(twice)].path.name} and {name}")
+        stored |= more
     return stored
 
 

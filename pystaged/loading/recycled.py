@@ -25,7 +25,7 @@ class KeptCandidates:
     """A model's recycled candidates and their file, at most 10.2 MB.
 
     They begin empty if the file is missing, damaged, or of another model, vocabulary (its fingerprint) or version.
-    Processes may share a file; the last writer wins.
+    Processes may share a file; the last writer wins. model: path of its file; clock: returns seconds.
     """
 
     def __init__(self, model: Path, vocabulary: str, clock: Callable[[], float] = time.monotonic) -> None:

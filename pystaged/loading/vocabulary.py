@@ -113,7 +113,7 @@ def read_vocabulary(
         added.setdefault(content, special or bool(_SPECIAL.fullmatch(content)))
     named = [settings.get(f"{role}_token") for role in _ROLES] + _list(settings, "additional_special_tokens")
     for token in (END_OF_TEXT, *named):  # special ones, which are recognized in texts and never written
-        if (found := _text_in(token, "content")) in model.ids:
+        if (found := _content(token)) in model.ids:
             added[found] = True
     _check_ids(model.path, model.ids, num_rows)
     _check_merges(model)
@@ -252,7 +252,7 @@ def _sentencepiece(path: Path, whole: dict[str, Any], model: dict[str, Any], mer
     if not all(step in _SPACES for step in steps):
         return None
     vocab, known = dict(model["vocab"]), set(merges)
-    added = {_text_in(token, "content") for token in _list(whole, "added_tokens")}
+    added = {_content(token) for token in _list(whole, "added_tokens")}
     for token in vocab.keys() - added:
         for i in range(1, len(token)):
             left, right = token[:i], token[i:]
@@ -284,11 +284,10 @@ def _added_tokens(path: Path, whole: dict[str, Any], settings: dict[str, Any]) -
             yield token["content"], int(number), token.get("special") is True
 
 
-def _text_in(value: object, *keys: str) -> str | None:
-    """A text, or the one that keys of objects, each in the one before, lead to; None where there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+def _content(token: object) -> str | None:
+    """The text of a token, which may be an object that has it as its content; None where there is none."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
 
 
 def _check_ids(path: Path, ids: dict[str, Any], num_rows: int) -> None:
@@ -319,7 +318,7 @@ def _ends(model: _Model, settings: dict[str, Any], config: dict[str, Any]) -> di
     known = set(model.ids.values())
     ends = {}
     for role in _ROLES:
-        content, token = _text_in(settings.get(f"{role}_token"), "content"), config.get(f"{role}_token_id")
+        content, token = _content(settings.get(f"{role}_token")), config.get(f"{role}_token_id")
         token = token[0] if isinstance(token, list) and token else token
         if content in model.ids:
             ends[role] = model.ids[content]
@@ -350,10 +349,16 @@ def _adds(
     flags = {"add_bos_token": model.is_sentencepiece, "add_eos_token": False}
     for step in steps:
         if isinstance(step, dict) and step.get("type") == "TemplateProcessing":
-            single = [_text_in(part, "SpecialToken", "id") for part in _list(step, "single")]
+            single = [_template_token(part) for part in _list(step, "single")]
             flags["add_bos_token"] = single[:1] == [tokens[ends["bos"]]]
             flags["add_eos_token"] = single[-1:] == [tokens[ends["eos"]]]
     return {key: settings[key] if isinstance(settings.get(key), bool) else value for key, value in flags.items()}
+
+
+def _template_token(part: object) -> str | None:
+    """The special token in one part of a post-processor's template."""
+    token = part.get("SpecialToken") if isinstance(part, dict) else None
+    return token.get("id") if isinstance(token, dict) else None
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[str, str]] | None:
@@ -363,9 +368,12 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | list[dict[st
     found: Any = {name: _text(path).replace("\r\n", "\n") for name, path in files.items() if path.is_file()}
     if not found:
         found = settings.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        found = {_text_in(each, "name"): _text_in(each, "template") for each in found}
-    if not isinstance(found, dict):
-        return _text_in(found)
-    several = [{"name": name, "template": text} for name, text in found.items() if name and isinstance(text, str)]
+    if isinstance(found, dict):
+        found = [{"name": name, "template": text} for name, text in found.items()]
+    if not isinstance(found, list):
+        return found if isinstance(found, str) else None
+    pairs = [(each.get("name"), each.get("template")) for each in found if isinstance(each, dict)]
+    several = [
+        {"name": name, "template": text} for name, text in pairs if isinstance(name, str) and isinstance(text, str)
+    ]
     return several[0]["template"] if [each["name"] for each in several] == ["default"] else several

@@ -9,7 +9,7 @@ from pystaged.platform import system
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can allocate without swapping; half of the memory on macOS. root: of proc and sys."""
+    """Bytes that this process can allocate without swapping; half of the memory on macOS. root: of /proc, for tests."""
     try:
         free = 1024 * _field(root / "proc/meminfo", "MemAvailable:")
     except (OSError, ValueError):

@@ -111,8 +111,8 @@ def _hash_of(text: str, tag: str) -> str:
 
 
 def describe(given: _Endpoints, computed: _Endpoints, written: _Endpoints) -> dict[str, Any]:
-    """Describe the server in OpenAPI 3.1: GET endpoints by path; POST endpoints, whose annotation of `request` is the
-    request's type; and those of them that generate."""
+    """Describe the server in OpenAPI 3.1, by path: `given` GET endpoints; `computed` and `written` POST endpoints,
+    whose annotation of `request` is the request's type, and of which the latter generate."""
     requests = {path: request_of(answer) for path, answer in [*computed.items(), *written.items()]}
     schemas, definitions = TypeAdapter.json_schemas(
         [(path, "validation", TypeAdapter(each)) for path, each in requests.items()], ref_template=_REF

@@ -23,8 +23,13 @@ class Reply(StreamingResponse):
     """A response that runs work, which sends the answer by the methods below; Starlette cancels it when the client
     disconnects. In Ollama's interface parts are lines of JSON, else events.
 
-    names_events: whether events carry their type as name. error_event: spells an error in a stream. pings: whether the
-    answer is one. timeout: seconds for the whole answer. over: called at the end with the status sent, 0 if none was.
+    names_events: whether events carry their type as name. error_event: spells an error in a stream.
+
+    Args:
+        work: sends the answer.
+        pings: whether the answer is a stream.
+        timeout: seconds for the whole answer.
+        over: called at the end with the status sent, 0 if none was.
     """
 
     names_events = False

@@ -269,8 +269,10 @@ class ResponseAnswer(Answer):
 
     def _kind(self, block: Block) -> str:
         """The kind of a block; a call of a tool that takes text is one of its own."""
-        customs = {tool.name for tool in self.request.tools or [] if tool.type == "custom"}
-        return "custom" if block.kind == "call" and block.name in customs else block.kind
+        is_custom = block.kind == "call" and any(
+            tool.type == "custom" and tool.name == block.name for tool in self.request.tools or []
+        )
+        return "custom" if is_custom else block.kind
 
     def _id(self, block: Block) -> str:
         return f"{_EVENTS[self._kind(block)][3]}_{self.key}{block.index}"

@@ -222,6 +222,13 @@ def truncated_shard(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def tensor_twice(folder: Path) -> None:
+    write_weights(folder, weights(config()), shards=2)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(
+        (folder / "model-00001-of-00002.safetensors").read_bytes()
+    )
+
+
 def index_of(*names: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         found = {"weight_map": {f"t{i}": name for i, name in enumerate(names)}}
@@ -280,6 +287,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "nan": (spoil_number(np.nan), r"tensor 'transformer\.h\.1\.mlp\.c_fc\.weight' holds numbers that are not finite"),
     "infinity": (spoil_number(np.inf), "not finite"),
     "truncated-shard": (truncated_shard, r"model-00002-of-00003\.safetensors is damaged: .*; get it again"),
+    "tensor-twice": (tensor_twice, r"tensor '.*' is in both model-00001-of-00002\.safetensors and model-00002"),
     "empty-file": (lambda folder: (folder / "model.safetensors").write_bytes(b"") and None, "damaged"),
     "huge-header": (header(2**63), r"model\.safetensors is damaged: .*header too large"),
     "no-json-header": (header(4, b"\xff\xff\xff\xff"), "damaged"),
