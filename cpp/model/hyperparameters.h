@@ -12,8 +12,8 @@
 namespace pystaged {
 
 constexpr int kMostConvWidth = 32;  // of a convolution
-// Rows of a pass at most: so many that weights come from memory and are unpacked for next to nothing, and few enough
-// that their values take little memory.
+// Rows of a pass at most, also by libllama, whose batch has room for twice as many: so many that weights come from
+// memory and are unpacked for next to nothing, and few enough that their values take little memory.
 constexpr int kMostPassRows = 256;
 
 constexpr const char* kEmbedding = "token_embd.weight";

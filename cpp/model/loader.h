@@ -216,6 +216,9 @@ public:
             const std::vector<float> next = bias ? read(*bias) : std::vector<float>();
             values.insert(values.end(), next.begin(), next.end());
         }
+        if (!values.empty() && static_cast<int>(values.size()) <= *std::ranges::max_element(stack.order)) {
+            file.fail("tensor '", stack.weights[0]->name, "' has fewer biases than rows");
+        }
         result.bias.values.resize(values.empty() ? 0 : result.packed.padded_rows());
         for (size_t i = 0; i < stack.order.size() && !values.empty(); ++i) {
             result.bias.values[i] = stack.order[i] < 0 ? 0 : values[stack.order[i]];

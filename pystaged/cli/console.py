@@ -50,7 +50,7 @@ def report(line: str) -> None:
 
 def complain(error: Exception | str) -> None:
     """Print an error on standard error."""
-    errors.print(Text(f"error: {words(error)}", "red"))
+    errors.print(Text.assemble(("error: ", "bold red"), words(error)))
 
 
 def warn_of_strangers(host: str, words: str) -> None:
@@ -165,8 +165,9 @@ def open_engine(model: str | None, given: Given, *, long_context: bool = False) 
 
     options = given.only(LOADING) | {"draft": draft_name(given["draft"])}
     path = model_name(model)
-    is_screen = errors.is_terminal and not errors.is_dumb_terminal
+    is_screen = errors.file.isatty() and not errors.is_dumb_terminal
     with errors.status("[dim]loading the model ...", spinner_style="dim") if is_screen else nullcontext():
+        errors.show_cursor(True)  # it would stay hidden if the process were killed meanwhile
         return load(path, **cast(Any, options), long_context=long_context, report=report)
 
 

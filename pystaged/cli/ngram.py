@@ -68,6 +68,7 @@ def build(
     try:
         with _texts(path, tokenizer, tokens, temperature, seed, threads) as texts, progress_bars() as progress:
             report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
+            progress("sampling", 0, tokens)
             for text in texts:
                 sampled.append(text[:left])
                 left -= len(sampled[-1])

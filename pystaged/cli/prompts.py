@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def read_prompts(path: Path) -> list[Asked]:
     else:
         with path.open("rb") as file:
             name, data = str(path), file.read(_MOST_BYTES + 1)
-    first = _object(data.lstrip().split(b"\n", 1)[0])
+    first = _object(data.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)[0])
     in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and not first.keys().isdisjoint(_FIELDS))
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")

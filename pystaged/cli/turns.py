@@ -144,8 +144,10 @@ class Chat:
         system = [{"role": "system", "content": self.given["system"]}] if self.given["system"] else []
         while True:
             messages = [*system, *begun[first:]]
+            if keeps:
+                return messages
             tokens = self.engine.chat_format.encode(messages, template_options=self.given.of_template())
-            if keeps or len(tokens) <= most or first + _TURN >= len(begun):
+            if len(tokens) <= most or first + _TURN >= len(begun):
                 break
             first += _TURN
             most = min(most, n_ctx // 2)  # what is left is read again, so that happens once in several turns
