@@ -30,7 +30,7 @@ ROOMS = {
     "integrations": 830,
     "bench": 2567,
     "distill": 1637,
-    "cli": 3515,
+    "cli": 3520,
 }
 ROOT = 11  # files in no room
 

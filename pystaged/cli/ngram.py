@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from rich.progress import Progress, TextColumn
 
 import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
-from pystaged.cli.console import model_name, progress_bars, report
+from pystaged.cli.console import errors, model_name, report
 from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option, usage
 from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
@@ -64,15 +65,19 @@ def build(
         raise ValueError(
             f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
         )
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total} tokens"))
     sampled, left = list[NDArray[np.int32]](), tokens
     try:
-        with _texts(path, tokenizer, tokens, temperature, seed, threads) as texts, progress_bars() as progress:
+        with (
+            _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
+            Progress(*columns, console=errors) as progress,
+        ):
             report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
-            progress("sampling", 0, tokens)
+            task = progress.add_task("sampling", total=tokens)
             for text in texts:
                 sampled.append(text[:left])
                 left -= len(sampled[-1])
-                progress("sampling", tokens - left, tokens)
+                progress.update(task, completed=tokens - left)
                 if not left:
                     break
     except KeyboardInterrupt:
