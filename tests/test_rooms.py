@@ -26,7 +26,7 @@ ROOMS = {
     "backends": 357,
     "loading": 3986,
     "receipts": 646,
-    "server": 3879,
+    "server": 3880,
     "integrations": 830,
     "bench": 2567,
     "distill": 1637,

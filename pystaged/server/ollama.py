@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -297,7 +298,7 @@ def _named(served: Served) -> dict[str, Any]:
         "name": served.name,
         "model": served.name,
         "size": served.size,
-        "digest": state.fingerprint if state else "",
+        "digest": hashlib.sha256(f"{served.name} {served.size}".encode()).hexdigest(),  # Ollama's client cuts it
         "details": _details(state.engine.tokenizer.metadata if state else served.metadata),
     }
 

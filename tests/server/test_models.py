@@ -70,7 +70,8 @@ def test_they_are_listed_loaded_when_asked_for_and_unloaded_in_turn(several: Any
         expected = plain.generate(ASK["prompt"], max_tokens=4).text
     with live_of(models) as server:
         assert [card["id"] for card in server.ask("/v1/models")[1]["data"]] == [*NAMES]
-        assert [each["name"] for each in server.ask("/api/tags")[1]["models"]] == [*NAMES]
+        tags = server.ask("/api/tags")[1]["models"]
+        assert [(each["name"], len(each["digest"])) for each in tags] == [(name, 64) for name in NAMES]
         assert (loaded(server), loads.engines) == ([], [])
         for name, left in (("one", {"one"}), ("two", both), ("one", both), ("three", {"one", "three"})):
             status, answer = server.ask(PATH, ASK | {"model": name})
