@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": 1237,
     "chat": 2565,
     "decoding": 3101,
-    "drafting": 2154,
+    "drafting": 2157,
     "backends": 357,
     "loading": 3986,
     "receipts": 646,

@@ -147,8 +147,11 @@ class TreeDrafter:
 
     def catch_up(self, seconds: float = math.inf) -> None:
         """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
+        self._read(self._proposers, seconds)
+
+    def _read(self, proposers: Sequence[Proposer], seconds: float) -> None:
         self._deadline = self._meter() + seconds
-        self._late = [proposer for proposer in self._proposers if proposer is not self._costly or self._may_buy()]
+        self._late = [proposer for proposer in proposers if proposer is not self._costly or self._may_buy()]
 
     def _may_buy(self) -> bool:
         """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
@@ -169,9 +172,9 @@ class TreeDrafter:
         if max_depth < 1:
             self.tree = tree.build([])
             return
-        self._tree, tree.began, tree.seconds_left, self._deadline = tree, begin, seconds, begin + seconds
-        late = [proposer for proposer in self._proposers if not proposer.is_ready]
-        self._late = [proposer for proposer in late if proposer is not self._costly or self._may_buy()]
+        self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
+        if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
+            self._read(late, seconds)
 
     def request(self) -> AnyRequest | None:
         """The next pass that it needs; None if it is done."""
