@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -113,12 +114,20 @@ class Calibration:
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
         self._covered: dict[Cell, float] = {}
 
-    def copy(self) -> Calibration:
-        """A copy of the learnt state."""
-        other = Calibration()
-        other.rates.update(self.rates)
-        other.held, other._counts, other._covered = self.held, self._counts.copy(), self._covered.copy()
-        return other
+    def learnt(self) -> dict[str, Any]:
+        """What it has learnt, for JSON; another thread may learn meanwhile."""
+        counts = [[*cell, *numbers] for cell, numbers in list(self._counts.items())]
+        covered = [[*cell, chance] for cell, chance in list(self._covered.items())]
+        return {"held": self.held, "counts": counts, "covered": covered}
+
+    def restore(self, learnt: dict[str, Any]) -> None:
+        """Go on from what `learnt` returned."""
+        self.held = learnt["held"]
+        self._covered = {(a, b, c, d): chance for a, b, c, d, chance in learnt["covered"]}
+        for a, b, c, d, tried, hits in learnt["counts"]:
+            self._counts[a, b, c, d] = tried, hits
+            if not d:
+                self.rates[a, b, c, d] = _rate(tried, hits)
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
@@ -172,7 +181,7 @@ class Calibration:
         if counts is None:
             return prior
         tried, hits = counts
-        return min(max((hits + _WEIGHT * prior) / (tried + _WEIGHT), 0.002), 0.998)
+        return _rate(tried + _WEIGHT, hits + _WEIGHT * prior)
 
     def update(self, cell: Cell, hit: bool) -> None:
         """Learn whether a candidate whose parent was accepted is the target's token."""
@@ -184,5 +193,9 @@ class Calibration:
         tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rates[cell])
         fade = min(1.0, _MEMORY / tried)
         tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
-        # Never 0 or 1, so that a tree can always grow a sibling or end.
-        self.rates[cell] = min(max(hits / tried, 0.002), 0.998)
+        self.rates[cell] = _rate(tried, hits)
+
+
+def _rate(tried: float, hits: float) -> float:
+    """Never 0 or 1, so that a tree can always grow a sibling or end."""
+    return min(max(hits / tried, 0.002), 0.998)

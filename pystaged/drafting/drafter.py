@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -50,6 +50,7 @@ class TreeDrafter:
         meter: measures the time of drafting; the context's, which its account reads, too.
         experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
+        learnt: how often candidates are right, by whether decoding is greedy; refined here. None to begin anew.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TreeDrafter:
         meter: Meter | None = None,
         experts: ExpertCost | None = None,
         chains: bool = False,
+        learnt: Mapping[bool, Calibration] | None = None,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.estimate = 0.0
@@ -77,7 +79,7 @@ class TreeDrafter:
         self._vocab_size = vocab_size
         self._cost = cost
         self._experts = experts
-        self._learnt = {True: Calibration(), False: Calibration()}  # by whether decoding is greedy
+        self._learnt = learnt or {True: Calibration(), False: Calibration()}
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
         self._tail: list[int] = []  # last tokens of the prediction and the text
@@ -99,8 +101,6 @@ class TreeDrafter:
 
     def inherit(self, other: Drafter) -> None:
         if isinstance(other, TreeDrafter):
-            self._learnt = {greedy: learnt.copy() for greedy, learnt in other._learnt.items()}
-            self._known = self._learnt[True]
             for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
                 proposer.inherit(experienced)
 

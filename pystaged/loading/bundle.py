@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from pystaged._core import DeviceError, Model, ModelError, Tokenizer, UnsupportedModelError
 from pystaged.backends.devices import candidates, check, close_model, load_model
 from pystaged.decoding.cost import chain_speedup
+from pystaged.drafting.calibration import Calibration
 from pystaged.drafting.lookups import LOOKUP_SECONDS
 from pystaged.drafting.model import PLACES
 from pystaged.loading import names
@@ -51,6 +52,7 @@ class Bundle:
         draft_mask: mask token of a parallel draft, -1 for any other.
         substitutes: see the function of that name.
         recycled: the likeliest tokens that the target computed after each token it has seen; None if they are not kept.
+        calibrations: how often candidates are right, by whether decoding is greedy; kept with them.
         costs: seconds of passes, measured or loaded.
         inexact: why texts of the target are not exact, where its kind is not for pystaged's kernels; else "".
     """
@@ -127,8 +129,9 @@ class Bundle:
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
-        self._kept = KeptCandidates(self.path, self.vocabulary) if options["recycle"] else None
+        self._kept = KeptCandidates(self.path, self.vocabulary, self.draft_path) if options["recycle"] else None
         self.recycled = self._kept.candidates if self._kept else None
+        self.calibrations = self._kept.calibrations if self._kept else {True: Calibration(), False: Calibration()}
         self.text_over: Callable[[], None] = self._kept.save_now_and_then if self._kept else lambda: None
         if self._kept:
             weakref.finalize(self, self._kept.save)  # programs may exit without calling close()
@@ -159,7 +162,7 @@ class Bundle:
         return max(available_memory() - sum(model.matrix_bytes for model in self.models if model.is_mapped), 0)
 
     def close(self) -> None:
-        """Save costs and recycled candidates, and close the connections to RPC servers."""
+        """Save costs and what drafting learnt, and close the connections to RPC servers."""
         self.costs.save()
         if self._kept:
             self._kept.save()

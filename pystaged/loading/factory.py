@@ -73,7 +73,14 @@ class ContextFactory:
         elif draft:
             proposers.append(draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes))
         drafter = TreeDrafter(
-            proposers, policy, size, cost=lookup_cost, meter=meter, experts=experts, chains=self._chains
+            proposers,
+            policy,
+            size,
+            cost=lookup_cost,
+            meter=meter,
+            experts=experts,
+            chains=self._chains,
+            learnt=bundle.calibrations,
         )
         return Context(target, drafter, cost=cost, batch=batch, meter=meter)
 

@@ -1,17 +1,19 @@
-"""Recycled candidates, kept in the user's cache folder between runs."""
+"""What drafting learns from texts, kept in the user's cache folder between runs."""
 
 from __future__ import annotations
 
-import os
+import json
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pystaged._core import RecycledCandidates
+from pystaged.drafting.calibration import Calibration
 from pystaged.loading.kept import RECYCLED
 from pystaged.platform.files import keep, kept
 
@@ -19,21 +21,28 @@ _KEPT = RecycledCandidates.num_candidates
 
 _SECONDS = 10.0  # least time between two writes while the model is in use
 _ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probability
+_MOST_DRAFTS = 4  # whose calibrations are kept
 
 
 class KeptCandidates:
-    """A model's recycled candidates and their file, at most 10.2 MB.
+    """A model's recycled candidates, the calibrations of its drafters, and their file of some 11 MB at most.
 
     They begin empty if the file is missing, damaged, or of another model, vocabulary (its fingerprint) or version.
-    Processes may share a file; the last writer wins. model: path of its file; clock: returns seconds.
+    Processes may share a file; the last writer wins.
+
+    Args:
+        model: path of its file. draft: of its draft model's, which has calibrations of its own; None without one.
+        clock: returns seconds.
     """
 
-    def __init__(self, model: Path, vocabulary: str, clock: Callable[[], float] = time.monotonic) -> None:
-        info = model.stat()
-        content = f"whose content is {info.st_size} {info.st_mtime_ns} {vocabulary}\n".encode()
-        self._head = b"pystaged memory 1\nof " + os.fsencode(model.absolute()) + b"\n" + content
+    def __init__(
+        self, model: Path, vocabulary: str, draft: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._head = f"pystaged memory 2\n{_identity(model)} {vocabulary}\n".encode("utf-8", "surrogateescape")
         self._path, self._clock = RECYCLED.path(model), clock
-        self.candidates = RecycledCandidates()
+        self._draft = _identity(draft) if draft else ""
+        self.candidates, self.calibrations = RecycledCandidates(), {True: Calibration(), False: Calibration()}
+        self._learnt: dict[str, list[dict[str, Any]]] = {}  # by draft, the one used last at the end
         self._load()
         self._saved, self._saved_at = 0, clock()
         self._writer: threading.Thread | None = None
@@ -61,7 +70,10 @@ class KeptCandidates:
     def _write(self) -> None:
         learnt = self.candidates.num_learnt
         keys, tokens, chances = self.candidates.entries()
-        payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
+        self._learnt.pop(self._draft, None)
+        self._learnt[self._draft] = [each.learnt() for each in self.calibrations.values()]
+        calibrations = json.dumps(dict([*self._learnt.items()][-_MOST_DRAFTS:])).encode()
+        payload = calibrations + b"\n" + keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
         keep(self._path, self._head + payload)
         self._saved, self._saved_at = learnt, self._clock()
 
@@ -69,10 +81,19 @@ class KeptCandidates:
         data = kept(self._path)
         if data is None or not data.startswith(self._head):
             return
-        entries = data[len(self._head) :]
+        calibrations, _, entries = data[len(self._head) :].partition(b"\n")
+        self._learnt = json.loads(calibrations)
+        for calibration, learnt in zip(self.calibrations.values(), self._learnt.get(self._draft, ()), strict=False):
+            calibration.restore(learnt)
         num_entries = len(entries) // _ENTRY_BYTES
         each = num_entries * _KEPT
         keys = np.frombuffer(entries, np.int64, num_entries)
         tokens = np.frombuffer(entries, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
         chances = np.frombuffer(entries, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
         self.candidates.restore(keys, tokens, chances.astype(np.float32))
+
+
+def _identity(model: Path) -> str:
+    """What tells a model's file from another one."""
+    info = model.stat()
+    return f"{model.absolute()} {info.st_size} {info.st_mtime_ns}"

@@ -612,16 +612,11 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         old.drafter.advance([int(tree.tokens[1])])
         begun = engine._factory.context(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
-        new = engine._factory.context(0, None)
-        learnt, source, first = (cast(Any, each.drafter)._learnt for each in (begun, old, new))
-        for greedy in (True, False):
-            mine, other = learnt[greedy], source[greedy]
-            assert vars(mine) == vars(other)
-            assert mine.rates is not other.rates
         assert begun.account._left == {kind: min(left, OPENING) for kind, left in old.account._left.items()}
         assert begun.account._python == old.account._python
-        # It is not where one begins.
-        assert vars(first[False]) != vars(source[False])
+        # How often candidates are right, all contexts of an engine learn together.
+        for each in (begun, engine._factory.context(0, None)):
+            assert cast(Any, each.drafter)._learnt is old.drafter._learnt
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -74,11 +74,12 @@ class Pair:
     target_path: Path
     draft_path: Path
 
-    def decoder(self, n_ctx: int = 256) -> Context:
-        """A decoder whose drafter asks the draft alone."""
+    def decoder(self, n_ctx: int = 256, like: Context | None = None) -> Context:
+        """A decoder whose drafter asks the draft alone, and weighs candidates as another one's does."""
         target = Session(self.target, n_ctx)
         proposer = feature_proposer(Session(self.draft, n_ctx, target), self.draft, target)
-        return Context(target, TreeDrafter([proposer], FixedPolicy(3, 4, 12), VOCAB))
+        learnt = cast(TreeDrafter, like.drafter)._learnt if like else None
+        return Context(target, TreeDrafter([proposer], FixedPolicy(3, 4, 12), VOCAB, learnt=learnt))
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -89,8 +90,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def first_tree(pair: Pair, text: list[int], sampling: SamplingConfig, like: Context) -> TokenTree:
     """The tree that a new decoder drafts after a text, if it weighs candidates as another one does."""
-    decoder = pair.decoder(n_ctx=1024)
-    decoder.inherit(like)
+    decoder = pair.decoder(n_ctx=1024, like=like)
     started(decoder, np.array(text, np.int32))
     return drafted(decoder.drafter, sampling, 20)
 

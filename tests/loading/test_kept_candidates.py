@@ -13,6 +13,7 @@ from support.commands import assert_refused, here, run_python
 
 import pystaged
 from pystaged._core import RecycledCandidates
+from pystaged.drafting.calibration import DRAFT
 from pystaged.loading import names, recycled
 from pystaged.loading.kept import RECYCLED
 from pystaged.loading.recycled import KeptCandidates
@@ -29,8 +30,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def kept(model: Path, vocabulary: str = "v", clock: Callable[[], float] = lambda: 0.0) -> Any:
-    return KeptCandidates(model, vocabulary, clock)
+def kept(
+    model: Path, vocabulary: str = "v", draft: Path | None = None, clock: Callable[[], float] = lambda: 0.0
+) -> Any:
+    return KeptCandidates(model, vocabulary, draft, clock)
 
 
 def teach(candidates: RecycledCandidates, seed: int = 0) -> None:
@@ -62,6 +65,33 @@ def test_what_was_saved_is_there_again(model: Path) -> None:
     memory.save()
     assert_same(kept(model).candidates, memory.candidates)
     assert list(RECYCLED.folder().iterdir()) == [RECYCLED.path(model)]
+
+
+def test_calibrations_are_kept_for_each_draft(model: Path, tmp_path: Path) -> None:
+    drafts = [tmp_path / f"{i}.gguf" for i in range(4)]
+    for i, draft in enumerate(drafts):
+        draft.write_bytes(b"a draft")
+        memory = kept(model, draft=draft)
+        assert not memory.calibrations[True]._counts
+        teach(memory.candidates, i)
+        for greedy, calibration in memory.calibrations.items():
+            cell = calibration.cells(DRAFT, [0.0, -1.0])[greedy]
+            for hit in (True, True, i % 2 == 0):
+                calibration.update(cell, hit)
+                calibration.update((*cell[:3], 1), hit)  # of two sources
+            calibration.cover((cell,), True)
+            calibration.hold(0.1 * i)
+        memory.save()
+    for draft in drafts[-2:]:  # the last ones stay
+        taught = kept(model, draft=draft)
+        assert taught.calibrations[True]._counts
+    found, learnt = kept(model, draft=drafts[-1]).calibrations, memory.calibrations
+    assert {greedy: vars(each) for greedy, each in found.items()} == {
+        greedy: vars(each) for greedy, each in learnt.items()
+    }
+    assert not kept(model).calibrations[True]._counts
+    drafts[-1].write_bytes(b"another draft")
+    assert not kept(model, draft=drafts[-1]).calibrations[True]._counts
 
 
 def test_a_memory_that_is_full_is_small(model: Path) -> None:
@@ -137,7 +167,7 @@ import numpy as np
 from pathlib import Path
 from pystaged.loading.recycled import KeptCandidates
 times = iter([0.0, 10.0, 10.0, 10.0])
-memory = KeptCandidates(Path({str(model)!r}), "v", lambda: next(times))
+memory = KeptCandidates(Path({str(model)!r}), "v", clock=lambda: next(times))
 one = np.ones(1, np.int32)
 memory.candidates.learn(one, one, np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32))
 memory.save_now_and_then()
