@@ -46,11 +46,11 @@ class TreeDrafter:
         proposers: in the order of their price: lookups in the order of mixing, then at most one other.
         policy: decides how the tree grows.
         vocab_size: the target's; tokens at or above it are never proposed.
+        learnt: how often candidates are right, by whether decoding is greedy; refined here. None to begin anew.
         cost: processor seconds to look up a number of nodes, refined here. None counts 0.
         meter: measures the time of drafting; the context's, which its account reads, too.
         experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
-        learnt: how often candidates are right, by whether decoding is greedy; refined here. None to begin anew.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class TreeDrafter:
         proposers: Sequence[Proposer],
         policy: TreePolicy,
         vocab_size: int,
+        learnt: Mapping[bool, Calibration] | None = None,
         *,
         cost: PassCost | None = None,
         meter: Meter | None = None,
         experts: ExpertCost | None = None,
         chains: bool = False,
-        learnt: Mapping[bool, Calibration] | None = None,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.estimate = 0.0

@@ -72,15 +72,9 @@ class ContextFactory:
             proposers.append(feature_proposer(draft, bundle.features, target, draft_cost))
         elif draft:
             proposers.append(draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes))
+        known = bundle.calibrations
         drafter = TreeDrafter(
-            proposers,
-            policy,
-            size,
-            cost=lookup_cost,
-            meter=meter,
-            experts=experts,
-            chains=self._chains,
-            learnt=bundle.calibrations,
+            proposers, policy, size, known, cost=lookup_cost, meter=meter, experts=experts, chains=self._chains
         )
         return Context(target, drafter, cost=cost, batch=batch, meter=meter)
 

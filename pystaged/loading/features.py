@@ -24,6 +24,7 @@ from pystaged._core import HiddenRows, Model, Session, Tokenizer, Work, run
 from pystaged.loading.families import FEATURES
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
+from pystaged.platform.seen import SeenModel
 
 _PROMPTS = (
     "Question: Why is the sky blue?\n\nAnswer:",
@@ -131,11 +132,9 @@ def _load(path: Path, target: Model, form: Form) -> Model:
 
 def _place(path: Path, target: Model, target_path: Path) -> Path:
     """The file of the form that was found."""
-    parts = [_VERSION, target.name, target.weight_bytes]
-    for each in (path, target_path):
-        info = each.stat()
-        parts += [each.absolute(), info.st_size, info.st_mtime_ns]
-    key = hashlib.sha256("|".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    files = (SeenModel.now(each.absolute()) for each in (path, target_path))
+    parts = _VERSION, target.name, target.weight_bytes, *files
+    key = hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:24]
     return cache_folder() / "drafts" / f"{key}.json"
 
 

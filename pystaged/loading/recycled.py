@@ -16,6 +16,7 @@ from pystaged._core import RecycledCandidates
 from pystaged.drafting.calibration import Calibration
 from pystaged.loading.kept import RECYCLED
 from pystaged.platform.files import keep, kept
+from pystaged.platform.seen import SeenModel
 
 _KEPT = RecycledCandidates.num_candidates
 
@@ -29,18 +30,15 @@ class KeptCandidates:
 
     They begin empty if the file is missing, damaged, or of another model, vocabulary (its fingerprint) or version.
     Processes may share a file; the last writer wins.
-
-    Args:
-        model: path of its file. draft: of its draft model's, which has calibrations of its own; None without one.
-        clock: returns seconds.
+    model, draft: paths of its file and of its draft's, which has calibrations of its own; clock: returns seconds.
     """
 
     def __init__(
         self, model: Path, vocabulary: str, draft: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._head = f"pystaged memory 2\n{_identity(model)} {vocabulary}\n".encode("utf-8", "surrogateescape")
+        self._head = f"pystaged memory 2\n{SeenModel.now(model.absolute())} {vocabulary}\n".encode()
         self._path, self._clock = RECYCLED.path(model), clock
-        self._draft = _identity(draft) if draft else ""
+        self._draft = str(SeenModel.now(draft.absolute())) if draft else ""
         self.candidates, self.calibrations = RecycledCandidates(), {True: Calibration(), False: Calibration()}
         self._learnt: dict[str, list[dict[str, Any]]] = {}  # by draft, the one used last at the end
         self._load()
@@ -91,9 +89,3 @@ class KeptCandidates:
         tokens = np.frombuffer(entries, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
         chances = np.frombuffer(entries, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
         self.candidates.restore(keys, tokens, chances.astype(np.float32))
-
-
-def _identity(model: Path) -> str:
-    """What tells a model's file from another one."""
-    info = model.stat()
-    return f"{model.absolute()} {info.st_size} {info.st_mtime_ns}"
