@@ -290,7 +290,7 @@ def test_models_are_found_by_their_hashes_alone(
     monkeypatch.setattr(names, "pull", no_download)
     same_size = tmp_path / "same-size.gguf"
     same_size.write_bytes(bytes(sampled.model.size))
-    monkeypatch.setattr(names, "here", lambda: [tmp_path / "gone", same_size, path])
+    monkeypatch.setattr(names, "here", lambda: {"a": tmp_path / "gone", "b": same_size, "c": path})
     assert repeating.find_model(sampled) == path
     for lie in ("../../etc/passwd", str(path), "owner/name:q8_0", "bundled"):
         lying = replace(sampled, model=replace(sampled.model, file=lie, name=lie))
