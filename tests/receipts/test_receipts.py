@@ -510,6 +510,24 @@ def test_several_files(sampled: Receipt, path: Path, tmp_path: Path) -> None:
     assert here("verify", bare, bare).returncode == 1
 
 
+def test_a_model_of_several_files_is_loaded_once(
+    sampled: Receipt, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[object] = []
+    load = pystaged.load
+    monkeypatch.setattr(
+        pystaged, "load", lambda *args, **options: loads.append(options["n_ctx"]) or load(*args, **options)
+    )
+    first, other, again = (tmp_path / name for name in ("first", "other", "again"))
+    for file, n_ctx in ((first, 96), (other, 90), (again, 96)):
+        replace(sampled, n_ctx=n_ctx).save(file)
+    done = here("verify", first, other, again, "--model", path)
+    assert [line.split(": ")[:2] for line in done.stdout.decode().splitlines()] == [
+        [str(file), "same"] for file in (first, again, other)
+    ]
+    assert loads == [96, 90]
+
+
 def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:
     kept = {"format": "pystaged text 1", "text": "", "logprobs": [], "receipt": json.loads(sampled.to_json())}
     assert Receipt.from_json(json.dumps(kept)) == sampled
