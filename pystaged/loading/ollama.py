@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,14 +67,17 @@ def _layers(manifests: Path, name: str) -> dict[str, str]:
         return {}
 
 
-def names() -> Iterator[str]:
-    """The names of its models."""
+def files() -> dict[str, Path]:
+    """The files of its models by name, without those that `find` refuses."""
+    found = {}
     for folder in _folders():
-        with suppress(OSError):
-            for path in sorted((folder / "manifests").glob("*/*/*/*")):
-                host, owner, name, tag = path.parts[-4:]
-                before = "" if (host, owner) == (_HOST, _OWNER) else f"{host}/{owner}/"
-                yield f"{before}{name}:{tag}"
+        for path in sorted((folder / "manifests").glob("*/*/*/*")):
+            host, owner, name, tag = path.parts[-4:]
+            full = f"{'' if (host, owner) == (_HOST, _OWNER) else f'{host}/{owner}/'}{name}:{tag}"
+            with suppress(OSError, ValueError):
+                if file := find(full):
+                    found[full] = file
+    return found
 
 
 def reads_text_alone(path: Path) -> bool:

@@ -37,11 +37,13 @@ class KeptPrompts:
 
     Raises:
         OSError: the folder cannot be made.
-        ValueError: others can write into the folder.
+        ValueError: others can write into the folder, or it is a file, or is not there and has a file's suffix.
     """
 
     def __init__(self, folder: str | Path, content: str, most_bytes: int, report: Callable[[str], None]) -> None:
         self._folder = cache_folder() / "prompts" if folder == "auto" else expanded(folder)
+        if not self._folder.is_dir() and (self._folder.suffix or self._folder.exists()):
+            raise ValueError(f"{self._folder} looks like a file; name a folder that is there, or one without a suffix")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not system.is_own(self._folder.stat()):
             raise ValueError(f"others can write into {self._folder}; name a folder that is yours alone (chmod 700)")
@@ -107,8 +109,9 @@ class KeptPrompts:
         head, num_bytes = self._head(tokens), sum(session.num_bytes for session in copies)
         path = self._folder / f"{self._content[:16]}.{hashlib.sha256(head).hexdigest()[:16]}.prompt"
         try:
-            if not self._make_room(num_bytes):
+            if num_bytes > self._most_bytes:
                 return
+            self._make_room(num_bytes)
             check_room(self._folder, num_bytes)
             with whole_file(path) as part:
                 part.chmod(0o600)
@@ -125,21 +128,18 @@ class KeptPrompts:
             if common_prefix(text, tokens) == length < len(tokens) and copies[0].reachable(length) == length:
                 other.unlink(missing_ok=True)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Remove the texts used longest ago, of any model, until a file of so many bytes is within the bound; returns
-        whether one ever is."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the texts used longest ago, of any model, until a file of so many bytes is within the bound."""
         files = []
         for path in self._folder.glob("*.prompt"):
             if _NAME.fullmatch(path.name):
                 with suppress(FileNotFoundError):  # another process removed it
                     files.append((path.stat().st_mtime, path.stat().st_size, path))
         excess = num_bytes - self._most_bytes + sum(size for _, size, _ in files)
-        for _, size, path in sorted(files) if num_bytes <= self._most_bytes else []:
-            if excess <= 0:
-                break
-            path.unlink(missing_ok=True)
-            excess -= size
-        return num_bytes <= self._most_bytes
+        for _, size, path in sorted(files):
+            if excess > 0:
+                path.unlink(missing_ok=True)
+                excess -= size
 
     def _look(self) -> None:
         """Read the tokens of new files of these models, and forget removed ones."""

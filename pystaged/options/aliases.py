@@ -180,6 +180,8 @@ MODELS = {
     "deepseek-r1": "unsloth/DeepSeek-R1-0528-Qwen3-8B-GGUF:Q4_K_M",
     "gemma2": "bartowski/gemma-2-9b-it-GGUF:Q4_K_M",
     "gemma3": "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M",
+    "gemma3:1b": "ggml-org/gemma-3-1b-it-GGUF:Q4_K_M",
+    "gemma3:270m": "bartowski/google_gemma-3-270m-it-GGUF:Q4_K_M",
     "gemma4": "ggml-org/gemma-4-E4B-it-GGUF:Q4_K_M",
     "gpt-oss": "ggml-org/gpt-oss-20b-GGUF",
     "granite4": "ibm-granite/granite-4.0-micro-GGUF:Q4_K_M",
@@ -193,18 +195,19 @@ MODELS = {
     "qwen2.5": "bartowski/Qwen2.5-7B-Instruct-GGUF:Q4_K_M",
     "qwen2.5-coder": "bartowski/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",
     "qwen3": "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+    "qwen3:0.6b": "unsloth/Qwen3-0.6B-GGUF:Q4_K_M",
     "qwen3:1.7b": "unsloth/Qwen3-1.7B-GGUF:Q4_K_M",
     "qwen3:4b": "Qwen/Qwen3-4B-GGUF:Q4_K_M",
     "qwen3-coder": "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF:Q4_K_M",
     "qwen3.5:4b": "unsloth/Qwen3.5-4B-GGUF:Q4_K_M",
     "smollm3": "ggml-org/SmolLM3-3B-GGUF:Q4_K_M",
+    "tinyllama": "TheBloke/TinyLlama-1.1B-Chat-v1.0-GGUF:Q4_K_M",
 }
 
 # HTTP paths of Ollama, LM Studio and llama-server.
 _MANAGE = "models are managed by `pystaged pull` and `pystaged models remove`"
 ADDRESSES = {
     **{f"/api/{each}": _MANAGE for each in ("pull", "push", "create", "copy", "delete")},
-    "/api/embeddings": "use /api/embed",
     "/api/v0/chat/completions": "use /v1/chat/completions",
     "/api/v0/completions": "use /v1/completions",
     "/api/v0/models": "use /v1/models",

@@ -32,6 +32,9 @@ _FIELDS = {
     "penalty_repeat": "repeat_penalty",
     "penalty_last_n": "repeat_last_n",
 }
+# Keys of generation_config.json, and those for them in a GGUF file.
+_OF_CHECKPOINTS = {each: each for each in ("top_k", "top_p", "min_p")}
+_OF_CHECKPOINTS |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
@@ -40,22 +43,14 @@ def recommended_sampling(metadata: Mapping[str, str]) -> SamplingFields:
     found = dict(_USUAL)
     if metadata.get("general.basename", "").lower() == "smollm2":
         found |= _SMOLLM2
-    for key, name in _FIELDS.items():
-        value = _checked(name, metadata.get(_SECTION + key))
-        if value is not None:
-            found[name] = value
-    return found
+    said = {name: _checked(name, metadata.get(_SECTION + key)) for key, name in _FIELDS.items()}
+    return found | {name: value for name, value in said.items() if value is not None}
 
 
 def sampling_keys(generation_config: Mapping[str, Any]) -> SamplingFields:
     """Convert a checkpoint's generation_config.json to keys of a GGUF file, without invalid values."""
-    found = {}
-    for key, name in _FIELDS.items():
-        value = generation_config.get("repetition_penalty" if name == "repeat_penalty" else name)
-        checked = None if isinstance(value, bool) else _checked(name, value)
-        if checked is not None:
-            found[_SECTION + key] = checked
-    return found
+    said = {key: _checked(_FIELDS[key], generation_config.get(name)) for name, key in _OF_CHECKPOINTS.items()}
+    return {_SECTION + key: value for key, value in said.items() if value is not None}
 
 
 def toy_words(metadata: Mapping[str, str], memory: int) -> str:
@@ -88,7 +83,7 @@ def _checked(name: str, value: object) -> float | int | None:
     try:
         number = round(float(value), 6)  # type: ignore[arg-type]  # GGUF files have 32 bits: 0.2, not 0.200000003
         whole = SAMPLING[name].kind is int
-        if whole and number != int(number):
+        if isinstance(value, bool) or (whole and number != int(number)):
             return None
         given: dict[str, Any] = {name: int(number) if whole else number}
         SamplingConfig(**given)

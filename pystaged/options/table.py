@@ -190,7 +190,7 @@ class LoadFields(TypedDict, total=False):
         "Device of the model: cpu, metal, gpu, auto, rpc:HOST:PORT,..., or a name that info shows.")]
     draft_device: Annotated[str, Option("cpu", "Device of the draft, with the same values.")]
     n_ctx: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--n-ctx", "-c"), help=
-        "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 8192.")]
+        "Context length in tokens of prompt and new text, the last aside; 0 for the model's own, but at most 8192.")]
     kv: Annotated[str, Option("f16", help=
         "Type of the KV cache: f16, or q8_0 for half the memory and slightly different texts.")]
     num_threads: Annotated[int, Option(0, ge=0, le=_MOST, flags=("--threads",), help=

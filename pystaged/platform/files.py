@@ -163,10 +163,10 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 def lines_of(name: object, data: bytes) -> Iterator[tuple[str, str]]:
     """The lines of a file of that name that are not blank, each behind its place, such as "prompts.txt, line 3". Raises
     ValueError for one that is not UTF-8."""
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         where = f"{name}, line {number}"
         try:
-            text = line.removesuffix(b"\r").decode()
+            text = line.decode()
         except UnicodeDecodeError:
             raise ValueError(f"{where}: not UTF-8") from None
         if text.strip():

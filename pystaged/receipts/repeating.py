@@ -32,9 +32,9 @@ class Difference:
 
 
 def find_model(receipt: Receipt) -> Path | None:
-    """Find a receipt's model in the package or the cache by its hash, ignoring its name; None if it is not there.
+    """Find a receipt's model by its hash among those on this machine, ignoring its name; None if it is not there.
     Nothing is downloaded."""
-    for path in names.here():
+    for path in names.here().values():
         try:
             file = SeenModel.now(path)
             if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:

@@ -50,6 +50,7 @@ _COMPUTED: dict[str, Callable[[State, Any], Any]] = {
     "/detokenize": tokens.detokenize,
     "/v1/embeddings": tokens.embeddings,
     "/api/embed": ollama.embed,
+    "/api/embeddings": ollama.embed_one,
     "/api/show": ollama.show,
 }
 _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
@@ -138,8 +139,8 @@ class _Endpoints:
         answers: list[Answer] = []
 
         async def work(asked: Any, reply: Reply) -> None:
-            if ollama.unloads(asked) and not self._models.is_one:
-                await reply.whole(as_json(encoded(ollama.unloaded(self._models, asked))))
+            if ollama.is_empty(asked):
+                await reply.whole(as_json(encoded(await ollama.moved(self._models, asked))))
                 return
             async with self._models.lent(asked.model, asked.keep_alive) as state:
                 with state.gate.coming(), _refusing():

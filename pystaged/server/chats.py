@@ -127,9 +127,7 @@ def _continues(request: ChatRequest) -> bool:
         raise unsupported("add_generation_prompt", "a prompt without the beginning of an answer is not supported")
     continues = can and asked is not False and not begins
     if continues and _must_call(request):
-        message = (
-            "a call can be forced only at an answer's beginning; send continue_final_message: false to close the last"
-        )
+        message = "a call can be forced only where an answer begins; continue_final_message: false closes the last"
         raise ApiError(400, message, param="tool_choice")
     return continues
 
@@ -150,8 +148,7 @@ def _config(state: State, request: ChatRequest, dialect: Dialect, schemas: Schem
         options["logprobs"] = request.top_logprobs or 0
     if request.prediction:
         options["prediction"] = joined(request.prediction.content)
-    schema = _schema(request)
-    if schema is not None:
+    if (schema := _schema(request)) is not None:
         options["json_schema"] = schema
     given, grammar, must_call = options.get("json_schema"), options.get("grammar"), _must_call(request)
     if must_call and (given is not None or grammar is not None):

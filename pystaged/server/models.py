@@ -103,8 +103,7 @@ class Models:
     @classmethod
     def of(cls, engine: Engine, settings: Settings) -> Models:
         """One model, which is always there, and whose owner closes it."""
-        path = engine.file.path
-        models = cls(settings, {settings.name: path}, lambda _: engine, memory=0, kv_memory=0)
+        models = cls(settings, {settings.name: engine.file.path}, lambda _: engine, memory=0, kv_memory=0)
         models.all[settings.name].state = State(engine, settings, settings.name, models.metrics)
         return models
 
@@ -132,8 +131,7 @@ class Models:
             return found
         names = ", ".join(map(repr, self.all))
         if name is None:
-            words = "" if self.is_one else f"; this server has {names}"
-            raise ApiError(400, f"name the model{words}", param="model")
+            raise ApiError(400, f"name the model; this server has {names}", param="model")
         message = f"there is no model {name!r}; this server has {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -16,12 +16,11 @@ from pystaged.loading.metadata import file_type_name
 from pystaged.options.recommended import ANSWER_TOKENS
 from pystaged.result import GenerationResult, Piece
 from pystaged.server import chats, completions
-from pystaged.server.answer import Answer, Texts, read_arguments
+from pystaged.server.answer import Answer, read_arguments
 from pystaged.server.errors import ApiError
 from pystaged.server.figures import of_chat, timings
 from pystaged.server.models import Models, Served, State
 from pystaged.server.options import refuse
-from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import (
     ChatMessage,
     ChatRequest,
@@ -41,6 +40,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"images": ([],), "template": ("",), 
 _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,)}
 _NEVER = "9999-12-31T23:59:59Z"
 _FIRST, _LAST = {"done": False}, {"done": True}
+_EFFORTS: dict[bool | str, str] = {True: "medium", False: "none"}
 
 
 class OllamaOptions(TextRequest):
@@ -108,11 +108,16 @@ def running(models: Models) -> dict[str, Any]:
     return {"models": found}
 
 
-def unloaded(models: Models, request: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
-    """Unload a model that a request names. Raises ApiError."""
+async def moved(models: Models, request: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
+    """Load the model of a request without text, or unload it if the request says so. Raises ApiError."""
     kind = ChatAnswer if isinstance(request, OllamaChatRequest) else TextAnswer
-    named = {"model": models.leave(request.model), "created_at": _moment(time.time())}
-    return named | kind.said("") | _LAST | {"done_reason": "unload"}
+    _shared(request)  # refuses what is not supported
+    if request.keep_alive == 0 and not models.is_one:
+        name, reason = models.leave(request.model), "unload"
+    else:
+        async with models.lent(request.model, request.keep_alive) as state:
+            name, reason = state.name, "load"
+    return {"model": name, "created_at": _moment(time.time()), **kind.said(""), **_LAST, "done_reason": reason}
 
 
 def show(state: State, request: ModelRequest) -> dict[str, Any]:
@@ -144,6 +149,12 @@ def _can_think(state: State) -> bool:
     return Dialect.of(template, state.engine.tokenizer).thinking is not None
 
 
+class PromptRequest(EmbeddingsRequest):
+    """A request to /api/embeddings, which is older than /api/embed."""
+
+    input: str = Field(alias="prompt")
+
+
 async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     """Embed texts. Raises ApiError."""
     vectors, count = await embedded(state, request)
@@ -155,18 +166,20 @@ async def embed(state: State, request: EmbeddingsRequest) -> dict[str, Any]:
     }
 
 
+async def embed_one(state: State, request: PromptRequest) -> dict[str, Any]:
+    """Embed a text. Raises ApiError."""
+    vectors, _ = await embedded(state, request)
+    return {"embedding": vectors[0].tolist()}
+
+
 def chat(state: State, request: OllamaChatRequest) -> Answer:
     """Check a request and prepare its sequence; may take seconds. Raises ApiError and ChatTemplateError."""
-    if not request.messages:
-        return ChatAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
     asked = _chat(state, request, [*map(_message, request.messages)], request.tools or ())
     return ChatAnswer(state, asked, chats.turns(state, asked))
 
 
 def generate(state: State, request: GenerateRequest) -> Answer:
     """As chat, for one prompt, or for a text that the model continues."""
-    if not (request.prompt or request.suffix):
-        return TextAnswer(state, TextRequest.model_validate(_shared(request)), Texts([], 0))
     is_chat = "tokenizer.chat_template" in state.engine.tokenizer.metadata or request.system or request.think
     if is_chat and not (request.raw or request.suffix):
         system = [{"role": "system", "content": request.system}] if request.system else []
@@ -195,8 +208,7 @@ def _chat(state: State, request: _Request, messages: list[dict[str, Any]], tools
         raise ApiError(400, f'"{state.name}" does not support thinking')
     given = {**_shared(request), "messages": messages, "tools": [tool.model_dump() for tool in tools]}
     if request.think is not None:
-        effort = request.think
-        given["reasoning_effort"] = effort if isinstance(effort, str) else "medium" if effort else "none"
+        given["reasoning_effort"] = _EFFORTS.get(request.think, request.think)
     return ChatRequest.model_validate(given | {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs})
 
 
@@ -216,13 +228,6 @@ class ChatAnswer(Answer):
         """The members for new text, reasoning or calls."""
         more = {"thinking": thinking, "tool_calls": calls}
         return {"message": {"role": "assistant", "content": text} | {name: each for name, each in more.items() if each}}
-
-    async def send(self, reply: Reply) -> None:
-        if self.sequences:
-            await super().send(reply)
-        else:  # the model is loaded
-            answer = self.framed(self.said("") | _LAST | {"done_reason": "load"}, {})
-            await reply.whole(as_json(encoded(answer)))
 
     def framed(self, part: dict[str, Any], _figures: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.state.name, "created_at": _moment(time.time()), **part}
@@ -246,8 +251,7 @@ class ChatAnswer(Answer):
         return [(self.said(text) if block.kind == "text" else self.said("", text)) | _FIRST]
 
     def closed(self, i: int, block: Block, _result: GenerationResult | None) -> list[dict[str, Any]]:
-        is_call = block.kind == "call" and block.is_whole
-        return [self.said("", "", [self._call(i, block)]) | _FIRST] if is_call else []
+        return [self.said("", "", [self._call(i, block)]) | _FIRST] if block.kind == "call" and block.is_whole else []
 
     def ending(self, _i: int, result: GenerationResult) -> list[dict[str, Any]]:
         return [self.said("") | self._end(result)]
@@ -286,10 +290,10 @@ def _durations(state: State, came: float) -> dict[str, Any]:
     return {name: round(1e9 * seconds) for name, seconds in spent.items()}
 
 
-def unloads(asked: object) -> bool:
-    """Whether a request asks for no text, and that the model is unloaded."""
+def is_empty(asked: object) -> bool:
+    """Whether a request asks for no text: its model is to be loaded, or unloaded."""
     texts = [getattr(asked, name, None) for name in ("messages", "prompt", "suffix")]
-    return isinstance(asked, _Request) and asked.keep_alive == 0 and not any(texts)
+    return isinstance(asked, _Request) and not any(texts)
 
 
 def _named(served: Served) -> dict[str, Any]:
@@ -305,12 +309,11 @@ def _named(served: Served) -> dict[str, Any]:
 
 def _details(metadata: Mapping[str, str]) -> dict[str, Any]:
     family = metadata.get("general.architecture", "")
-    size = metadata.get("general.size_label", "")
     return {
         "format": "gguf",
         "family": family,
         "families": [family],
-        "parameter_size": size,
+        "parameter_size": metadata.get("general.size_label", ""),
         "parent_model": "",
         "quantization_level": file_type_name(metadata.get("general.file_type", "")),
     }

@@ -62,3 +62,5 @@ def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
         read_prompts(path)
     path.write_bytes(path.read_bytes()[:-3])
     assert [each[0]["content"] for each in read_prompts(path)] == ["one\u2028text\u0085"] * 20
+    path.write_bytes(path.read_bytes().replace(b"\r\n", b"\r"))  # as old editors write
+    assert [each[0]["content"] for each in read_prompts(path)] == ["one\u2028text\u0085"] * 20

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import assert_refused, here
 from support.families import CASES
 from support.random_models import write
 
@@ -48,12 +49,24 @@ def test_names(keep: Callable[..., Path], random_gguf: Callable[..., Path]) -> N
         assert names.resolve(name) == llama
     assert names.resolve("someone-s:1.5b-q4") == qwen
     assert names.resolve("hf.co/someone/tiny-GGUF:Q4_K_XL") == hub
-    assert [*ollama.names()] == ["hf.co/someone/tiny-GGUF:Q4_K_XL", "llama3.2:latest", "someone-s:1.5b-q4"]
+    listed = {"hf.co/someone/tiny-GGUF:Q4_K_XL": hub, "llama3.2:latest": llama, "someone-s:1.5b-q4": qwen}
+    assert ollama.files() == listed
+    assert listed.items() <= names.here().items()
     # The hub's names are the hub's, and a size that is not there is downloaded.
     assert names.resolve("someone/tiny-GGUF:Q4_K_XL") == Path("pulled someone/tiny-GGUF:Q4_K_XL")
     assert "Llama-3.2-1B" in str(names.resolve("llama3.2:1b"))
     with pytest.raises(FileNotFoundError, match=r"did you mean someone-s:1\.5b-q4\?"):
         names.resolve("someone-s:1.5b")
+
+
+def test_they_are_listed_and_stay(keep: Callable[..., Path], random_gguf: Callable[..., Path]) -> None:
+    blob = keep(random_gguf("Q8_0"), "registry.ollama.ai/library/mine/latest")
+    keep(random_gguf("Q4_0"), "registry.ollama.ai/library/gone/latest").unlink()
+    listed = [line.split() for line in here("models").stdout.decode().splitlines() if "Ollama's" in line]
+    assert [(name, size) for name, size, *_ in listed] == [("mine:latest", f"{blob.stat().st_size / 1e6:.1f}")]
+    for name in ("mine", "mine:latest"):
+        assert_refused(here("rm", name), f"{name} is Ollama's; remove it with: ollama rm {name}")
+    assert blob.exists()
 
 
 def test_a_blob_is_a_model(keep: Callable[..., Path], random_gguf: Callable[..., Path]) -> None:

@@ -133,6 +133,18 @@ def test_the_user_alone_can_read_them(path_of: PathOf, folder: Path) -> None:
         text(path_of("llama"), PROMPT, folder)
 
 
+def test_a_file_is_no_folder(path_of: PathOf, tmp_path: Path) -> None:
+    """Of a file's name, as llama.cpp takes one for it, no folder is made."""
+    (tmp_path / "there").touch()
+    for name in ("there", "prompt.bin"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} looks like a file; name a folder"):
+            text(path_of("llama"), PROMPT, tmp_path / name)
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
+    (tmp_path / "prompts.1").mkdir(mode=0o700)
+    text(path_of("llama"), PROMPT, tmp_path / "prompts.1")
+    assert len(files(tmp_path / "prompts.1")) == 1
+
+
 @pytest.mark.parametrize("harm", ["cut", "longer", "head", "state", "end", "empty"])
 def test_a_damaged_file_is_removed_with_a_line(path_of: PathOf, folder: Path, harm: str) -> None:
     model = path_of("llama")

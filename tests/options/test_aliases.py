@@ -211,7 +211,7 @@ def test_usual_names_lead_to_the_hub(monkeypatch: pytest.MonkeyPatch, name: str,
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("qwen3:q4_K_M", "or be a usual name: qwen3, qwen3:1.7b, qwen3:4b"),
+        ("qwen3:q4_K_M", "or be a usual name: qwen3, qwen3:0.6b, qwen3:1.7b, qwen3:4b"),
         ("gpt-5", "or be a usual name such as llama3.2 or qwen3"),
     ],
 )

@@ -86,6 +86,8 @@ def test_a_checkpoint_brings_its_own(tmp_path: Path) -> None:
     found = recommended_sampling(metadata(tmp_path / "m.gguf"))
     assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.05}
     assert sampling_keys({"temperature": True, "top_k": -1, "top_p": "x", "min_p": [1], "top_h": 1}) == {}
+    ours = {"xtc_probability": 0.5, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 2, "temp": 0.1}
+    assert sampling_keys(ours) == {}  # no maker writes these names
     (folder / "generation_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
         convert(folder, tmp_path / "m.gguf")

@@ -290,7 +290,7 @@ def test_models_are_found_by_their_hashes_alone(
     monkeypatch.setattr(names, "pull", no_download)
     same_size = tmp_path / "same-size.gguf"
     same_size.write_bytes(bytes(sampled.model.size))
-    monkeypatch.setattr(names, "here", lambda: [tmp_path / "gone", same_size, path])
+    monkeypatch.setattr(names, "here", lambda: {"a": tmp_path / "gone", "b": same_size, "c": path})
     assert repeating.find_model(sampled) == path
     for lie in ("../../etc/passwd", str(path), "owner/name:q8_0", "bundled"):
         lying = replace(sampled, model=replace(sampled.model, file=lie, name=lie))
@@ -508,6 +508,24 @@ def test_several_files(sampled: Receipt, path: Path, tmp_path: Path) -> None:
     subprocess.run(["sh", "-c", way_out], check=True)
     assert [Receipt.load(file) for file in tmp_path.glob("chain.*")] == [sampled] * 2
     assert here("verify", bare, bare).returncode == 1
+
+
+def test_a_model_of_several_files_is_loaded_once(
+    sampled: Receipt, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[object] = []
+    load = pystaged.load
+    monkeypatch.setattr(
+        pystaged, "load", lambda *args, **options: loads.append(options["n_ctx"]) or load(*args, **options)
+    )
+    first, other, again = (tmp_path / name for name in ("first", "other", "again"))
+    for file, n_ctx in ((first, 96), (other, 90), (again, 96)):
+        replace(sampled, n_ctx=n_ctx).save(file)
+    done = here("verify", first, other, again, "--model", path)
+    assert [line.split(": ")[:2] for line in done.stdout.decode().splitlines()] == [
+        [str(file), "same"] for file in (first, again, other)
+    ]
+    assert loads == [96, 90]
 
 
 def test_a_text_that_a_test_keeps_has_its_receipt(sampled: Receipt) -> None:

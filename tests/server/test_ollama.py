@@ -184,6 +184,8 @@ def test_the_model(server: Server, engine: Engine) -> None:
         ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
         ("/api/embed", {"input": ["a", ""]}, "text 1 of the input is empty"),
         ("/api/embed", {"input": []}, "input: the list is empty"),
+        ("/api/embeddings", {"input": "a"}, "prompt: is missing"),
+        ("/api/embeddings", {"prompt": ["a"]}, "prompt: must be a string"),
         ("/api/pull", {"model": "a"}, "there is no POST /api/pull; models are managed by `pystaged pull`"),
     ],
 )
@@ -192,6 +194,11 @@ def test_errors_are_in_its_shape(server: Server, path: str, body: Any, words: st
     assert status in (400, 404)
     assert list(found) == ["error"]
     assert words in found["error"]
+
+
+def test_embeddings_of_older_clients(server: Server) -> None:
+    (expected,) = ask(server, "/api/embed", input="the tree")["embeddings"]
+    assert ask(server, "/api/embeddings", prompt="the tree") == {"embedding": expected}
 
 
 def test_many_tokens_are_not_embedded_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
