@@ -21,6 +21,7 @@ from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, ExpertCost, PassCost
 from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
+from pystaged.platform.seen import SeenModel
 
 COMPARING = 2.0  # seconds of sampling a model on each of several devices
 DRAFT_RATE, NGRAM_RATE = 0.75, 0.53  # acceptance rates of first guesses, assumed where devices are compared
@@ -124,11 +125,10 @@ class Costs:
         place = path, device, target is None  # a file may hold a model and its draft
         if place in self._known and not again:
             return self._known[place][1]
-        info = path.stat()
         machine = (platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
-        key = "|".join(map(str, (*machine, *runs, *lent, path, info.st_size, info.st_mtime_ns)))
+        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path))))
         cost = None if again else kept_cost(key)
         if cost is None or (compared and not all(cost.samples.values())):
             if compared:
@@ -170,5 +170,5 @@ def keep_cost(key: str, cost: PassCost) -> None:
 
 
 def _path(key: str) -> Path:
-    name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{name}.json"

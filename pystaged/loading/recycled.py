@@ -19,7 +19,6 @@ from pystaged.platform.files import keep, kept
 from pystaged.platform.seen import SeenModel
 
 _KEPT = RecycledCandidates.num_candidates
-
 _SECONDS = 10.0  # least time between two writes while the model is in use
 _ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probability
 _MOST_DRAFTS = 4  # whose calibrations are kept
