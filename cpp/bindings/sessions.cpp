@@ -215,14 +215,13 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 
-    // A work keeps its session.
     py::class_<Work>(m, "Work")
         .def_static(
             "read",
             [](Session& session, const IntsOf<kTokens>& tokens, const HiddenRows* hidden) {
                 return Work::read(session, tokens, hidden ? *hidden : HiddenRows());
             },
-            py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none())
         .def_static(
             "embed",
             [](Session& session, const IntsOf<kTokens>& tokens) {
@@ -230,7 +229,7 @@ void add_sessions(py::module_& m) {
                 work.embeds = true;
                 return work;
             },
-            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("tokens"))
         .def_static(
             "verify",
             [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents,
@@ -239,7 +238,7 @@ void add_sessions(py::module_& m) {
                 return Work::verify(session, tokens, parents, sampling, num_candidates, to_masks(masks));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
-            py::arg("num_candidates") = 0, py::arg("masks") = py::none(), py::keep_alive<0, 1>())
+            py::arg("num_candidates") = 0, py::arg("masks") = py::none())
         .def_static(
             "propose",
             [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents, int num_judged, int k,
@@ -249,15 +248,14 @@ void add_sessions(py::module_& m) {
                                      hidden ? *hidden : HiddenRows());
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
-            py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+            py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none())
         .def_static(
             "rank",
             [](Session& session, const IntsOf<kRows>& rows, int k, const Samplings& sampling, const MaskArray& masks) {
                 check_count(session, "k", 1, k);
                 return Work::rank(session, rows, k, to_samplings(sampling), to_masks(masks));
             },
-            py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none(),
-            py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
         .def_property_readonly(
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });

@@ -248,7 +248,7 @@ struct Text {
     UsedExperts experts;  // see Session::experts()
 };
 
-class Session {
+class Session : public std::enable_shared_from_this<Session> {
 public:
     // One call on some sessions: their locks and those of their targets, and the floating-point environment it computes
     // in. Who computes is Executor::Turn's matter.
