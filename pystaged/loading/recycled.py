@@ -60,19 +60,20 @@ class KeptCandidates:
 
     def _write(self) -> None:
         learnt = self.candidates.num_learnt
-        keys, tokens, chances = self.candidates.entries()
-        payload = keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
-        keep(self._path, self._head + payload)
+        entries = self.candidates.entries()
+        fields = entries["key"], entries["tokens"], entries["chances"].astype(np.float16)
+        keep(self._path, self._head + b"".join(field.tobytes() for field in fields))
         self._saved, self._saved_at = learnt, self._clock()
 
     def _load(self) -> None:
         data = kept(self._path)
         if data is None or not data.startswith(self._head):
             return
-        entries = data[len(self._head) :]
-        num_entries = len(entries) // _ENTRY_BYTES
+        fields = data[len(self._head) :]
+        num_entries = len(fields) // _ENTRY_BYTES
         each = num_entries * _KEPT
-        keys = np.frombuffer(entries, np.int64, num_entries)
-        tokens = np.frombuffer(entries, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
-        chances = np.frombuffer(entries, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
-        self.candidates.restore(keys, tokens, chances.astype(np.float32))
+        entries = np.empty(num_entries, self.candidates.entries().dtype)
+        entries["key"] = np.frombuffer(fields, np.int64, num_entries)
+        entries["tokens"] = np.frombuffer(fields, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
+        entries["chances"] = np.frombuffer(fields, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
+        self.candidates.restore(entries)
