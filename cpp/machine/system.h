@@ -3,15 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <functional>
-#include <memory>
 #include <string>
 
 namespace pystaged {
 
-// A file that exists, read or written at any place by any thread. Everything throws std::system_error, which says why
-// without the path.
+// A file that exists, read or written at any place by any thread. Everything throws ModelError, with the path and why.
 class File {
 public:
     enum class Use { kRead, kWrite };
@@ -36,12 +33,13 @@ public:
     // Its first bytes in memory, to be given back by free_pages(); nobody may write to it.
     uint8_t* map(size_t bytes) const;
 
-    struct Close {
-        void operator()(FILE* stream) const { std::fclose(stream); }
-    };
-    std::unique_ptr<FILE, Close> stream() const;
-
 private:
+    // Closed, so that the destructor runs where opening throws.
+    explicit File(const std::string& path) : path_(path) {}
+    // Throws what the last call of the system failed for.
+    void expect(bool holds, const char* what) const;
+
+    std::string path_;
     int number_ = -1;
     bool is_regular_ = false;
     size_t size_ = 0;
