@@ -26,19 +26,6 @@ void File::expect(bool holds, const char* what) const {
     require<ModelError>(holds, path_, ": ", what, ": ", std::generic_category().message(errno));
 }
 
-// Calls until all bytes are moved, or none is. Returns whether no call failed.
-template <class Call>
-static bool move(size_t bytes, size_t& done, const Call& call) {
-    for (ssize_t count = 1; count != 0 && done < bytes;) {
-        count = call();
-        if (count < 0 && errno != EINTR) {
-            return false;
-        }
-        done += static_cast<size_t>(std::max<ssize_t>(count, 0));
-    }
-    return true;
-}
-
 File::File(const std::string& path, Use use) : File(path) {
     number_ = open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW));
     struct stat info = {};
@@ -59,22 +46,19 @@ File::~File() {
     }
 }
 
-size_t File::read(void* data, size_t bytes, size_t at) const {
+// Calls until all bytes are moved, or none is.
+size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
+    const char* const what = to ? "cannot be read" : "cannot be written";
     size_t done = 0;
-    const auto call = [&] {
-        return pread(number_, static_cast<uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
-    };
-    expect(move(bytes, done, call), "cannot be read");
+    for (ssize_t count = 1; count != 0 && done < bytes; done += static_cast<size_t>(std::max<ssize_t>(count, 0))) {
+        const off_t place = static_cast<off_t>(at + done);
+        errno = ENOSPC;  // unless the call says otherwise
+        count = to ? pread(number_, static_cast<uint8_t*>(to) + done, bytes - done, place)
+                   : pwrite(number_, static_cast<const uint8_t*>(from) + done, bytes - done, place);
+        expect(count >= 0 || errno == EINTR, what);
+    }
+    expect(to || done == bytes, what);
     return done;
-}
-
-void File::write(const void* data, size_t bytes, size_t at) const {
-    size_t done = 0;
-    const auto call = [&] {
-        errno = ENOSPC;  // unless it says otherwise
-        return pwrite(number_, static_cast<const uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
-    };
-    expect(move(bytes, done, call) && done == bytes, "cannot be written");
 }
 
 void File::prefetch(size_t at, size_t bytes) const {

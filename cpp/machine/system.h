@@ -26,8 +26,8 @@ public:
     int64_t changed() const { return changed_; }  // nanoseconds, of any clock
 
     // Returns how many bytes there are: fewer than asked for only at the end of the file.
-    size_t read(void* data, size_t bytes, size_t at) const;
-    void write(const void* data, size_t bytes, size_t at) const;
+    size_t read(void* data, size_t bytes, size_t at) const { return move(data, nullptr, bytes, at); }
+    void write(const void* data, size_t bytes, size_t at) const { move(nullptr, data, bytes, at); }
     // Asks the system to begin reading from the disk.
     void prefetch(size_t at, size_t bytes) const;
     // Its first bytes in memory, to be given back by free_pages(); nobody may write to it.
@@ -36,6 +36,8 @@ public:
 private:
     // Closed, so that the destructor runs where opening throws.
     explicit File(const std::string& path) : path_(path) {}
+    // Reads to memory, or writes from it; one of the two is null.
+    size_t move(void* to, const void* from, size_t bytes, size_t at) const;
     // Throws what the last call of the system failed for.
     void expect(bool holds, const char* what) const;
 

@@ -26,22 +26,6 @@ static HANDLE handle(int number) {
     return reinterpret_cast<HANDLE>(_get_osfhandle(number));
 }
 
-// Calls until all bytes are moved, or none is: call(how many it takes, count, where). Returns whether no call failed.
-template <class Call>
-static bool move(size_t bytes, size_t at, size_t& done, const Call& call) {
-    for (DWORD count = 1; count > 0 && done < bytes; done += count) {
-        OVERLAPPED place = {};
-        place.Offset = static_cast<DWORD>(at + done);
-        place.OffsetHigh = static_cast<DWORD>(uint64_t(at + done) >> 32);
-        count = 0;
-        const bool moved = call(static_cast<DWORD>(std::min(bytes - done, size_t(1) << 30)), &count, &place);
-        if (!moved && GetLastError() != ERROR_HANDLE_EOF) {
-            return false;
-        }
-    }
-    return true;
-}
-
 File::File(const std::string& path, Use use) : File(path) {
     const bool reads = use == Use::kRead;
     const std::filesystem::path name(std::u8string(path.begin(), path.end()));
@@ -71,22 +55,24 @@ File::~File() {
     }
 }
 
-size_t File::read(void* data, size_t bytes, size_t at) const {
+// Calls until all bytes are moved, or none is.
+size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
+    const char* const what = to ? "cannot be read" : "cannot be written";
     size_t done = 0;
-    const auto call = [&](DWORD most, DWORD* count, OVERLAPPED* place) {
-        return ReadFile(handle(number_), static_cast<uint8_t*>(data) + done, most, count, place);
-    };
-    expect(move(bytes, at, done, call), "cannot be read");
+    for (DWORD count = 1; count > 0 && done < bytes; done += count) {
+        OVERLAPPED place = {};
+        place.Offset = static_cast<DWORD>(at + done);
+        place.OffsetHigh = static_cast<DWORD>(uint64_t(at + done) >> 32);
+        const DWORD most = static_cast<DWORD>(std::min(bytes - done, size_t(1) << 30));
+        count = 0;
+        SetLastError(ERROR_DISK_FULL);  // unless the call says otherwise
+        const bool moved =
+            to ? ReadFile(handle(number_), static_cast<uint8_t*>(to) + done, most, &count, &place)
+               : WriteFile(handle(number_), static_cast<const uint8_t*>(from) + done, most, &count, &place);
+        expect(moved || GetLastError() == ERROR_HANDLE_EOF, what);
+    }
+    expect(to || done == bytes, what);
     return done;
-}
-
-void File::write(const void* data, size_t bytes, size_t at) const {
-    size_t done = 0;
-    const auto call = [&](DWORD most, DWORD* count, OVERLAPPED* place) {
-        SetLastError(ERROR_DISK_FULL);  // unless it says otherwise
-        return WriteFile(handle(number_), static_cast<const uint8_t*>(data) + done, most, count, place);
-    };
-    expect(move(bytes, at, done, call) && done == bytes, "cannot be written");
 }
 
 void File::prefetch(size_t, size_t) const {}
