@@ -171,13 +171,6 @@ class Tokenizer:
             TypeError: tokens that are not integers.
             ValueError: a token outside of the vocabulary.
         """
-    def sequences_of(self, text: str) -> list[list[int]]:
-        """The token sequences that may contain a text: each single token that contains it, and each token that ends
-        with its beginning, followed by the tokens of the rest.
-
-        Raises:
-            ValueError: an empty text.
-        """
     def token_text(self, token: int) -> str:
         """How the vocabulary spells a token."""
     def is_control(self, token: int) -> bool:
