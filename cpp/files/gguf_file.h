@@ -239,16 +239,11 @@ public:
     }
     // A tensor of exactly this shape (missing dimensions are 1).
     TensorView tensor(const std::string& name, std::vector<int64_t> shape) const {
-        TensorView view = tensor(name);
+        const TensorView view = tensor(name);
         shape.resize(GGML_MAX_DIMS, 1);
-        std::string found, wanted;
-        bool same = true;
-        for (int i = 0; i < GGML_MAX_DIMS; ++i) {
-            same = same && view.ne[i] == shape[i];
-            found += (i ? " x " : "") + std::to_string(view.ne[i]);
-            wanted += (i ? " x " : "") + std::to_string(shape[i]);
-        }
-        require(same, "tensor '", name, "' has shape ", found, " where ", wanted, " is needed");
+        const auto spelled = [](const int64_t* ne) { return say(ne[0], " x ", ne[1], " x ", ne[2], " x ", ne[3]); };
+        require(std::equal(shape.begin(), shape.end(), view.ne), "tensor '", name, "' has shape ", spelled(view.ne),
+                " where ", spelled(shape.data()), " is needed");
         return view;
     }
     // A tensor of that name of any shape.

@@ -269,14 +269,15 @@ void run_head(const Workspace& w, const StateSpace& mixer, const float* product,
 
 Value mix(Workspace& w, const ShortConvolution& mixer, const Value& input, int layer, int first_row) {
     const int width = w.h.width, n = input.n - first_row;
-    const size_t stride = w.h.padded_width();
-    const Value product = w.products(mixer.input, input, padded(3 * width, kBlock));
+    const size_t stride = w.h.padded_width(), in_stride = padded(3 * width, kBlock);
+    float* const product = w.take(input.n, in_stride);
+    w.products(mixer.input, input, product, in_stride);
     const States states(w, layer, 0);
     float* const mixed = w.take(n, stride);
     states.run(num_blocks(width), width, [&](const TextRows& text, int block, int) {
         const int first = block * kChannels, count = std::min(kChannels, width - first);
         const auto take = [&](int row, float* own, Convolution& convolution) {
-            const float *b = product.rows + row * product.stride + first, *c = b + width, *values = c + width;
+            const float *b = product + row * in_stride + first, *c = b + width, *values = c + width;
             for (int d = 0; d < count; ++d) {
                 own[d] = b[d] * values[d];
             }

@@ -48,9 +48,6 @@ struct LogitRules {
     // the first, others multiplied; then each loses presence + count * frequency.
     float repeat_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
     int repeat_last_n = 64;
-    bool penalizes() const {
-        return repeat_last_n != 0 && (repeat_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0);
-    }
 
     // DRY: what would make n tokens at the end of the text a repetition of earlier ones loses
     // multiplier * base^(n - allowed_length), from n = allowed_length on. No repetition goes beyond a breaker.
@@ -104,7 +101,7 @@ public:
                 }
             }
         }
-        if (rules.penalizes()) {
+        if (rules.repeat_penalty != 1 || rules.presence_penalty != 0 || rules.frequency_penalty != 0) {
             penalize(rules, prefix);
         }
         if (rules.dry_multiplier > 0 && rules.dry_last_n != 0) {
@@ -126,12 +123,11 @@ public:
 private:
     static constexpr float kExcluded = LogitRules::kExcluded, kMost = LogitRules::kMost;
 
-    LogitsRow copy(const LogitsRow& row) {
+    void copy(const LogitsRow& row) {
         logits_.assign(row.logits, row.logits + row.stride);
         maxima_.assign(row.maxima, row.maxima + row.stride / kRun);
         is_changed_.assign(maxima_.size(), false);
         size_ = row.size;
-        return changed();
     }
     void change(int32_t token, float logit) {
         logits_[token] = logit == kExcluded ? kExcluded : std::clamp(logit, -kMost, kMost);

@@ -24,8 +24,9 @@ namespace pystaged {
 struct Followed {
     std::vector<int32_t> path;    // pending rows, the root first
     std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
-    // Where the sampling asks for log-probabilities, for each row of the path that of its token, then the likeliest.
-    std::vector<std::vector<Candidate>> logprobs;
+    // [path][1 + Sampling::logprobs] where the sampling asks for log-probabilities: of the token, then of the
+    // likeliest.
+    std::vector<Candidate> logprobs;
 };
 
 // The result of a Work; see work.h.
@@ -183,7 +184,8 @@ struct Text {
             result.path.push_back(row);
             result.tokens.push_back(token);
             if (sampling.logprobs >= 0) {
-                result.logprobs.push_back(sampler.log_probabilities(logits, token, sampling.logprobs, num_threads));
+                const auto& found = sampler.log_probabilities(logits, token, sampling.logprobs, num_threads);
+                result.logprobs.insert(result.logprobs.end(), found.begin(), found.end());
             }
             const int parent = row;
             row = -1;
@@ -275,8 +277,6 @@ public:
                 session->leave();
             }
         }
-        Turn(const Turn&) = delete;
-        Turn& operator=(const Turn&) = delete;
 
         // Of each session, in the order they were named.
         const std::vector<Text*>& texts() const { return texts_; }

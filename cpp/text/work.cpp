@@ -4,7 +4,6 @@
 #include <bitset>
 #include <chrono>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 namespace pystaged {
@@ -42,23 +41,19 @@ static void check_hidden(const Work& work) {
             "a draft without keys and values of its own reads and verifies no text");
     require(reads != Reads::as_context || work.kind != Work::Kind::verify, "a draft of blocks verifies no trees");
     const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
-    const bool is_own = width == size_t(h.hidden_width);
-    bool fits = is_own;  // of rows that are joined with tokens, whoever computed them
-    std::string read = say(h.hidden_width, " numbers");
-    size_t wanted = n;
-    if (reads == Reads::nothing || is_block(work)) {
-        wanted = 0;
-        read = "no numbers";
-    } else if (reads == Reads::beside_tokens) {
-        fits = reads_target(work) || (work.hidden.of_draft && is_own);
+    const size_t wanted = reads == Reads::nothing || is_block(work) ? 0 : n;
+    bool fits = width == size_t(h.hidden_width);  // of rows that are joined with tokens, whoever computed them
+    std::string read = std::to_string(h.hidden_width);
+    if (reads == Reads::beside_tokens) {
+        fits = reads_target(work) || (work.hidden.of_draft && fits);
         read = say(h.features_width(), " or ", read);
     } else if (reads == Reads::as_context) {
         fits = reads_target(work);
-        read = say(h.features_width(), " numbers");
+        read = std::to_string(h.features_width());
     }
-    require(given == wanted && (wanted == 0 || fits), "the model reads ", read,
-            " of another one's hidden states with each token; there are ", given, " rows of ", width, " for ", n,
-            " tokens");
+    require(given == wanted && (wanted == 0 || fits), "the model reads ", wanted == 0 && n > 0 ? "no" : read,
+            " numbers of another one's hidden states with each token; there are ", given, " rows of ", width, " for ",
+            n, " tokens");
 }
 
 static void check_judged(const Work& work) {
@@ -84,8 +79,6 @@ public:
             }
         }
     }
-    Run(const Run&) = delete;
-    Run& operator=(const Run&) = delete;
 
     void append() {
         for (const auto& [work, text, start] : tasks_) {
@@ -96,9 +89,8 @@ public:
             }
             text.check_tokens(work.tokens);
             if (work.kind != Work::Kind::propose || is_block(work)) {
-                text.check_nothing_pending(work.kind == Work::Kind::read     ? "reading tokens"
-                                           : work.kind == Work::Kind::verify ? "verify"
-                                                                             : "a block");
+                const bool reads = work.kind == Work::Kind::read;
+                text.check_nothing_pending(reads ? "reading tokens" : is_block(work) ? "a block" : "verify");
             }
             const size_t n = work.tokens.size(), judged = work.num_judged;
             require((n > 0 || work.kind == Work::Kind::read) && n == work.parents.size(),
@@ -121,24 +113,23 @@ public:
             } else {
                 text.append(work.tokens, work.parents, work.kind == Work::Kind::read);
             }
-            auto& pending = text.pending;
-            const bool of_target = model.family().reads != Reads::nothing && reads_target(work);
-            for (size_t i = 0; i < work.hidden.rows.size(); ++i) {
-                pending[start + i].input = work.hidden.rows[i];
-                pending[start + i].of_target = of_target;
+            for (size_t i = start; i < text.pending.size(); ++i) {
+                text.pending[i].of_target = model.family().reads != Reads::nothing && reads_target(work);
             }
+            // To the last of the rows.
+            const auto give = [&pending = text.pending](const auto& rows, auto Text::Row::* place) {
+                for (size_t i = 0, first = pending.size() - rows.size(); i < rows.size(); ++i) {
+                    pending[first + i].*place = rows[i];
+                }
+            };
+            give(work.hidden.rows, &Text::Row::input);
             if (work.embeds) {
-                auto rows = HiddenRows::make(work.tokens.size(), padded(model.numbers().width, kBlock));
-                for (size_t i = 0; i < rows.size(); ++i) {
-                    pending[start + i].embedding = std::move(rows[i]);
-                }
+                const size_t width = padded(model.numbers().width, kBlock);
+                give(HiddenRows::make(work.tokens.size(), width), &Text::Row::embedding);
             }
-            const size_t kept = model.taps_all_rows() ? work.tokens.size() : work.num_judged;
             if (model.state_size() > 0) {
-                auto rows = HiddenRows::make(kept, model.state_size());
-                for (size_t i = 0; i < kept; ++i) {
-                    pending[pending.size() - kept + i].hidden = std::move(rows[i]);
-                }
+                const size_t kept = model.taps_all_rows() ? work.tokens.size() : work.num_judged;
+                give(HiddenRows::make(kept, model.state_size()), &Text::Row::hidden);
             }
         }
     }
@@ -249,14 +240,10 @@ private:
     // have two segments.
     void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
         std::vector<Piece> spans = pieces;
-        if (pieces.size() > 1) {
-            spans.clear();
-            for (const Piece& piece : pieces) {
-                spans.push_back({piece.text, piece.is_reading, piece.first, piece.judged, piece.judged});
-            }
-            for (const Piece& piece : pieces) {
-                spans.push_back({piece.text, piece.is_reading, piece.judged, piece.judged, piece.last});
-            }
+        for (size_t i = 0; pieces.size() > 1 && i < pieces.size(); ++i) {
+            spans[i].last = pieces[i].judged;
+            spans.push_back(pieces[i]);
+            spans.back().first = pieces[i].judged;
         }
         Pass pass;
         std::vector<PassRow> rows;
@@ -298,9 +285,6 @@ private:
         executor_->backend().compute(pass);
         if (pass.experts) {
             note_experts(experts, expert_bytes, spans);
-        }
-        if (!logits) {
-            return;
         }
         int slot = 0;
         for (const Piece& span : spans) {

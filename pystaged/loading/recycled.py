@@ -70,9 +70,8 @@ class KeptCandidates:
         if data is None or not data.startswith(self._head):
             return
         fields = data[len(self._head) :]
-        num_entries = len(fields) // _ENTRY_BYTES
+        entries = np.empty(num_entries := len(fields) // _ENTRY_BYTES, self.candidates.entries().dtype)
         each = num_entries * _KEPT
-        entries = np.empty(num_entries, self.candidates.entries().dtype)
         entries["key"] = np.frombuffer(fields, np.int64, num_entries)
         entries["tokens"] = np.frombuffer(fields, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
         entries["chances"] = np.frombuffer(fields, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
