@@ -171,13 +171,6 @@ class Tokenizer:
             TypeError: tokens that are not integers.
             ValueError: a token outside of the vocabulary.
         """
-    def sequences_of(self, text: str) -> list[list[int]]:
-        """The token sequences that may contain a text: each single token that contains it, and each token that ends
-        with its beginning, followed by the tokens of the rest.
-
-        Raises:
-            ValueError: an empty text.
-        """
     def token_text(self, token: int) -> str:
         """How the vocabulary spells a token."""
     def is_control(self, token: int) -> bool:
@@ -390,10 +383,10 @@ class RecycledCandidates:
         it depends on; without candidates, 0."""
     def copy_from(self, other: RecycledCandidates) -> None:
         """Replace the content by a copy of another one's."""
-    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """All entries, those of tokens first: keys int64[n], candidates int32[n, num_candidates], -1 for none, and
-        their probabilities float32[n, num_candidates]."""
-    def restore(self, keys: NDArray[np.int64], candidates: NDArray[np.int32], chances: NDArray[np.float32]) -> None:
+    def entries(self) -> NDArray[np.void]:
+        """All entries, those of tokens first, with fields: key int64, tokens int32[num_candidates], -1 for none, and
+        their probabilities, chances float32[num_candidates]."""
+    def restore(self, entries: NDArray[np.void]) -> None:
         """Add what `entries` returned. Raises ValueError, and adds nothing, for negative keys or probabilities, or
         entries without candidates."""
 

@@ -65,15 +65,6 @@ void add_models(py::module_& m) {
             },
             py::arg("tokens"), py::arg("special") = false)
         .def(
-            "sequences_of",
-            [](const Tokenizer& self, const py::str& text) {
-                const std::string bytes = text.attr("encode")("utf-8").cast<py::bytes>();
-                require(!bytes.empty(), "the text is empty");
-                const py::gil_scoped_release release;
-                return self.sequences_of(bytes);
-            },
-            py::arg("text"))
-        .def(
             "token_text", [](const Tokenizer& self, int32_t token) { return to_text(self.token_text(token)); },
             py::arg("token"))
         .def("is_control", &Tokenizer::is_control, py::arg("token"))
@@ -85,12 +76,8 @@ void add_models(py::module_& m) {
         .def_property_readonly("infill_tokens", &Tokenizer::infill_tokens)
         .def_property_readonly("end_tokens",
                                [](const Tokenizer& self) {
-                                   std::vector<int32_t> tokens;
-                                   for (int32_t token = 0; token < self.num_tokens(); ++token) {
-                                       if (self.is_end(token)) {
-                                           tokens.push_back(token);
-                                       }
-                                   }
+                                   std::vector<int32_t> tokens = in_order(self.num_tokens());
+                                   std::erase_if(tokens, [&](int32_t token) { return !self.is_end(token); });
                                    return to_array(tokens);
                                })
         .def(
@@ -135,10 +122,10 @@ void add_models(py::module_& m) {
                 self.tap(std::move(layers), all_rows, last_row);
             },
             py::arg("layers"), py::arg("all_rows") = false, py::arg("last_row") = false)
-        .def_property_readonly("matrix_bytes", &Model::matrix_bytes)
-        .def_property_readonly("buffer_bytes", &Model::buffer_bytes)
-        .def_property_readonly("is_mapped", &Model::is_mapped)
-        .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.packed_problem()); })
+        .def_property_readonly("matrix_bytes", [](const Model& self) { return self.facts().matrix_bytes; })
+        .def_property_readonly("buffer_bytes", [](const Model& self) { return self.facts().buffer_bytes; })
+        .def_property_readonly("is_mapped", [](const Model& self) { return self.facts().is_mapped; })
+        .def_property_readonly("packed_problem", [](const Model& self) { return to_text(self.facts().packed_problem); })
         .def(
             "save_packed", [](const Model& self, const Path& path) { self.save_packed(path.bytes, check_signals); },
             py::arg("path"), kReleased)
@@ -151,28 +138,22 @@ void add_models(py::module_& m) {
                 }
                 return names;
             })
-        .def_property_readonly("name", [](const Model& self) { return to_text(self.name()); })
+        .def_property_readonly("name", [](const Model& self) { return to_text(self.facts().name); })
         .def_property_readonly("kernel", [](const Model& self) { return self.kernel().name; })
         .def_property_readonly("num_threads", &Model::num_threads)
         .def_property_readonly("num_few_threads", [](const Model& model) { return model.num_threads_for(1); })
         .def_property_readonly("taps", &Model::taps)
         .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
-        .def_property_readonly("file_bytes", &Model::file_bytes)
+        .def_property_readonly("file_bytes", [](const Model& self) { return self.facts().file_bytes; })
         .def_property_readonly("experts_per_row",
                                [](const Model& self) {
                                    const ExpertNumbers& experts = self.numbers().experts;
                                    return experts.layers * experts.used;
                                })
-        .def_property_readonly("weight_bytes", &Model::weight_bytes)
-        .def_property_readonly("num_weights", &Model::num_weights)
+        .def_property_readonly("weight_bytes", [](const Model& self) { return self.facts().weight_bytes; })
+        .def_property_readonly("num_weights", [](const Model& self) { return self.facts().num_weights; })
         .def_property_readonly("weight_types",
-                               [](const Model& self) {
-                                   py::dict types;
-                                   for (const auto& [type, bytes] : self.weight_types()) {
-                                       types[py::str(type)] = bytes;
-                                   }
-                                   return types;
-                               })
+                               [](const Model& self) { return py::dict(py::cast(self.facts().weight_types)); })
         .def_property_readonly("vocab_size", [](const Model& self) { return self.numbers().vocab_size; })
         .def_property_readonly("max_context", [](const Model& self) { return self.numbers().max_context; })
         .def_property_readonly("width", [](const Model& self) { return self.numbers().width; })

@@ -59,19 +59,15 @@ py::tuple to_tuple(const Followed& followed) {
     if (followed.logprobs.empty()) {
         return found;
     }
-    const auto rows = static_cast<py::ssize_t>(followed.logprobs.size());
-    const auto k = static_cast<py::ssize_t>(followed.logprobs[0].size()) - 1;
-    py::array_t<float> of_tokens(rows), of_best({rows, k});
-    py::array_t<int32_t> best({rows, k});
-    for (py::ssize_t i = 0; i < rows; ++i) {
-        const std::vector<Candidate>& row = followed.logprobs[i];
-        of_tokens.mutable_at(i) = row[0].score;
-        for (py::ssize_t j = 0; j < k; ++j) {
-            best.mutable_at(i, j) = row[j + 1].token;
-            of_best.mutable_at(i, j) = row[j + 1].score;
-        }
-    }
-    return found + py::make_tuple(py::make_tuple(of_tokens, best, of_best));
+    const auto rows = static_cast<py::ssize_t>(followed.path.size());
+    const auto k = static_cast<py::ssize_t>(followed.logprobs.size()) / rows - 1;
+    const py::ssize_t step = sizeof(Candidate), stride = (1 + k) * step;
+    const Candidate *own = followed.logprobs.data(), *best = own + (k > 0 ? 1 : 0);
+    const auto matrix = [&](const auto* first) {
+        return py::array_t<std::decay_t<decltype(*first)>>({rows, k}, {stride, step}, first);
+    };
+    return found + py::make_tuple(py::make_tuple(py::array_t<float>({rows}, {stride}, &own->score),
+                                                 matrix(&best->token), matrix(&best->score)));
 }
 
 // [rows, k] each.
@@ -212,17 +208,16 @@ void add_sessions(py::module_& m) {
         .def_property_readonly("most_pending", [](const Session& self) { return self.model().most_pending(); })
         .def_property_readonly("state_bytes", [](const Session& self) { return self.model().state_bytes(); })
         .def_property_readonly("kept_state_bytes", [](const Session& self) { return self.model().kept_state_bytes(); })
-        .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().weight_bytes(); })
+        .def_property_readonly("weight_bytes", [](const Session& self) { return self.model().facts().weight_bytes; })
         .def_property_readonly("vocab_size", [](const Session& self) { return self.model().numbers().vocab_size; });
 
-    // A work keeps its session.
     py::class_<Work>(m, "Work")
         .def_static(
             "read",
             [](Session& session, const IntsOf<kTokens>& tokens, const HiddenRows* hidden) {
                 return Work::read(session, tokens, hidden ? *hidden : HiddenRows());
             },
-            py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("tokens"), py::arg("hidden") = py::none())
         .def_static(
             "embed",
             [](Session& session, const IntsOf<kTokens>& tokens) {
@@ -230,7 +225,7 @@ void add_sessions(py::module_& m) {
                 work.embeds = true;
                 return work;
             },
-            py::arg("session"), py::arg("tokens"), py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("tokens"))
         .def_static(
             "verify",
             [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents,
@@ -239,7 +234,7 @@ void add_sessions(py::module_& m) {
                 return Work::verify(session, tokens, parents, sampling, num_candidates, to_masks(masks));
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("sampling"),
-            py::arg("num_candidates") = 0, py::arg("masks") = py::none(), py::keep_alive<0, 1>())
+            py::arg("num_candidates") = 0, py::arg("masks") = py::none())
         .def_static(
             "propose",
             [](Session& session, const IntsOf<kTokens>& tokens, const IntsOf<kParents>& parents, int num_judged, int k,
@@ -249,15 +244,14 @@ void add_sessions(py::module_& m) {
                                      hidden ? *hidden : HiddenRows());
             },
             py::arg("session"), py::arg("tokens"), py::arg("parents"), py::arg("num_judged"), py::arg("k"),
-            py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none(), py::keep_alive<0, 1>())
+            py::arg("sampling"), py::arg("masks") = py::none(), py::arg("hidden") = py::none())
         .def_static(
             "rank",
             [](Session& session, const IntsOf<kRows>& rows, int k, const Samplings& sampling, const MaskArray& masks) {
                 check_count(session, "k", 1, k);
                 return Work::rank(session, rows, k, to_samplings(sampling), to_masks(masks));
             },
-            py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none(),
-            py::keep_alive<0, 1>())
+            py::arg("session"), py::arg("rows"), py::arg("k"), py::arg("sampling"), py::arg("masks") = py::none())
         .def_property_readonly(
             "session", [](const Work& self) { return self.session; }, py::return_value_policy::reference)
         .def_property_readonly("num_rows", [](const Work& self) { return self.tokens.size(); });

@@ -10,6 +10,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "error.h"
@@ -116,19 +118,12 @@ public:
     // chance, or where the chances of an entry's candidates sum to nothing.
     void restore(std::vector<Entry> entries) {
         for (Entry& entry : entries) {
-            float sum = 0, least = 0;
             for (int j = 0; j < kKept; ++j) {
                 entry.chances[j] = entry.tokens[j] < 0 ? 0 : entry.chances[j];
-                sum += entry.chances[j];
-                least = std::min(least, entry.chances[j]);
             }
+            const float least = *std::ranges::min_element(entry.chances), sum = normalize(entry);
             require(entry.key >= 0 && least >= 0 && sum > 0 && std::isfinite(sum),
                     "an entry needs a key and chances that are not negative, and candidates");
-            for (int j = 0; j < kKept; ++j) {
-                // Chances that were too small for how they were kept are 0.
-                entry.chances[j] /= sum;
-                entry.tokens[j] = entry.chances[j] > 0 ? entry.tokens[j] : -1;
-            }
         }
         for (const Entry& entry : entries) {
             slots_[slot_of(entry.key)] = entry;
@@ -175,17 +170,20 @@ private:
         }
         std::stable_sort(mixed.begin(), mixed.begin() + size,
                          [](const auto& a, const auto& b) { return a.first > b.first; });
-        size = std::min(size, kKept);
-        float sum = 0;
-        for (int j = 0; j < size; ++j) {
-            sum += mixed[j].first;
-        }
         entry.key = key;
         for (int j = 0; j < kKept; ++j) {
-            const float chance = j < size ? mixed[j].first / sum : 0;
-            entry.chances[j] = chance;
-            entry.tokens[j] = chance > 0 ? mixed[j].second : -1;
+            std::tie(entry.chances[j], entry.tokens[j]) = j < size ? mixed[j] : std::pair(0.0f, -1);
         }
+        normalize(entry);
+    }
+    // Makes the chances sum to 1, and returns what they summed to. Those too small for how they were kept are none.
+    static float normalize(Entry& entry) {
+        const float sum = std::accumulate(entry.chances.begin(), entry.chances.end(), 0.0f);
+        for (int j = 0; j < kKept; ++j) {
+            entry.chances[j] /= sum;
+            entry.tokens[j] = entry.chances[j] > 0 ? entry.tokens[j] : -1;
+        }
+        return sum;
     }
 
     size_t num_token_slots_;

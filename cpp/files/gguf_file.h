@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <system_error>
 #include <unordered_set>
 #include <vector>
 
@@ -89,22 +88,14 @@ class GgufFile {
 public:
     // Throws ModelError when the file cannot be read or is not a whole, valid GGUF file. The first of several files
     // (...-00001-of-00003.gguf) stands for all of them, unless they are not wanted.
-    explicit GgufFile(const std::string& path, bool with_others = true) : path_(path) {
-        std::unique_ptr<FILE, File::Close> stream;
-        try {
-            file_ = std::make_unique<File>(path, File::Use::kRead);
-            stream = file_->stream();
-        } catch (const std::system_error& error) {
-            fail("cannot open: ", error.what());
-        }
-        require(file_->is_regular(), "cannot open: it is no regular file");
-        const size_t bytes_here = file_->size();
+    explicit GgufFile(const std::string& path, bool with_others = true) : path_(path), file_(path, File::Use::kRead) {
+        require(file_.is_regular(), "cannot open: it is no regular file");
+        const size_t bytes_here = file_.size();
         {
             const LogCapture log;
-            context_.reset(gguf_init_from_file_ptr(stream.get(), {/*no_alloc=*/true, /*ctx=*/nullptr}));
-            if (!context_) {
-                fail(whats_wrong(stream.get(), bytes_here, log.first_error()));
-            }
+            ReadAhead reader{file_};
+            context_.reset(gguf_init_from_callback(ReadAhead::read, &reader, 0, bytes_here, {true, nullptr}));
+            require(context_ != nullptr, whats_wrong(log.first_error()));
         }
         const size_t start = gguf_get_data_offset(context_.get());
         for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
@@ -122,9 +113,9 @@ public:
     const std::string& path() const { return path_; }
     // Of all files.
     size_t bytes() const {
-        size_t sum = file_->size();
+        size_t sum = file_.size();
         for (const auto& shard : shards_) {
-            sum += shard->file_->size();
+            sum += shard->file_.size();
         }
         return sum;
     }
@@ -134,7 +125,7 @@ public:
         // What lies between the tensors' first weights is not read: time of change tells of it.
         std::vector<uint8_t> data(gguf_get_data_offset(context_.get()));
         read_bytes(0, data.size(), data.data(), "metadata");
-        std::vector<uint64_t> parts = {file_->size(), static_cast<uint64_t>(file_->changed()),
+        std::vector<uint64_t> parts = {file_.size(), static_cast<uint64_t>(file_.changed()),
                                        digest(data.data(), data.size())};
         for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
             data.resize(std::min(kSampleBytes, gguf_get_tensor_size(context_.get(), i)));
@@ -248,16 +239,11 @@ public:
     }
     // A tensor of exactly this shape (missing dimensions are 1).
     TensorView tensor(const std::string& name, std::vector<int64_t> shape) const {
-        TensorView view = tensor(name);
+        const TensorView view = tensor(name);
         shape.resize(GGML_MAX_DIMS, 1);
-        std::string found, wanted;
-        bool same = true;
-        for (int i = 0; i < GGML_MAX_DIMS; ++i) {
-            same = same && view.ne[i] == shape[i];
-            found += (i ? " x " : "") + std::to_string(view.ne[i]);
-            wanted += (i ? " x " : "") + std::to_string(shape[i]);
-        }
-        require(same, "tensor '", name, "' has shape ", found, " where ", wanted, " is needed");
+        const auto spelled = [](const int64_t* ne) { return say(ne[0], " x ", ne[1], " x ", ne[2], " x ", ne[3]); };
+        require(std::equal(shape.begin(), shape.end(), view.ne), "tensor '", name, "' has shape ", spelled(view.ne),
+                " where ", spelled(shape.data()), " is needed");
         return view;
     }
     // A tensor of that name of any shape.
@@ -298,7 +284,7 @@ public:
                      "' holds weights that are not finite numbers; the file is damaged, get it again");
     }
     // Asks the system to begin reading it from the disk.
-    void prefetch(const TensorView& tensor) const { holder(tensor).file_->prefetch(tensor.at, tensor.bytes); }
+    void prefetch(const TensorView& tensor) const { holder(tensor).file_.prefetch(tensor.at, tensor.bytes); }
 
     // fail and require throw ModelError, refuse throws UnsupportedModelError; all name the file.
     template <class... Parts>
@@ -334,14 +320,34 @@ private:
         }
     }
 
-    // Why ggml does not take a file, of which it says `reason`.
-    static std::string whats_wrong(FILE* file, size_t size, const std::string& reason) {
+    // ggml asks for a few bytes at a time.
+    struct ReadAhead {
+        const File& file;
+        std::vector<uint8_t> ahead = {};
+        uint64_t first = 0;  // where they are in the file
+
+        static size_t read(void* self, void* out, uint64_t at, size_t bytes) try {
+            auto& [file, ahead, first] = *static_cast<ReadAhead*>(self);
+            if (at < first || at - first + bytes > ahead.size()) {
+                ahead.resize(std::max<size_t>(bytes, 64 << 10));
+                ahead.resize(file.read(ahead.data(), ahead.size(), at));
+                first = at;
+            }
+            bytes = std::min<size_t>(bytes, ahead.size() - (at - first));
+            std::memcpy(out, ahead.data() + (at - first), bytes);
+            return bytes;
+        } catch (const std::exception&) {
+            return 0;  // as at the end of the file
+        }
+    };
+
+    // Why ggml does not take the file, of which it says `reason`.
+    std::string whats_wrong(const std::string& reason) const {
         char magic[4] = {};
-        std::rewind(file);
-        if (size == 0) {
+        if (file_.size() == 0) {
             return "the file is empty";
         }
-        if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic))) {
+        if (file_.read(magic, sizeof(magic), 0) < sizeof(magic) || std::memcmp(magic, "GGUF", sizeof(magic))) {
             return "no GGUF file: it does not begin with the letters GGUF; name such a file, or the folder of a "
                    "checkpoint";
         }
@@ -393,16 +399,12 @@ private:
         return tensor.shard > 0 ? *shards_[tensor.shard - 1] : *this;
     }
     void read_bytes(size_t at, size_t bytes, uint8_t* out, const std::string& what) const {
-        try {
-            require(file_->read(out, bytes, at) == bytes, what,
-                    " cannot be read: the file became shorter while it was read");
-        } catch (const std::system_error& error) {
-            fail(what, " cannot be read: ", error.what());
-        }
+        require(file_.read(out, bytes, at) == bytes, what,
+                " cannot be read: the file became shorter while it was read");
     }
 
     std::string path_;
-    std::unique_ptr<File> file_;
+    File file_;
     std::unique_ptr<gguf_context, Free> context_;
     std::vector<std::unique_ptr<GgufFile>> shards_;  // after the first
 };

@@ -11,21 +11,12 @@ inline float as_float(uint32_t bits) {
     return x;
 }
 
-inline float from_f16(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
-    if (exponent == 0) {
-        const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -magnitude : magnitude;
-    }
-    return as_float(sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13);
-}
-
 struct F {
     static constexpr int lanes = 1;
     float x;
 
     static F load(const float* p) { return {*p}; }
-    static F load_f16(const uint16_t* p) { return {from_f16(*p)}; }
+    static F load_f16(const uint16_t* p) { return {ggml_fp16_to_fp32(*p)}; }
     static F load_bf16(const uint16_t* p) { return {as_float(uint32_t(*p) << 16)}; }
     static F load_u8(const uint8_t* p) { return {static_cast<float>(*p)}; }
     static F load_i8(const uint8_t* p) { return {static_cast<float>(static_cast<int8_t>(*p))}; }

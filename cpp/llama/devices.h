@@ -1,7 +1,6 @@
 // ggml's devices, found by the names users give them.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>

@@ -148,26 +148,6 @@ public:
         }
         return bytes;
     }
-    // The sequences of tokens that a text may begin in: each token that holds it, alone, and each that ends with its
-    // beginning, with the tokens of the rest; as DRY's breakers of llama.cpp.
-    std::vector<std::vector<int32_t>> sequences_of(const std::string& text) const {
-        std::vector<std::vector<int32_t>> sequences;
-        for (int32_t token = 0; token < num_tokens(); ++token) {
-            const std::string bytes = token_bytes(token, true);
-            if (bytes.find(text) != std::string::npos) {
-                sequences.push_back({token});
-                continue;
-            }
-            for (size_t held = std::min(bytes.size(), text.size() - 1); held > 0; --held) {
-                if (bytes.compare(bytes.size() - held, held, text, 0, held) == 0) {
-                    std::vector<int32_t> sequence = encode(text.substr(held), false, false);
-                    sequence.insert(sequence.begin(), token);
-                    sequences.push_back(std::move(sequence));
-                }
-            }
-        }
-        return sequences;
-    }
     // How the vocabulary spells a token.
     std::string token_text(int32_t token) const {
         check_token(token);

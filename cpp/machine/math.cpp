@@ -92,13 +92,4 @@ void own_sin_cos(double x, double* sine, double* cosine) {
     }
 }
 
-FloatEnvironment::FloatEnvironment() {
-    std::fegetenv(&before_);
-    std::fesetenv(FE_DFL_ENV);
-}
-
-FloatEnvironment::~FloatEnvironment() {
-    std::fesetenv(&before_);
-}
-
 }  // namespace pystaged

@@ -17,8 +17,11 @@ void own_sin_cos(double x, double* sine, double* cosine);
 // that for threads which then call us.
 class FloatEnvironment {
 public:
-    FloatEnvironment();
-    ~FloatEnvironment();
+    FloatEnvironment() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~FloatEnvironment() { std::fesetenv(&before_); }
     FloatEnvironment(const FloatEnvironment&) = delete;
     FloatEnvironment& operator=(const FloatEnvironment&) = delete;
 

@@ -54,7 +54,7 @@ public:
     }
     // Memory that may be touched only where it is committed: for what may stay sparse.
     static Memory reserve(size_t bytes) { return bytes > 0 ? Memory(new_pages(bytes), bytes) : Memory(); }
-    // The first `bytes` of a file, which must not be written to. Throws std::system_error where it cannot be mapped.
+    // The first `bytes` of a file, which must not be written to. Throws ModelError where it cannot be mapped.
     static Memory map(const File& file, size_t bytes) { return {file.map(bytes), bytes}; }
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }

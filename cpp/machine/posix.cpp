@@ -22,37 +22,14 @@
 
 namespace pystaged {
 
-// Throws what the last call failed for.
-static void expect(bool holds) {
-    if (!holds) {
-        throw std::system_error(errno, std::generic_category());
-    }
+void File::expect(bool holds, const char* what) const {
+    require<ModelError>(holds, path_, ": ", what, ": ", std::generic_category().message(errno));
 }
 
-// Calls until all bytes are moved, or none is.
-template <class Call>
-static size_t move(size_t bytes, const Call& call) {
-    size_t done = 0;
-    while (done < bytes) {
-        const ssize_t count = call(done);
-        expect(count >= 0 || errno == EINTR);
-        if (count == 0) {
-            break;
-        }
-        done += static_cast<size_t>(std::max<ssize_t>(count, 0));
-    }
-    return done;
-}
-
-File::File(const std::string& path, Use use)
-    : number_(open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW))) {
+File::File(const std::string& path, Use use) : File(path) {
+    number_ = open(path.c_str(), O_CLOEXEC | (use == Use::kRead ? O_RDONLY | O_NONBLOCK : O_WRONLY | O_NOFOLLOW));
     struct stat info = {};
-    expect(number_ >= 0);
-    if (fstat(number_, &info) != 0) {
-        const int error = errno;
-        close(number_);
-        throw std::system_error(error, std::generic_category());
-    }
+    expect(number_ >= 0 && fstat(number_, &info) == 0, "cannot open");
     is_regular_ = S_ISREG(info.st_mode);
     size_ = static_cast<size_t>(info.st_size);
 #ifdef __APPLE__
@@ -64,22 +41,24 @@ File::File(const std::string& path, Use use)
 }
 
 File::~File() {
-    close(number_);
-}
-
-size_t File::read(void* data, size_t bytes, size_t at) const {
-    return move(bytes, [&](size_t done) {
-        return pread(number_, static_cast<uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
-    });
-}
-
-void File::write(const void* data, size_t bytes, size_t at) const {
-    const size_t written = move(bytes, [&](size_t done) {
-        return pwrite(number_, static_cast<const uint8_t*>(data) + done, bytes - done, static_cast<off_t>(at + done));
-    });
-    if (written < bytes) {
-        throw std::system_error(ENOSPC, std::generic_category());
+    if (number_ >= 0) {
+        close(number_);
     }
+}
+
+// Calls until all bytes are moved, or none is.
+size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
+    const char* const what = to ? "cannot be read" : "cannot be written";
+    size_t done = 0;
+    for (ssize_t count = 1; count != 0 && done < bytes; done += static_cast<size_t>(std::max<ssize_t>(count, 0))) {
+        const off_t place = static_cast<off_t>(at + done);
+        errno = ENOSPC;  // unless the call says otherwise
+        count = to ? pread(number_, static_cast<uint8_t*>(to) + done, bytes - done, place)
+                   : pwrite(number_, static_cast<const uint8_t*>(from) + done, bytes - done, place);
+        expect(count >= 0 || errno == EINTR, what);
+    }
+    expect(to || done == bytes, what);
+    return done;
 }
 
 void File::prefetch(size_t at, size_t bytes) const {
@@ -92,21 +71,8 @@ void File::prefetch(size_t at, size_t bytes) const {
 
 uint8_t* File::map(size_t bytes) const {
     void* const pages = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, number_, 0);
-    expect(pages != MAP_FAILED);
+    expect(pages != MAP_FAILED, "cannot be mapped");
     return static_cast<uint8_t*>(pages);
-}
-
-std::unique_ptr<FILE, File::Close> File::stream() const {
-    const int copy = fcntl(number_, F_DUPFD_CLOEXEC, 0);
-    FILE* const stream = copy < 0 ? nullptr : fdopen(copy, "rb");
-    if (!stream) {
-        const int error = errno;
-        if (copy >= 0) {
-            close(copy);
-        }
-        throw std::system_error(error, std::generic_category());
-    }
-    return std::unique_ptr<FILE, Close>(stream);
 }
 
 size_t page_bytes() {

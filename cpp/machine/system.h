@@ -3,15 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <functional>
-#include <memory>
 #include <string>
 
 namespace pystaged {
 
-// A file that exists, read or written at any place by any thread. Everything throws std::system_error, which says why
-// without the path.
+// A file that exists, read or written at any place by any thread. Everything throws ModelError, with the path and why.
 class File {
 public:
     enum class Use { kRead, kWrite };
@@ -29,19 +26,22 @@ public:
     int64_t changed() const { return changed_; }  // nanoseconds, of any clock
 
     // Returns how many bytes there are: fewer than asked for only at the end of the file.
-    size_t read(void* data, size_t bytes, size_t at) const;
-    void write(const void* data, size_t bytes, size_t at) const;
+    size_t read(void* data, size_t bytes, size_t at) const { return move(data, nullptr, bytes, at); }
+    void write(const void* data, size_t bytes, size_t at) const { move(nullptr, data, bytes, at); }
     // Asks the system to begin reading from the disk.
     void prefetch(size_t at, size_t bytes) const;
     // Its first bytes in memory, to be given back by free_pages(); nobody may write to it.
     uint8_t* map(size_t bytes) const;
 
-    struct Close {
-        void operator()(FILE* stream) const { std::fclose(stream); }
-    };
-    std::unique_ptr<FILE, Close> stream() const;
-
 private:
+    // Closed, so that the destructor runs where opening throws.
+    explicit File(const std::string& path) : path_(path) {}
+    // Reads to memory, or writes from it; one of the two is null.
+    size_t move(void* to, const void* from, size_t bytes, size_t at) const;
+    // Throws what the last call of the system failed for.
+    void expect(bool holds, const char* what) const;
+
+    std::string path_;
     int number_ = -1;
     bool is_regular_ = false;
     size_t size_ = 0;

@@ -6,7 +6,6 @@
 #include <io.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
 #include <new>
 #include <system_error>
@@ -18,39 +17,22 @@
 
 namespace pystaged {
 
-// Throws what the last call failed for.
-static void expect(bool holds, DWORD error = GetLastError()) {
-    if (!holds) {
-        throw std::system_error(static_cast<int>(error), std::system_category());
-    }
+void File::expect(bool holds, const char* what) const {
+    const int error = static_cast<int>(GetLastError());
+    require<ModelError>(holds, path_, ": ", what, ": ", std::system_category().message(error));
 }
 
 static HANDLE handle(int number) {
     return reinterpret_cast<HANDLE>(_get_osfhandle(number));
 }
 
-// Calls until all bytes are moved, or none is: call(done, how many it takes, count, where).
-template <class Call>
-static size_t move(size_t bytes, size_t at, const Call& call) {
-    size_t done = 0;
-    for (DWORD count = 1; count > 0 && done < bytes; done += count) {
-        OVERLAPPED place = {};
-        place.Offset = static_cast<DWORD>(at + done);
-        place.OffsetHigh = static_cast<DWORD>(uint64_t(at + done) >> 32);
-        count = 0;
-        const bool moved = call(done, static_cast<DWORD>(std::min(bytes - done, size_t(1) << 30)), &count, &place);
-        expect(moved || GetLastError() == ERROR_HANDLE_EOF);
-    }
-    return done;
-}
-
-File::File(const std::string& path, Use use) {
+File::File(const std::string& path, Use use) : File(path) {
     const bool reads = use == Use::kRead;
     const std::filesystem::path name(std::u8string(path.begin(), path.end()));
     const HANDLE file = CreateFileW(name.c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
                                     FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr, OPEN_EXISTING,
                                     reads ? FILE_ATTRIBUTE_NORMAL : FILE_FLAG_OPEN_REPARSE_POINT, nullptr);
-    expect(file != INVALID_HANDLE_VALUE);
+    expect(file != INVALID_HANDLE_VALUE, "cannot open");
     BY_HANDLE_FILE_INFORMATION info = {};
     if (GetFileType(file) == FILE_TYPE_DISK && GetFileInformationByHandle(file, &info)) {
         is_regular_ = true;
@@ -62,50 +44,48 @@ File::File(const std::string& path, Use use) {
     number_ = _open_osfhandle(reinterpret_cast<intptr_t>(file), reads ? _O_RDONLY | _O_BINARY : _O_BINARY);
     if (number_ < 0) {
         CloseHandle(file);
-        throw std::system_error(errno, std::generic_category());
+        SetLastError(ERROR_TOO_MANY_OPEN_FILES);
+        expect(false, "cannot open");
     }
 }
 
 File::~File() {
-    _close(number_);
+    if (number_ >= 0) {
+        _close(number_);
+    }
 }
 
-size_t File::read(void* data, size_t bytes, size_t at) const {
-    return move(bytes, at, [&](size_t done, DWORD most, DWORD* count, OVERLAPPED* place) {
-        return ReadFile(handle(number_), static_cast<uint8_t*>(data) + done, most, count, place);
-    });
-}
-
-void File::write(const void* data, size_t bytes, size_t at) const {
-    const size_t written = move(bytes, at, [&](size_t done, DWORD most, DWORD* count, OVERLAPPED* place) {
-        return WriteFile(handle(number_), static_cast<const uint8_t*>(data) + done, most, count, place);
-    });
-    expect(written == bytes, ERROR_DISK_FULL);
+// Calls until all bytes are moved, or none is.
+size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
+    const char* const what = to ? "cannot be read" : "cannot be written";
+    size_t done = 0;
+    for (DWORD count = 1; count > 0 && done < bytes; done += count) {
+        OVERLAPPED place = {};
+        place.Offset = static_cast<DWORD>(at + done);
+        place.OffsetHigh = static_cast<DWORD>(uint64_t(at + done) >> 32);
+        const DWORD most = static_cast<DWORD>(std::min(bytes - done, size_t(1) << 30));
+        count = 0;
+        SetLastError(ERROR_DISK_FULL);  // unless the call says otherwise
+        const bool moved =
+            to ? ReadFile(handle(number_), static_cast<uint8_t*>(to) + done, most, &count, &place)
+               : WriteFile(handle(number_), static_cast<const uint8_t*>(from) + done, most, &count, &place);
+        expect(moved || GetLastError() == ERROR_HANDLE_EOF, what);
+    }
+    expect(to || done == bytes, what);
+    return done;
 }
 
 void File::prefetch(size_t, size_t) const {}
 
 uint8_t* File::map(size_t bytes) const {
     const HANDLE mapping = CreateFileMappingW(handle(number_), nullptr, PAGE_READONLY, 0, 0, nullptr);
-    expect(mapping);
+    expect(mapping, "cannot be mapped");
     void* const pages = MapViewOfFile(mapping, FILE_MAP_READ, 0, 0, bytes);
     const DWORD error = GetLastError();
     CloseHandle(mapping);  // the view keeps it
-    expect(pages, error);
+    SetLastError(error);
+    expect(pages, "cannot be mapped");
     return static_cast<uint8_t*>(pages);
-}
-
-std::unique_ptr<FILE, File::Close> File::stream() const {
-    const int copy = _dup(number_);
-    FILE* const stream = copy < 0 ? nullptr : _fdopen(copy, "rb");
-    if (!stream) {
-        const int error = errno;
-        if (copy >= 0) {
-            _close(copy);
-        }
-        throw std::system_error(error, std::generic_category());
-    }
-    return std::unique_ptr<FILE, Close>(stream);
 }
 
 size_t page_bytes() {

@@ -67,48 +67,21 @@ constexpr Family kFamilies[] = {
      kLayersDiffer | kUnscaledScores, 0, 6, 0, 0, 0, 0, Reads::joined_with_cells, "gemma4"},
 };
 
-// Keys of recurrent layers, and what a family has that computes them.
-struct Recurrence {
-    const char* key;
-    unsigned rule;
-};
-constexpr unsigned kRecurrent = kShortConvolutions | kDeltaNets | kStateSpaces;
-constexpr Recurrence kRecurrences[] = {
-    {"ssm.conv_kernel", kDeltaNets | kStateSpaces}, {"ssm.state_size", kDeltaNets | kStateSpaces},
-    {"ssm.inner_size", kDeltaNets | kStateSpaces},  {"wkv.head_size", 0},
-    {"shortconv.l_cache", kShortConvolutions},      {"linear_attention.head_count", 0},
-};
-
 }  // namespace
 
 const Family& find_family(const GgufFile& file) {
     const std::string name = file.text("general.architecture");
-    const Family* found = nullptr;
-    std::string names, recurrent;
+    std::string names;
     for (const Family& family : kFamilies) {
         if (name == family.name) {
-            found = &family;
+            file.require(family.has(kExperts) || file.integer(name + ".expert_count", 0, 1 << 20, 0) == 0,
+                         "architecture '", name, "' is known without experts, but metadata '", name,
+                         ".expert_count' says that it has some; choose a dense model");
+            return family;
         }
         if (family.reads == Reads::nothing) {
             names += std::string(names.empty() ? "" : ", ") + family.name;
         }
-        if (family.rules & kRecurrent) {
-            recurrent += std::string(recurrent.empty() ? "" : ", ") + family.name;
-        }
-    }
-    for (const Recurrence& recurrence : kRecurrences) {
-        if (file.has(name + "." + recurrence.key) && !(found && found->rules & recurrence.rule)) {
-            const std::string what =
-                say("architecture '", name, "' is recurrent or hybrid (metadata '", name, ".", recurrence.key,
-                    "') in a way that is not supported; choose a model of attention alone, or one of: ", recurrent);
-            found ? file.fail(what) : file.refuse(what);
-        }
-    }
-    if (found) {
-        file.require(found->has(kExperts) || file.integer(name + ".expert_count", 0, 1 << 20, 0) == 0, "architecture '",
-                     name, "' is known without experts, but metadata '", name,
-                     ".expert_count' says that it has some; choose a dense model");
-        return *found;
     }
     file.refuse("architecture '", name, "' is not supported; choose a model of one of: ", names);
 }

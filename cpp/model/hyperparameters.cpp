@@ -33,9 +33,8 @@ public:
     std::optional<std::vector<int64_t>> numbers_of_layers(const char* key, bool or_one = true) const {
         auto values = or_one ? file_.integers(name(key)) : array(key);
         const int num_layers = number("block_count", 1, kMostLayers);
-        if (values && int64_t(values->size()) != num_layers) {
-            fail(key, "has ", values->size(), " entries for ", num_layers, " layers");
-        }
+        const int size = values ? static_cast<int>(values->size()) : num_layers;
+        require(size == num_layers, key, "has ", size, " entries for ", num_layers, " layers");
         return values;
     }
     // One for all layers, or an array, which says the same for each layer that uses it unless those may differ. Sets
@@ -52,7 +51,7 @@ public:
                 continue;
             }
             if (found && value != *found && !may_differ) {
-                refuse(key, "differs between layers, which is not supported");
+                file_.refuse("metadata '", name(key), "' differs between layers, which is not supported");
             }
             require(!values || (value >= least && value <= most), key, "is ", value, ", outside ", least, " to ", most);
             found = std::max(value, found.value_or(value));
@@ -63,16 +62,8 @@ public:
         return static_cast<int>(found.value_or(one));
     }
     template <class... Parts>
-    [[noreturn]] void fail(const char* key, const Parts&... parts) const {
-        file_.fail("metadata '", name(key), "' ", parts...);
-    }
-    template <class... Parts>
     void require(bool holds, const char* key, const Parts&... parts) const {
         file_.require(holds, "metadata '", name(key), "' ", parts...);
-    }
-    template <class... Parts>
-    [[noreturn]] void refuse(const char* key, const Parts&... parts) const {
-        file_.refuse("metadata '", name(key), "' ", parts...);
     }
     float real(const char* key, float otherwise) const {
         const float value = file_.real(name(key), otherwise);
@@ -184,13 +175,12 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
     experts.groups = std::max(experts.groups, 1);
     experts.used_groups = keys.number("expert_group_used_count", 0, experts.groups, experts.groups);
     const int each = experts.count / experts.groups;
-    if (experts.groups == 1) {
-        experts.used_groups = 1;
-    } else if (experts.count % experts.groups != 0 || each < 2 || each * experts.used_groups < experts.used) {
-        file.fail(experts.count, " experts in ", experts.groups, " groups (metadata '", keys.name("expert_group_count"),
-                  "'), of which ", experts.used_groups, " are used, do not make ", experts.used,
-                  " experts for each token");
-    }
+    experts.used_groups = experts.groups == 1 ? 1 : experts.used_groups;
+    file.require(experts.groups == 1 ||
+                     (experts.count % experts.groups == 0 && each >= 2 && each * experts.used_groups >= experts.used),
+                 experts.count, " experts in ", experts.groups, " groups (metadata '", keys.name("expert_group_count"),
+                 "'), of which ", experts.used_groups, " are used, do not make ", experts.used,
+                 " experts for each token");
     experts.normalized = family.has(kNormalizedExperts);
     if (family.has(kScoresOfChosen)) {
         experts.scores = Scores::softmax_of_chosen;
@@ -419,13 +409,6 @@ void read_scales(const Family& family, const Keys& keys, Hyperparameters& h) {
     }
 }
 
-// Of a head that may lack tokens.
-int head_rows(const GgufFile& file) {
-    const int64_t rows = file.tensor(kHeadName).ne[1];
-    file.require(rows >= 1 && rows <= kMostNumbers, "tensor '", kHeadName, "' has ", rows, " rows");
-    return static_cast<int>(rows);
-}
-
 // A draft that reads its target's hidden states.
 void read_features(const GgufFile& file, const Family& family, const Keys& keys, const Hyperparameters* target,
                    Hyperparameters& h) {
@@ -437,12 +420,10 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
     const char* const key = "target_layers";
     auto layers = keys.array(key);
     const bool states_none = !keys.has(key) && family.reads == Reads::beside_tokens;
-    if (is_ahead) {
-        file.require(h.first_layer == target->num_layers, "layer ", h.first_layer,
-                     " predicts further tokens (MTP) for a model of as many layers, but the target has ",
-                     target->num_layers);
-        layers = {target->num_layers};
-    } else if (borrows_cells) {
+    file.require(!is_ahead || h.first_layer == target->num_layers, "layer ", h.first_layer,
+                 " predicts further tokens (MTP) for a model of as many layers, but the target has ",
+                 target->num_layers);
+    if (is_ahead || borrows_cells) {
         layers = {target->num_layers};
     } else if (states_none && target->num_layers > 6) {
         layers = {2, target->num_layers / 2, target->num_layers - 3};  // EAGLE's own, which its files do not state
@@ -475,16 +456,11 @@ void read_features(const GgufFile& file, const Family& family, const Keys& keys,
         borrow_cells(file, *target, h);
         return;
     }
-    if (is_ahead) {
+    if (family.reads != Reads::as_context) {
         h.hidden_width = h.width;
-        h.feeds_back_normed = true;
-        return;
-    }
-    if (family.reads == Reads::beside_tokens) {
-        h.hidden_width = h.width;
-        h.norm_before_residual = file.flag(keys.name("norm_before_residual"), false);
-        h.norm_before_fusion = file.flag(keys.name("norm_before_fc"), false);
-        h.feeds_back_normed = file.flag(keys.name("norm_output"), false);
+        h.norm_before_residual = !is_ahead && file.flag(keys.name("norm_before_residual"), false);
+        h.norm_before_fusion = !is_ahead && file.flag(keys.name("norm_before_fc"), false);
+        h.feeds_back_normed = is_ahead || file.flag(keys.name("norm_output"), false);
         return;
     }
     h.block_size = keys.number("block_size", 2, kMostBlock);
@@ -559,17 +535,18 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family,
     keys.require(h.norm_epsilon > 0 && h.norm_epsilon < 1, epsilon, "is not between 0 and 1");
     const bool borrows =
         target && !borrows_cells && (family.reads == Reads::joined_with_tokens || !file.has_tensor(kEmbedding));
-    if (borrows && target->width != h.width) {
-        file.fail("the draft borrows the embedding of its target, and was made for one that is ", h.width,
-                  " wide, but this one is ", target->width, " wide");
-    }
+    file.require(!borrows || target->width == h.width,
+                 "the draft borrows the embedding of its target, and was made for one that is ", h.width,
+                 " wide, but this one is ", target ? target->width : 0, " wide");
     const int64_t vocab_size = borrows ? target->vocab_size : file.tensor(kEmbedding).ne[1];
     file.require(vocab_size >= 1 && vocab_size <= kMostNumbers, "tensor 'token_embd.weight' has ", vocab_size, " rows");
     h.vocab_size = static_cast<int>(vocab_size);
     h.vocab_rows = h.vocab_size;
     if (family.reads != Reads::nothing && !borrows_cells) {
         const bool has_head = file.has_tensor(kHeadName) && family.reads != Reads::joined_with_tokens;
-        h.vocab_rows = has_head ? head_rows(file) : target->vocab_rows;
+        const int64_t rows = has_head ? file.tensor(kHeadName).ne[1] : target->vocab_rows;
+        file.require(rows >= 1 && rows <= kMostNumbers, "tensor '", kHeadName, "' has ", rows, " rows");
+        h.vocab_rows = static_cast<int>(rows);
     }
     h.layer_embedding_width =
         family.has(kLayersDiffer) ? keys.number("embedding_length_per_layer_input", 0, kMostNumbers, 0) : 0;

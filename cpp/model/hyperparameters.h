@@ -152,18 +152,15 @@ struct Hyperparameters {
     int kv_width() const { return num_kv_heads * head_dim; }
     RecurrentSizes recurrent_sizes(int layer) const {
         const size_t before = std::max(0, conv_width - 1);
+        const auto of_heads = [&](size_t channels, int keys, size_t values, int dim, int heads) -> RecurrentSizes {
+            return {values * dim + before * channels, channels + keys + values + padded(heads, kLanes)};
+        };
         switch (layers[layer].recurrence()) {
             case MixerKind::short_convolution: return {before * width, size_t(width)};
-            case MixerKind::delta_net: {
-                const size_t channels = delta.channels();
-                return {size_t(delta.values()) * delta.head_dim + before * channels,
-                        channels + delta.keys() + delta.values() + padded(delta.value_heads, kLanes)};
-            }
-            case MixerKind::state_space: {
-                const size_t channels = space.channels();
-                return {size_t(space.inner()) * space.state_dim + before * channels,
-                        channels + space.keys() + space.inner() + padded(space.heads, kLanes)};
-            }
+            case MixerKind::delta_net:
+                return of_heads(delta.channels(), delta.keys(), delta.values(), delta.head_dim, delta.value_heads);
+            case MixerKind::state_space:
+                return of_heads(space.channels(), space.keys(), space.inner(), space.state_dim, space.heads);
             default: return {};
         }
     }

@@ -228,6 +228,28 @@ struct DenseTensors {
     const TensorView *gate, *up, *down, *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
+// Of a network that is `ffn` wide, or of `count` side by side, whose tensors' names end in `suffix`. Gate and up may be
+// one tensor.
+DenseTensors take_dense(Loader& from, const std::string& suffix, int64_t ffn, int64_t count = 1, bool biased = true) {
+    const int64_t width = from.numbers.width;
+    const auto weight = [&](const char* part, int64_t cols, int64_t rows) {
+        return from.take("ffn_" + (part + suffix) + ".weight", {cols, rows, count});
+    };
+    const auto bias = [&](const char* part, int64_t size) {
+        return biased ? from.take("ffn_" + (part + suffix) + ".bias", {size, count}, kFfnBias) : nullptr;
+    };
+    const bool is_fused = from.family.required & kFusedGate, is_gated = from.family.gate != Gate::none && !is_fused;
+    const bool is_joined = is_gated && from.has("ffn_gate_up" + suffix + ".weight");
+    DenseTensors of = {};
+    of.gate = is_gated && !is_joined ? weight("gate", width, ffn) : nullptr;
+    of.up = weight(is_joined ? "gate_up" : "up", width, is_fused || is_joined ? 2 * ffn : ffn);
+    of.down = weight("down", ffn, width);
+    of.gate_bias = is_gated ? bias("gate", ffn) : nullptr;
+    of.up_bias = bias("up", ffn);
+    of.down_bias = bias("down", width);
+    return of;
+}
+
 Dense pack_dense(Loader& from, const DenseTensors& of, int width) {
     Dense result;
     // Gate and up are one matrix where they can be joined, or where the file has them as one.
@@ -245,45 +267,21 @@ Dense pack_dense(Loader& from, const DenseTensors& of, int width) {
     return result;
 }
 
-bool has_gate_of_its_own(const Family& family) {
-    return family.gate != Gate::none && !(family.required & kFusedGate);
-}
-
 Dense load_dense(Loader& from) {
-    const int64_t width = from.numbers.width, ffn = from.layer().ffn_width;
-    DenseTensors of = {};
-    of.up = from.take("ffn_up.weight", {width, from.family.required & kFusedGate ? 2 * ffn : ffn});
-    of.up_bias = from.take("ffn_up.bias", {ffn}, kFfnBias);
-    if (has_gate_of_its_own(from.family)) {
-        of.gate = from.take("ffn_gate.weight", {width, ffn});
-        of.gate_bias = from.take("ffn_gate.bias", {ffn}, kFfnBias);
-    }
-    of.down = from.take("ffn_down.weight", {ffn, width});
-    of.down_bias = from.take("ffn_down.bias", {width}, kFfnBias);
-    return pack_dense(from, of, int(ffn));
+    const int ffn = from.layer().ffn_width;
+    return pack_dense(from, take_dense(from, "", ffn), ffn);
 }
 
-// Gates and ups of all experts are one tensor or two.
 Experts load_experts(Loader& from) {
     const int64_t width = from.numbers.width;
     const ExpertNumbers& numbers = from.numbers.experts;
-    const int64_t count = numbers.count, own = numbers.width, shared = numbers.shared_width;
-    const bool is_gated = has_gate_of_its_own(from.family);
+    const int64_t count = numbers.count;
+    const int shared = numbers.shared_width;
     Experts result;
     result.router = from.linear(from.take("ffn_gate_inp.weight", {width, count}),
                                 from.take("ffn_gate_inp.bias", {count}, kFfnBias));
     result.bias = from.vector("exp_probs_b.bias", {count}, kSelectionBias);
-    DenseTensors all = {};
-    if (is_gated && from.has("ffn_gate_up_exps.weight")) {
-        all.up = from.take("ffn_gate_up_exps.weight", {width, 2 * own, count});
-    } else {
-        all.gate = is_gated ? from.take("ffn_gate_exps.weight", {width, own, count}) : nullptr;
-        all.up = from.take("ffn_up_exps.weight", {width, own, count});
-    }
-    all.down = from.take("ffn_down_exps.weight", {own, width, count});
-    all.gate_bias = is_gated ? from.take("ffn_gate_exps.bias", {own, count}, kFfnBias) : nullptr;
-    all.up_bias = from.take("ffn_up_exps.bias", {own, count}, kFfnBias);
-    all.down_bias = from.take("ffn_down_exps.bias", {width, count}, kFfnBias);
+    const DenseTensors all = take_dense(from, "_exps", numbers.width, count);
     for (int i = 0; i < (from.is_packing() ? numbers.count : 1); ++i) {  // all slice the same tensors
         std::map<const TensorView*, TensorView> slices;
         const auto slice = [&](const TensorView* whole, int dimension) -> const TensorView* {
@@ -302,11 +300,7 @@ Experts load_experts(Loader& from) {
                                          numbers.width));
     }
     if (shared > 0) {
-        result.shared = pack_dense(
-            from,
-            {is_gated ? from.take("ffn_gate_shexp.weight", {width, shared}) : nullptr,
-             from.take("ffn_up_shexp.weight", {width, shared}), from.take("ffn_down_shexp.weight", {shared, width})},
-            numbers.shared_width);
+        result.shared = pack_dense(from, take_dense(from, "_shexp", shared, 1, /*biased=*/false), shared);
     }
     if (from.family.has(kDenseBeside)) {
         const auto vector = [&](const char* name, int64_t size) { return from.vector(name, {size}); };

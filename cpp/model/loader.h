@@ -65,12 +65,9 @@ public:
                 return !name.starts_with(own) || name == own + "nextn.embed_tokens.weight" ||
                        name == own + "nextn.shared_head_head.weight";  // copies of the model's
             }
-            for (int layer = numbers.num_layers; layer < numbers.num_layers + numbers.num_ahead; ++layer) {
-                if (name.starts_with(prefix_of(numbers.first_layer + layer))) {
-                    return true;
-                }
-            }
-            return false;
+            return std::ranges::any_of(in_order(numbers.num_ahead), [&](int i) {
+                return name.starts_with(prefix_of(numbers.first_layer + numbers.num_layers + i));
+            });
         };
         for (const std::string& name : file.tensor_names()) {
             if (!taken_.count(name) && !is_of_other(name)) {

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <optional>
 
 #include "machine/pool.h"
@@ -48,13 +47,6 @@ static void check_vocabulary(const GgufFile& file, const Hyperparameters& number
                  " tokens, but a vocabulary of ", num_tokens);
 }
 
-// The most bytes first.
-static std::vector<std::pair<std::string, size_t>> by_size(const std::map<std::string, size_t>& types) {
-    std::vector<std::pair<std::string, size_t>> result(types.begin(), types.end());
-    std::ranges::stable_sort(result, std::greater(), &std::pair<std::string, size_t>::second);
-    return result;
-}
-
 // Checks all that a file holds; nothing is packed.
 static void declare(Loader& loader, size_t state_bytes) {
     load_weights(loader);
@@ -72,8 +64,8 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
             "keys and values of eight bits are for the CPU's own kernels; leave them at f16");
     const FloatEnvironment pinned;
     const GgufFile file(path);
-    file_bytes_ = file.bytes();
-    name_ = file.text("general.name", "");
+    facts_.file_bytes = file.bytes();
+    facts_.name = file.text("general.name", "");
     if (!devices.empty()) {
         load_llama(file, devices, progress);
         return;
@@ -103,30 +95,36 @@ Model::Model(const std::string& path, const std::string& kernel, int num_threads
     load_packed(loader, packed);
     // All but what rows are looked up in, and Markov weights; the head may be borrowed.
     const Weights& own = weights_;
-    weight_bytes_ = matrix_bytes_ + head().packed.bytes() - own.head.packed.bytes() -
-                    own.token_embedding.packed.bytes() - own.markov.in.packed.bytes() - own.markov.out.packed.bytes() -
-                    own.layer_embeddings.tokens.packed.bytes();
+    facts_.weight_bytes = facts_.matrix_bytes + head().packed.bytes() - own.head.packed.bytes() -
+                          own.token_embedding.packed.bytes() - own.markov.in.packed.bytes() -
+                          own.markov.out.packed.bytes() - own.layer_embeddings.tokens.packed.bytes();
     for (const Layer& layer : own.layers) {
         if (const auto* experts = layer.feed_forward ? std::get_if<Experts>(&*layer.feed_forward) : nullptr) {
             const Dense& any = experts->each[0];
-            weight_bytes_ -= (numbers_.experts.count - numbers_.experts.used) *
-                             (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
+            facts_.weight_bytes -= (numbers_.experts.count - numbers_.experts.used) *
+                                   (any.gate.packed.bytes() + any.up.packed.bytes() + any.down.packed.bytes());
         }
     }
-    std::map<std::string, size_t> types;
     for (const auto& [tensor, is_table] : loader.matrices()) {
-        types[ggml_type_name(tensor->type)] += tensor->bytes;
-        const bool is_head = tensor->name == kEmbedding && !own.head.present();
-        num_weights_ +=
-            is_table && !is_head
-                ? 0
-                : size_t(tensor->ne[0]) * tensor->ne[1] *
-                      (tensor->name.find("_exps") != std::string::npos ? numbers_.experts.used : tensor->ne[2]);
+        count(*tensor, !is_table || (tensor->name == kEmbedding && !own.head.present()));
     }
-    weight_types_ = by_size(types);
+    std::ranges::stable_sort(facts_.weight_types, std::greater(), &std::pair<std::string, size_t>::second);
     if (numbers_.hidden_width > 0) {
         taps_ = {numbers_.num_layers};  // which the next token's row reads
     }
+}
+
+// A matrix of the file, of which a pass reads all, and of experts those that a row uses, or only a row. Returns how
+// many bytes those are.
+size_t Model::count(const TensorView& tensor, bool is_read) {
+    const std::string type = ggml_type_name(tensor.type);
+    auto& types = facts_.weight_types;
+    const auto place = std::ranges::lower_bound(types, type, {}, &std::pair<std::string, size_t>::first);
+    (place == types.end() || place->first != type ? types.emplace(place, type, 0) : place)->second += tensor.bytes;
+    const bool is_expert = numbers_.experts.count > 0 && tensor.name.find("_exps") != std::string::npos;
+    const size_t share = is_expert ? numbers_.experts.count : 1, read = is_expert ? numbers_.experts.used : 1;
+    facts_.num_weights += is_read ? size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read : 0;
+    return is_read ? tensor.bytes / share * read : 0;
 }
 
 // What libllama does not say is for those who ask about the model.
@@ -161,23 +159,17 @@ void Model::load_llama(const GgufFile& file, const Devices& devices, const std::
     numbers_.num_kv_heads = llama_model_n_head_kv(model);
     numbers_.head_dim = number(".attention.key_length", numbers_.width / std::max(1, numbers_.num_heads));
     numbers_.ffn_width = number(".feed_forward_length", 0);
-    const int experts = number(".expert_count", 0), used = number(".expert_used_count", 0);
-    std::map<std::string, size_t> types;
+    numbers_.experts.count = number(".expert_count", 0);
+    numbers_.experts.used = number(".expert_used_count", 0);
     const bool has_head = file.has_tensor(kHeadName);
     for (const std::string& name : file.tensor_names()) {
         const TensorView tensor = file.tensor(name);
-        if (tensor.ne[1] == 1) {
-            continue;
+        if (tensor.ne[1] > 1) {
+            facts_.matrix_bytes += tensor.bytes;
+            facts_.weight_bytes += count(tensor, name != kEmbedding || !has_head);
         }
-        types[ggml_type_name(tensor.type)] += tensor.bytes;
-        matrix_bytes_ += tensor.bytes;
-        // A pass reads all but what rows are looked up in, and of experts those that a row uses.
-        const bool is_expert = experts > 0 && name.find("_exps") != std::string::npos;
-        const size_t share = is_expert ? experts : 1, read = is_expert ? used : name != kEmbedding || !has_head;
-        weight_bytes_ += tensor.bytes / share * read;
-        num_weights_ += size_t(tensor.ne[0]) * tensor.ne[1] * tensor.ne[2] / share * read;
     }
-    weight_types_ = by_size(types);
+    std::ranges::stable_sort(facts_.weight_types, std::greater(), &std::pair<std::string, size_t>::second);
 }
 
 void Model::load_packed(Loader& loader, const std::string& packed) {
@@ -192,25 +184,25 @@ void Model::load_packed(Loader& loader, const std::string& packed) {
                 weights_ = load_weights(loader);
                 mapped.check(content, loader.used(), num_threads());
                 arena_ = mapped.take();
-                is_mapped_ = true;
+                facts_.is_mapped = true;
             } catch (const ModelError& error) {
-                packed_problem_ = error.what();
+                facts_.packed_problem = error.what();
             }
         }
     }
-    if (!is_mapped_) {
+    if (!facts_.is_mapped) {
         loader.begin_packing(num_threads(), content_);
         weights_ = load_weights(loader);
         arena_ = loader.take_arena();
     }
-    matrix_bytes_ = loader.used();
-    buffer_bytes_ = loader.buffer_bytes();
+    facts_.matrix_bytes = loader.used();
+    facts_.buffer_bytes = loader.buffer_bytes();
 }
 
 void Model::save_packed(const std::string& path, const std::function<void()>& check_interrupt) const {
-    require<std::logic_error>(!content_.empty() && !is_mapped_,
+    require<std::logic_error>(!content_.empty() && !facts_.is_mapped,
                               "packed weights are saved of a model that was loaded to be packed");
-    PackedFile::write(path, content_, arena_.data(), matrix_bytes_, num_threads(), check_interrupt);
+    PackedFile::write(path, content_, arena_.data(), facts_.matrix_bytes, num_threads(), check_interrupt);
 }
 
 void Model::tap(std::vector<int> layers, bool all_rows, bool last_row) {
@@ -238,7 +230,7 @@ void Model::cut_head(int rows) {
         weights_.markov.out.packed = first_rows(weights_.markov.out.packed);
     }
     numbers_.vocab_rows = rows;
-    weight_bytes_ -= target_->head().packed.bytes() - weights_.head.packed.bytes();
+    facts_.weight_bytes -= target_->head().packed.bytes() - weights_.head.packed.bytes();
 }
 
 int Model::most_pending() const {

@@ -22,6 +22,21 @@ struct DraftForm {
         false;  // of EAGLE-3: rows read normed states of the draft where they read others, and vice versa
 };
 
+// What is found out of a model while it is loaded.
+struct ModelFacts {
+    std::string name;  // its file's
+    size_t file_bytes = 0;
+    // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
+    size_t weight_bytes = 0, num_weights = 0;
+    // Bytes that matrices take in memory, and what loading them took besides at most, the system's cache aside.
+    size_t matrix_bytes = 0, buffer_bytes = 0;
+    // Whether packed weights are mapped, and why not where there is a file.
+    bool is_mapped = false;
+    std::string packed_problem;
+    // ggml's names of the matrices' types and how many bytes each takes, the most first.
+    std::vector<std::pair<std::string, size_t>> weight_types;
+};
+
 class Loader;
 
 class Model {
@@ -62,16 +77,7 @@ public:
     size_t state_size() const {
         return taps_.size() * (numbers_.hidden_width > 0 ? numbers_.hidden_width : numbers_.width);
     }
-    size_t file_bytes() const { return file_bytes_; }
-    // Bytes of weights that one pass reads, and multiply-adds of one of its rows, attention aside.
-    size_t weight_bytes() const { return weight_bytes_; }
-    size_t num_weights() const { return num_weights_; }
-    // Bytes that matrices take in memory, and what loading them took besides at most, the system's cache aside.
-    size_t matrix_bytes() const { return matrix_bytes_; }
-    size_t buffer_bytes() const { return buffer_bytes_; }
-    // Whether packed weights are mapped, and why not where there is a file.
-    bool is_mapped() const { return is_mapped_; }
-    const std::string& packed_problem() const { return packed_problem_; }
+    const ModelFacts& facts() const { return facts_; }
     // Writes packed weights into a file that exists; see PackedFile::write(). Throws std::logic_error for a model that
     // was loaded without the name of such a file.
     void save_packed(const std::string& path, const std::function<void()>& check_interrupt) const;
@@ -90,9 +96,6 @@ public:
     // Whether the rows of a tree that are evaluated together must be a chain: libllama's recurrent layers have no order
     // of rows but that of time.
     bool is_chained() const { return llama_ && llama_->is_recurrent(); }
-    // ggml's names of the matrices' types and how many bytes each takes, the most first.
-    const std::vector<std::pair<std::string, size_t>>& weight_types() const { return weight_types_; }
-    const std::string& name() const { return name_; }
 
     // Null where the weights are packed.
     const LlamaModel* llama() const { return llama_.get(); }
@@ -121,6 +124,7 @@ public:
 private:
     void load_llama(const GgufFile& file, const Devices& devices, const std::function<void()>& progress);
     void load_packed(Loader& loader, const std::string& packed);
+    size_t count(const TensorView& tensor, bool is_read);
 
     const Kernel& kernel_;
     Cores threads_;
@@ -129,10 +133,7 @@ private:
     std::string architecture_;  // the latter's name
     const Family* family_ = nullptr;
     Hyperparameters numbers_;
-    size_t file_bytes_ = 0, weight_bytes_ = 0, num_weights_ = 0, matrix_bytes_ = 0, buffer_bytes_ = 0;
-    std::vector<std::pair<std::string, size_t>> weight_types_;
-    std::string name_, packed_problem_;
-    bool is_mapped_ = false;
+    ModelFacts facts_;
     PackedContent content_;
     Memory arena_;
     std::unique_ptr<LlamaModel> llama_;

@@ -108,26 +108,25 @@ void tree_attention(const Kernel& kernel, int num_threads, const AttentionLayer&
     const auto attend = [&](int s, int kv_head, int chunk, int part, float* partials, int worker) {
         const KvCache& cache = *rows.segments[s].cache;
         const AttentionShare& share = shares[s];
-        HeadChunk task;
-        task.first = share.first_of(part);
-        task.last = share.first_of(part + 1);
-        task.begin = chunk * kChunk;
-        task.group = group;
-        task.head_dim = head_dim;
-        task.value_dim = value_dim;
-        task.window = how.window;
-        task.scale = how.scale;
-        task.softcap = how.softcap;
-        task.row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr;
-        task.rows = rows.contexts + share.first_row;
-        task.q = rows.qkv + (share.first_row - rows.begin) * rows.stride + size_t(kv_head) * group * head_dim;
-        task.q_stride = rows.stride;
-        task.type = cache.type();
-        task.k = cache.keys(kv_head);
-        task.v = cache.values(kv_head);
-        task.scratch = scratch.scores.data() + worker * attention_scratch(head_dim);
-        task.partials = partials;
-        kernel.attend(task);
+        kernel.attend(
+            {.first = share.first_of(part),
+             .last = share.first_of(part + 1),
+             .begin = chunk * kChunk,
+             .group = group,
+             .head_dim = head_dim,
+             .value_dim = value_dim,
+             .window = how.window,
+             .scale = how.scale,
+             .softcap = how.softcap,
+             .row_scale = rows.row_scale ? rows.row_scale + share.first_row : nullptr,
+             .rows = rows.contexts + share.first_row,
+             .q = rows.qkv + (share.first_row - rows.begin) * rows.stride + size_t(kv_head) * group * head_dim,
+             .q_stride = rows.stride,
+             .type = cache.type(),
+             .k = cache.keys(kv_head),
+             .v = cache.values(kv_head),
+             .scratch = scratch.scores.data() + worker * attention_scratch(head_dim),
+             .partials = partials});
     };
     const auto fold = [&](const AttentionShare& share, int kv_head, int part, const float* partials, int first,
                           int count) {

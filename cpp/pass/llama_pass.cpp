@@ -28,17 +28,22 @@ size_t begins_alike(const std::vector<int32_t>& a, const std::vector<int32_t>& b
     return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
 }
 
+// As libllama takes it.
 struct Batch {
     std::vector<llama_token> tokens;
     std::vector<llama_pos> positions;
-    std::vector<std::vector<llama_seq_id>> ids;
+    std::vector<int32_t> num_ids;
+    std::vector<std::vector<llama_seq_id>> held_ids;
+    std::vector<llama_seq_id*> ids;
     std::vector<int8_t> outputs;
 
     // Returns where it is.
     int add(int32_t token, int position, std::vector<llama_seq_id> of, bool is_output) {
         tokens.push_back(token);
         positions.push_back(position);
-        ids.push_back(std::move(of));
+        num_ids.push_back(static_cast<int32_t>(of.size()));
+        held_ids.push_back(std::move(of));
+        ids.push_back(held_ids.back().data());
         outputs.push_back(is_output);
         return static_cast<int>(tokens.size()) - 1;
     }
@@ -122,7 +127,7 @@ struct LlamaPass : Backend {
     }
     // An id that no text uses, perhaps an idle leaf's; -1 where there is none.
     int take_id();
-    void decode(const Batch& batch);
+    void decode(Batch& batch);
     // Computes the first `length` tokens of a text, without outputs; libllama may hold the first of them already.
     void read(LlamaText& text, const std::vector<int32_t>& tokens, size_t length);
     static bool is_interrupted(void* self) {
@@ -430,14 +435,6 @@ struct LlamaText : TextState {
             last_rows_ = 0;
         }
     }
-    void has_read() {
-        if (!pass_.is_recurrent_) {
-            return;
-        }
-        const size_t before = held_.size();
-        held_ = tokens_to(static_cast<int>(rows_.size()) - 1);
-        last_rows_ = static_cast<int>(held_.size() - before);
-    }
     void keep_state() {
         const int id = sequences_[0].id;
         const size_t bytes = llama_state_seq_get_size_ext(pass_.context_.get(), id, kPartial);
@@ -498,24 +495,13 @@ int LlamaPass::take_id() {
 
 // After an error, or after an interruption of recurrent layers, nobody knows what libllama holds: it forgets all texts,
 // and they are read again. A full context (status 1) changes nothing.
-void LlamaPass::decode(const Batch& batch) {
+void LlamaPass::decode(Batch& batch) {
     const int num_rows = static_cast<int>(batch.tokens.size());
     if (num_rows == 0) {
         return;
     }
-    std::vector<int32_t> counts;
-    std::vector<llama_seq_id*> ids;
-    for (const std::vector<llama_seq_id>& of : batch.ids) {
-        counts.push_back(static_cast<int32_t>(of.size()));
-        ids.push_back(const_cast<llama_seq_id*>(of.data()));
-    }
-    const llama_batch rows{num_rows,
-                           const_cast<llama_token*>(batch.tokens.data()),
-                           nullptr,
-                           const_cast<llama_pos*>(batch.positions.data()),
-                           counts.data(),
-                           ids.data(),
-                           const_cast<int8_t*>(batch.outputs.data())};
+    const llama_batch rows{num_rows,         batch.tokens.data(), nullptr, batch.positions.data(), batch.num_ids.data(),
+                           batch.ids.data(), batch.outputs.data()};
     std::string said;
     int status = 0;
     {
@@ -628,7 +614,11 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
     decode(batch);
     for (Part* part = parts; part < parts + num_parts; ++part) {
         part->rolled_back = false;
-        part->text->has_read();
+        if (LlamaText& text = *part->text; is_recurrent_) {
+            const size_t before = text.held_.size();
+            text.held_ = text.tokens_to(static_cast<int>(text.rows_.size()) - 1);
+            text.last_rows_ = static_cast<int>(text.held_.size() - before);
+        }
         write_outputs(pass, part->rows, at);
     }
 }

@@ -4,16 +4,14 @@ namespace pystaged {
 
 AttentionLayer attention_layer(const Workspace& w, int index) {
     const LayerNumbers& numbers = w.h.layers[index];
-    AttentionLayer how;
-    how.num_heads = w.h.num_heads;
-    how.num_kv_heads = numbers.num_kv_heads;
-    how.head_dim = numbers.head_dim;
-    how.value_dim = numbers.value_dim;
-    how.scale = w.h.attention_scale;
-    how.softcap = w.h.attention_softcap;
-    how.window = numbers.windowed ? w.h.window : 0;
-    how.norm_epsilon = w.h.norm_epsilon;
-    return how;
+    return {.num_heads = w.h.num_heads,
+            .num_kv_heads = numbers.num_kv_heads,
+            .head_dim = numbers.head_dim,
+            .value_dim = numbers.value_dim,
+            .scale = w.h.attention_scale,
+            .softcap = w.h.attention_softcap,
+            .window = numbers.windowed ? w.h.window : 0,
+            .norm_epsilon = w.h.norm_epsilon};
 }
 
 AttentionRows& attention_rows(Workspace& w, int num_inputs, int index, int first_row) {
@@ -72,14 +70,12 @@ Value mix(Workspace& w, const Attention& attention, const Value& input, int inde
         float *q = rows.qkv + i * rows.stride, *k = q + rows.k_at;
         w.kernel.rms_norm(q, attention.q_norm.weight.data(), h.norm_epsilon, h.q_width(), h.q_width(), q);
         w.kernel.rms_norm(k, attention.k_norm.weight.data(), h.norm_epsilon, h.kv_width(), h.kv_width(), k);
-        const auto prepare_heads = [&](size_t first, int width) {
+        const std::pair<size_t, int> parts[] = {{0, h.q_width()}, {rows.k_at, h.kv_width()}, {rows.v_at, h.kv_width()}};
+        for (const auto& [first, width] : parts) {
             for (size_t at = first; at < first + width; at += h.head_dim) {
                 prepare(static_cast<int>(at), i, i + 1);
             }
-        };
-        prepare_heads(0, h.q_width());
-        prepare_heads(rows.k_at, h.kv_width());
-        prepare_heads(rows.v_at, h.kv_width());
+        }
     });
     return first_row == input.n ? Value() : attend(w, how, rows, attention.output);
 }

@@ -142,26 +142,6 @@ Routes choose(Workspace& w, const Experts& experts, const float* scores, size_t 
     return routes;
 }
 
-// What the expert that all rows share adds to a row, and what that is multiplied by, [n][kBlock], or null.
-struct Shared {
-    float *rows = nullptr, *gates = nullptr;
-};
-Shared run_shared(Workspace& w, const Experts& experts, const Value& input) {
-    const Dense& dense = *experts.shared;
-    const Inputs read = w.inputs(input, {&dense.up, &dense.gate, &experts.shared_gate});
-    const size_t stride = dense.down.packed.padded_cols();
-    const QuantizedRows handed = w.quantized(dense.down, input.n, stride);
-    float *hidden = w.take(input.n, stride), *gates = w.take(input.n, stride);
-    const Shared shared{w.take(input.n, input.stride),
-                        experts.shared_gate.present() ? w.take(input.n, kBlock) : nullptr};
-    Product gate, products[2];
-    open(w, dense, read[1], read[0], hidden, gates, handed, gate, products[0]);
-    products[1] = {&experts.shared_gate.packed, read[2], epilogue(experts.shared_gate, shared.gates, kBlock)};
-    w.multiply(products, shared.gates ? 2 : 1);
-    w.multiply(dense.down, {hidden, input.n, stride, nullptr, handed}, epilogue(dense.down, shared.rows, input.stride));
-    return shared;
-}
-
 }  // namespace
 
 Value add(Workspace& w, const Experts& experts, const Value& x, const Value& input, const Norm& post_norm) {
@@ -229,11 +209,19 @@ Value add(Workspace& w, const Experts& experts, const Value& x, const Value& inp
     }
     w.multiply(ups, num_groups);
     w.multiply(downs, num_groups);
-    const Shared shared = experts.shared ? run_shared(w, experts, input) : Shared();
+    // What the expert that all rows share adds to a row, and what that is multiplied by, [n][kBlock], or null.
+    float *shared = nullptr, *shared_gates = nullptr;
+    if (experts.shared) {
+        const Linear* const gate = experts.shared_gate.present() ? &experts.shared_gate : nullptr;
+        shared = w.take(n, cols);
+        shared_gates = gate ? w.take(n, kBlock) : nullptr;
+        const Linear& down = experts.shared->down;
+        w.multiply(down, open(w, *experts.shared, input, gate, shared_gates), epilogue(down, shared, cols));
+    }
 
     float* const out = w.next_rows();
     w.for_rows(n, size_t(used) * cols, [&](int row, int) {
-        float *sum = out + row * size_t(cols), *own = shared.rows + row * size_t(cols);
+        float *sum = out + row * size_t(cols), *own = shared + row * size_t(cols);
         std::fill_n(sum, cols, 0.0f);
         for (int i = row * used; i < (row + 1) * used; ++i) {
             const Chosen& chosen = routes.chosen[i];
@@ -247,7 +235,7 @@ Value add(Workspace& w, const Experts& experts, const Value& x, const Value& inp
             w.apply(experts.shared_post_norm, own, h.width, own);
         }
         if (experts.shared) {
-            const float gate = shared.gates ? float(1 / (1 + own_exp(-double(shared.gates[size_t(row) * kBlock])))) : 1;
+            const float gate = shared_gates ? float(1 / (1 + own_exp(-double(shared_gates[size_t(row) * kBlock])))) : 1;
             for (int d = 0; d < cols; ++d) {
                 sum[d] += gate * own[d];
             }

@@ -121,15 +121,6 @@ static void tap(Workspace& w, const Value& x, int index) {
     }
 }
 
-// Logits go straight to the caller's memory.
-static void write_logits(Workspace& w, const Value& x) {
-    Epilogue out = epilogue(w.model.head(), w.pass->logits, w.h.logits_stride());
-    out.bias = w.model.head_bias().data();
-    out.scale = w.h.logit_scale;
-    out.softcap = w.h.logit_softcap;
-    w.multiply(w.model.head(), x, out, w.pass->maxima);
-}
-
 // The decoder of every family: the residual stream from layer to layer, and its end as logits.
 static void decode(Workspace& w, const Pass& pass) {
     const int first_judged = pass.num_rows - pass.num_logits;
@@ -156,8 +147,13 @@ static void decode(Workspace& w, const Pass& pass) {
         tap(w, x, i);
         w.arena.reset(mark);
     }
-    if (pass.num_logits > 0) {
-        write_logits(w, x.from(first_judged - first_wanted).normed(w.model.output_norm()));
+    if (pass.num_logits > 0) {  // which go straight to the caller's memory
+        Epilogue out = epilogue(w.model.head(), pass.logits, w.h.logits_stride());
+        out.bias = w.model.head_bias().data();
+        out.scale = w.h.logit_scale;
+        out.softcap = w.h.logit_softcap;
+        x = x.from(first_judged - first_wanted).normed(w.model.output_norm());
+        w.multiply(w.model.head(), x, out, pass.maxima);
     }
 }
 
@@ -227,15 +223,22 @@ void open(const Workspace& w, const Dense& dense, const Activations& of_gate, co
     }
 }
 
-Value add(Workspace& w, const Dense& dense, const Value& x, const Value& input, const Norm& post_norm) {
-    const Inputs read = w.inputs(input, {&dense.up, &dense.gate});
+Value open(Workspace& w, const Dense& dense, const Value& input, const Linear* beside, float* out) {
+    const Inputs read = w.inputs(input, {&dense.up, &dense.gate, beside});
     const size_t stride = dense.down.packed.padded_cols();
     const QuantizedRows handed = w.quantized(dense.down, input.n, stride);
     float *hidden = w.take(input.n, stride), *gates = dense.gate.present() ? w.take(input.n, stride) : nullptr;
-    Product gate, up;
-    open(w, dense, read[1], read[0], hidden, gates, handed, gate, up);
-    w.multiply(&up, 1);
-    return w.add(x, {hidden, input.n, stride, nullptr, handed}, dense.down, post_norm);
+    Product gate, products[2];
+    open(w, dense, read[1], read[0], hidden, gates, handed, gate, products[0]);
+    if (beside) {
+        products[1] = {&beside->packed, read[2], epilogue(*beside, out, kBlock)};
+    }
+    w.multiply(products, beside ? 2 : 1);
+    return {hidden, input.n, stride, nullptr, handed};
+}
+
+Value add(Workspace& w, const Dense& dense, const Value& x, const Value& input, const Norm& post_norm) {
+    return w.add(x, open(w, dense, input), dense.down, post_norm);
 }
 
 }  // namespace pystaged

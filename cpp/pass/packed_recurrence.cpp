@@ -80,15 +80,26 @@ public:
                                  [&](int task, int worker) { act(w_.texts[task / count], task % count, worker); });
     }
 
+    // Where a row's step lies in what the state keeps of the row.
+    struct Places {
+        size_t decay, key, delta;
+    };
     // Computes a tile of the state at the committed end, applies the steps of the text's walk to a copy of the one
-    // before the pass's rows, and writes the tile at each stop of a reading. step(kept) makes the step of a row from
-    // what the state keeps of it; of_pass(row, step) completes that of a row of the pass.
-    template <class StepOf, class OfPass>
-    void walk(const TextRows& text, size_t tile, int worker, const StepOf& step, const OfPass& of_pass) const {
+    // before the pass's rows, and writes the tile at each stop of a reading. of_pass(row, step) completes the step of a
+    // row of the pass.
+    template <class OfPass>
+    void walk(const TextRows& text, size_t tile, int worker, const Places& at, const OfPass& of_pass) const {
         RecurrentState& state = text.state->recurrent(layer_);
         const size_t size = size_t(keys_) * kLanes;
         float* const tiles = tiles_ + worker * tiles_size_;
         DeltaStep* const steps = steps_ + worker * size_t(num_steps_);
+        const auto step = [&](float* kept) {
+            DeltaStep made;
+            made.decay = kept[at.decay];
+            made.key = kept + at.key;
+            made.delta = kept + at.delta;
+            return made;
+        };
         const float* now = state.state() + tile;
         int applied = 0;
         for (const RecurrentState::Stop& stop : state.stops()) {
@@ -199,14 +210,8 @@ void run_head(const Workspace& w, const DeltaRows& rows, const States& states, c
     const size_t values_at = size_t(value_head) * size;
     const float root = std::sqrt(static_cast<float>(size));
     for (size_t column = values_at; column < values_at + size; column += kLanes) {
-        const auto step = [&](float* kept) {
-            DeltaStep result;
-            result.decay = kept[rows.decay_at(value_head)];
-            result.key = kept + rows.keys_at(key_head);
-            result.delta = kept + rows.deltas_at() + column;
-            return result;
-        };
-        states.walk(text, column * size, worker, step, [&](int row, DeltaStep& made) {
+        const States::Places at{rows.decay_at(value_head), rows.keys_at(key_head), rows.deltas_at() + column};
+        states.walk(text, column * size, worker, at, [&](int row, DeltaStep& made) {
             made.rate = rows.row(row)[rows.mixer.beta_at + value_head];
             made.scale = 1 / root;
             made.query = rows.qkv(row) + key_head * size;
@@ -245,14 +250,8 @@ void run_head(const Workspace& w, const StateSpace& mixer, const float* product,
         }
     });
     for (int value = 0; value < d.head_dim; value += kLanes) {
-        const auto step = [&](float* kept) {
-            DeltaStep result;
-            result.decay = kept[decays_at + head];
-            result.key = kept + d.channels() + of_group;
-            result.delta = kept + deltas_at + own + value;
-            return result;
-        };
-        states.walk(text, (own + value) * d.state_dim, worker, step, [&](int row, DeltaStep& made) {
+        const States::Places at{decays_at + head, d.channels() + of_group, deltas_at + own + value};
+        states.walk(text, (own + value) * d.state_dim, worker, at, [&](int row, DeltaStep& made) {
             if (row >= first_row) {
                 made.query = channels(row) + d.inner() + d.keys() + of_group;
                 made.out = out + (row - first_row) * stride + own + value;
@@ -270,14 +269,15 @@ void run_head(const Workspace& w, const StateSpace& mixer, const float* product,
 
 Value mix(Workspace& w, const ShortConvolution& mixer, const Value& input, int layer, int first_row) {
     const int width = w.h.width, n = input.n - first_row;
-    const size_t stride = w.h.padded_width();
-    const Value product = w.products(mixer.input, input, padded(3 * width, kBlock));
+    const size_t stride = w.h.padded_width(), in_stride = padded(3 * width, kBlock);
+    float* const product = w.take(input.n, in_stride);
+    w.products(mixer.input, input, product, in_stride);
     const States states(w, layer, 0);
     float* const mixed = w.take(n, stride);
     states.run(num_blocks(width), width, [&](const TextRows& text, int block, int) {
         const int first = block * kChannels, count = std::min(kChannels, width - first);
         const auto take = [&](int row, float* own, Convolution& convolution) {
-            const float *b = product.rows + row * product.stride + first, *c = b + width, *values = c + width;
+            const float *b = product + row * in_stride + first, *c = b + width, *values = c + width;
             for (int d = 0; d < count; ++d) {
                 own[d] = b[d] * values[d];
             }

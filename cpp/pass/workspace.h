@@ -216,11 +216,6 @@ struct Workspace {
         }
         multiply(products, all.size());
     }
-    Value products(const std::vector<Linear>& matrices, const Value& x, size_t stride) {
-        float* const out = take(x.n, stride);
-        products(matrices, x, out, stride);
-        return {out, x.n, stride};
-    }
     // x + norm(W y + b), scaled as the model has it.
     Value add(const Value& x, const Value& y, const Linear& linear, const Norm& norm) {
         float* const out = next_rows();
@@ -311,6 +306,8 @@ Value attend(Workspace& w, const AttentionLayer& how, const AttentionRows& rows,
 // gates[n], as wide as `down` takes them, and quantized to `handed`.
 void open(const Workspace& w, const Dense& dense, const Activations& of_gate, const Activations& of_up, float* out,
           float* gates, const QuantizedRows& handed, Product& gate, Product& up);
+// What one network has before that matrix; and the product of its input with a matrix beside it, into out[n][kBlock].
+Value open(Workspace& w, const Dense& dense, const Value& input, const Linear* beside = nullptr, float* out = nullptr);
 // x plus the branch of a network that reads `input`.
 Value add(Workspace& w, const Dense& dense, const Value& x, const Value& input, const Norm& post_norm);
 Value add(Workspace& w, const Experts& experts, const Value& x, const Value& input, const Norm& post_norm);

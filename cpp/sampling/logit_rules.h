@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,19 +48,21 @@ struct LogitRules {
     // the first, others multiplied; then each loses presence + count * frequency.
     float repeat_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
     int repeat_last_n = 64;
-    bool penalizes() const {
-        return repeat_last_n != 0 && (repeat_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0);
-    }
 
     // DRY: what would make n tokens at the end of the text a repetition of earlier ones loses
     // multiplier * base^(n - allowed_length), from n = allowed_length on. No repetition goes beyond a breaker.
     float dry_multiplier = 0, dry_base = 1.75f;
     int dry_allowed_length = 2, dry_last_n = -1;
-    std::unordered_multimap<int32_t, std::vector<int32_t>> dry_breakers;  // the first token, and those after it
+    std::vector<std::vector<int32_t>> dry_breakers;  // sorted by check()
+
+    // Those that begin with a token.
+    auto breakers_from(int32_t token) const {
+        return std::ranges::equal_range(dry_breakers, token, {}, [](const auto& breaker) { return breaker[0]; });
+    }
 };
 
 // Throws std::invalid_argument, naming the field.
-inline void check(const LogitRules& r) {
+inline void check(LogitRules& r) {
     const auto is_bias = [](const auto& each) {
         return each.first >= 0 && !std::isnan(each.second) && each.second <= LogitRules::kMost;
     };
@@ -76,6 +77,8 @@ inline void check(const LogitRules& r) {
     require(r.dry_base >= 1 && !std::isinf(r.dry_base), "dry_base must be at least 1");
     require(r.dry_allowed_length >= 0, "dry_allowed_length must be at least 0");
     require(r.dry_last_n >= -1, "dry_penalty_last_n must be a number of tokens, or -1 for the whole text");
+    std::ranges::sort(r.dry_breakers);
+    require(r.dry_breakers.empty() || !r.dry_breakers[0].empty(), "a breaker of dry_breakers has no tokens");
 }
 
 // A row under rules, with the memory that takes.
@@ -98,7 +101,7 @@ public:
                 }
             }
         }
-        if (rules.penalizes()) {
+        if (rules.repeat_penalty != 1 || rules.presence_penalty != 0 || rules.frequency_penalty != 0) {
             penalize(rules, prefix);
         }
         if (rules.dry_multiplier > 0 && rules.dry_last_n != 0) {
@@ -120,12 +123,11 @@ public:
 private:
     static constexpr float kExcluded = LogitRules::kExcluded, kMost = LogitRules::kMost;
 
-    LogitsRow copy(const LogitsRow& row) {
+    void copy(const LogitsRow& row) {
         logits_.assign(row.logits, row.logits + row.stride);
         maxima_.assign(row.maxima, row.maxima + row.stride / kRun);
         is_changed_.assign(maxima_.size(), false);
         size_ = row.size;
-        return changed();
     }
     void change(int32_t token, float logit) {
         logits_[token] = logit == kExcluded ? kExcluded : std::clamp(logit, -kMost, kMost);
@@ -201,9 +203,8 @@ private:
         }
         for (const int32_t token : seen_) {
             const int length = std::exchange(counts_[token], 0) - 1;
-            const auto [first, last] = rules.dry_breakers.equal_range(token);
-            const bool breaks = std::any_of(first, last, [](const auto& breaker) { return breaker.second.empty(); });
-            if (!breaks && logits_[token] != kExcluded) {
+            const auto is_alone = [](const auto& breaker) { return breaker.size() == 1; };
+            if (std::ranges::none_of(rules.breakers_from(token), is_alone) && logits_[token] != kExcluded) {
                 // Multiplied up, because the C library's pow is not the same everywhere.
                 double lost = rules.dry_multiplier;
                 for (int i = rules.dry_allowed_length; i < length && lost < kMost && rules.dry_base > 1; ++i) {
@@ -218,13 +219,11 @@ private:
     int repetition_limit(const LogitRules& rules, int length) const {
         for (int i = 0; i < length; ++i) {
             int longest = -1;
-            const auto [first, last] = rules.dry_breakers.equal_range(recent_[i]);
-            for (auto breaker = first; breaker != last; ++breaker) {
-                const std::vector<int32_t>& rest = breaker->second;
-                const int n = static_cast<int>(rest.size());
+            for (const std::vector<int32_t>& breaker : rules.breakers_from(recent_[i])) {
+                const int n = static_cast<int>(breaker.size()) - 1;
                 bool stands = n > longest && n <= i;
-                for (int j = 0; stands && j < n; ++j) {
-                    stands = rest[j] == recent_[i - j - 1];
+                for (int j = 1; stands && j <= n; ++j) {
+                    stands = breaker[j] == recent_[i - j];
                 }
                 longest = stands ? n : longest;
             }

@@ -31,7 +31,7 @@ struct Sampling {
     // With this probability, of the tokens that are at least as likely as the threshold only the least likely is kept.
     float xtc_probability = 0, xtc_threshold = 0.1f;
     bool temperature_last = false;
-    std::shared_ptr<const LogitRules> rules = nullptr;  // or none
+    std::shared_ptr<LogitRules> rules = nullptr;  // or none
     int logprobs = -1;  // of how many of the likeliest tokens verifying tells log-probabilities; -1 for none at all
 };
 

@@ -42,11 +42,7 @@ public:
 
     // Cells [first, last) may be used from now on. Throws std::bad_alloc.
     void commit(int first, int last) {
-        for (int head = 0; head < num_heads_; ++head) {
-            const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
-            memory_.commit(keys + first / kLanes * kLanes * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
-            memory_.commit(values + first * value_bytes_, values + padded(last, kLanes) * value_bytes_);
-        }
+        for_ranges(first, last, [&](size_t begin, size_t end) { memory_.commit(begin, end); });
     }
     // Write one head's key, head_dim floats, or value, value_dim floats, into a cell.
     void store_key(const Kernel& kernel, int head, int cell, const float* key) {
@@ -92,31 +88,36 @@ public:
     // Copies a cell to another. Nothing fails.
     void move(int from, int to) {
         for (int head = 0; head < num_heads_; ++head) {
-            uint8_t* data = head_data(head);
-            for_keys(from, to,
-                     [&](size_t at, size_t to_at, auto bytes) { std::memcpy(data + to_at, data + at, bytes); });
-            uint8_t* values = data + num_cells_ * key_bytes_;
+            uint8_t *data = head_data(head), *values = data + num_cells_ * key_bytes_;
             std::memmove(values + to * value_bytes_, values + from * value_bytes_, value_bytes_);
+            const uint8_t* key = data + from / kLanes * kLanes * key_bytes_;
+            uint8_t* out = data + to / kLanes * kLanes * key_bytes_;
+            const auto copy = [&](size_t at, auto bytes) {
+                std::memcpy(out + at + to % kLanes * bytes, key + at + from % kLanes * bytes, bytes);
+            };
+            for (int d = 0; type_ == KvType::f16 && d < head_dim_; ++d) {
+                copy(d * kLanes * kHalf, kHalf);
+            }
+            for (int d = 0; type_ == KvType::q8_0 && d < head_dim_; d += kBlock) {
+                copy(0, kHalf);
+                for (size_t i = 0; i < kBlock / kWord; ++i) {
+                    copy(kQ8.factors_bytes + i * kLanes * kWord, kWord);
+                }
+                key += kQ8.block_bytes;
+                out += kQ8.block_bytes;
+            }
         }
     }
     // Copies cells [first, last) from a cache of the same shape.
     void copy(const KvCache& from, int first, int last) {
-        const size_t key = first / kLanes * kLanes * key_bytes_, keys_end = padded(last, kLanes) * key_bytes_;
-        const size_t value = num_cells_ * key_bytes_ + first * value_bytes_;
-        for (int head = 0; head < num_heads_ && first < last; ++head) {
-            uint8_t* data = head_data(head);
-            const uint8_t* source = from.head_data(head);
-            std::memcpy(data + key, source + key, keys_end - key);
-            std::memcpy(data + value, source + value, (last - first) * value_bytes_);
-        }
+        for_ranges(first, last, [&](size_t begin, size_t end) {
+            std::memcpy(memory_.data() + begin, from.memory_.data() + begin, end - begin);
+        });
     }
     // Appends the memory of cells [first, last); `first` is a multiple of kLanes.
     void add_pieces(int first, int last, std::vector<Piece>& pieces) const {
-        for (int head = 0; head < num_heads_ && first < last; ++head) {
-            uint8_t* data = head_data(head);
-            pieces.push_back({data + first * key_bytes_, (padded(last, kLanes) - first) * key_bytes_});
-            pieces.push_back({data + num_cells_ * key_bytes_ + first * value_bytes_, (last - first) * value_bytes_});
-        }
+        for_ranges(first, last,
+                   [&](size_t begin, size_t end) { pieces.push_back({memory_.data() + begin, end - begin}); });
     }
     // Gives the memory of cells [first, last) back to the system, as far as it is whole pages.
     void release(int first, int last) {
@@ -145,25 +146,14 @@ private:
     };
 
     uint8_t* head_data(int head) const { return memory_.data() + head * num_cells_ * (key_bytes_ + value_bytes_); }
-    // Calls act(offset in a cell, offset in another, bytes) for every piece of their keys; offsets from the head's
-    // first byte.
+    // Calls act(begin, end) for the bytes of each head's keys in cells [first, last), whole groups of kLanes, and
+    // values.
     template <class Act>
-    void for_keys(int a, int b, const Act& act) const {
-        size_t of_a = a / kLanes * kLanes * key_bytes_, of_b = b / kLanes * kLanes * key_bytes_;
-        const auto piece = [&](size_t at, auto bytes) {
-            act(of_a + at + a % kLanes * bytes, of_b + at + b % kLanes * bytes, bytes);
-        };
-        if (type_ == KvType::f16) {
-            for (int d = 0; d < head_dim_; ++d) {
-                piece(d * kLanes * kHalf, kHalf);
-            }
-            return;
-        }
-        for (int d = 0; d < head_dim_; d += kBlock, of_a += kQ8.block_bytes, of_b += kQ8.block_bytes) {
-            piece(0, kHalf);
-            for (size_t i = 0; i < kBlock / kWord; ++i) {
-                piece(kQ8.factors_bytes + i * kLanes * kWord, kWord);
-            }
+    void for_ranges(int first, int last, const Act& act) const {
+        for (int head = 0; head < num_heads_ && first < last; ++head) {
+            const size_t keys = head_data(head) - memory_.data(), values = keys + num_cells_ * key_bytes_;
+            act(keys + first / kLanes * kLanes * key_bytes_, keys + padded(last, kLanes) * key_bytes_);
+            act(values + first * value_bytes_, values + last * value_bytes_);
         }
     }
 

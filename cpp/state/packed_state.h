@@ -99,9 +99,7 @@ public:
     int reachable(int length) const override {
         for (int before = -1; before != length;) {
             before = length;
-            for (const LayerState& layer : layers_) {
-                length = std::visit([&](const auto& state) { return state.reachable(length); }, layer);
-            }
+            for_all(layers_, [&](const auto& state) { length = state.reachable(length); });
         }
         return length;
     }
@@ -110,19 +108,13 @@ public:
         length = reachable(length);
         const bool release = length < touched_ && (touched_ - length) * model_.cell_bytes() >= kBytesWorthReleasing;
         const int end = padded(touched_, kLanes);
-        for (LayerState& layer : layers_) {
-            std::visit(
-                [&](auto& state) {
-                    state.cut(length);
-                    if (release) {
-                        state.release(length, end);
-                    }
-                },
-                layer);
-        }
-        if (release) {
-            touched_ = length;
-        }
+        for_all(layers_, [&](auto& state) {
+            state.cut(length);
+            if (release) {
+                state.release(length, end);
+            }
+        });
+        touched_ = release ? length : touched_;
         return length;
     }
     int copy(const TextState& from, int length) override {
@@ -141,37 +133,31 @@ public:
     // Of each layer the number of its numbers, then these.
     std::vector<int32_t> shape() const override {
         std::vector<int32_t> all;
-        for (const LayerState& layer : layers_) {
-            const std::vector<int32_t> shape = std::visit([](const auto& state) { return state.shape(); }, layer);
+        for_all(layers_, [&](const auto& state) {
+            const std::vector<int32_t> shape = state.shape();
             all.push_back(static_cast<int32_t>(shape.size()));
             all.insert(all.end(), shape.begin(), shape.end());
-        }
+        });
         return all;
     }
     std::vector<Piece> pieces(int length) override {
         std::vector<Piece> pieces;
-        for (LayerState& layer : layers_) {
-            std::visit([&](auto& state) { state.add_pieces(length, pieces); }, layer);
-        }
+        for_all(layers_, [&](auto& state) { state.add_pieces(length, pieces); });
         return pieces;
     }
     void resume(int length, const std::vector<int32_t>& shape) override {
         touch(length);
         auto at = shape.begin();
-        for (LayerState& layer : layers_) {
+        for_all(layers_, [&](auto& state) {
             const int32_t count = at == shape.end() ? -1 : *at++;
-            if (count < 0 || count > shape.end() - at ||
-                !std::visit([&](auto& state) { return state.resume(length, {at, at + count}); }, layer)) {
-                throw std::invalid_argument("no text has this shape");
-            }
+            require(count >= 0 && count <= shape.end() - at && state.resume(length, {at, at + count}),
+                    "no text has this shape");
             at += count;
-        }
+        });
     }
     size_t num_bytes(int length) const override {
         size_t bytes = 0;
-        for (const LayerState& layer : layers_) {
-            bytes += std::visit([&](const auto& state) { return state.num_bytes(length); }, layer);
-        }
+        for_all(layers_, [&](const auto& state) { bytes += state.num_bytes(length); });
         return bytes;
     }
 
@@ -205,6 +191,13 @@ private:
     // Rows that are committed at a time: asking the system takes as long as some arithmetic.
     static constexpr int kRowsToCommit = 512;
 
+    // Calls act(state) for every layer.
+    template <class Layers, class Act>
+    static void for_all(Layers& layers, const Act& act) {
+        for (auto& layer : layers) {
+            std::visit(act, layer);
+        }
+    }
     // Calls act(state, index) for every layer, by so many threads.
     template <class Act>
     void for_each_layer(int num_threads, const Act& act) {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -74,19 +74,19 @@ public:
     class Turn {
     public:
         explicit Turn(Executor& executor) : executor_(executor) {
-            std::unique_lock<std::mutex> lock(executor.mutex_);
             require<std::runtime_error>(
                 executor.caller_ != std::this_thread::get_id(),
                 "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
-            const uint64_t turn = executor.next_++;
-            executor.called_.wait(lock, [&] { return executor.served_ == turn; });
+            const unsigned turn = executor.next_++;
+            for (unsigned served; (served = executor.served_) != turn;) {
+                executor.served_.wait(served);
+            }
             executor.caller_ = std::this_thread::get_id();
         }
         ~Turn() {
-            const std::lock_guard<std::mutex> lock(executor_.mutex_);
             executor_.caller_ = std::thread::id();
             ++executor_.served_;
-            executor_.called_.notify_all();
+            executor_.served_.notify_all();
         }
         Turn(const Turn&) = delete;
         Turn& operator=(const Turn&) = delete;
@@ -203,10 +203,8 @@ private:
     std::vector<Sampler> samplers_;
     std::shared_ptr<Spare> spare_;
 
-    std::mutex mutex_;
-    std::condition_variable called_;
-    uint64_t next_ = 0, served_ = 0;  // turns
-    std::thread::id caller_;          // whose turn it is
+    std::atomic<unsigned> next_{0}, served_{0};  // turns
+    std::atomic<std::thread::id> caller_{};      // whose turn it is
 };
 
 }  // namespace pystaged

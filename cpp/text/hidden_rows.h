@@ -17,13 +17,11 @@ struct HiddenRows {
 
     // The same in memory of their own, which no others keep.
     HiddenRows copied() const {
-        HiddenRows copy{width, {}, of_draft};
-        auto made = make(rows.size(), width);
+        const auto made = make(rows.size(), width);
         for (size_t i = 0; i < rows.size(); ++i) {
             std::copy_n(rows[i].get(), width, made[i].get());
-            copy.rows.push_back(std::move(made[i]));
         }
-        return copy;
+        return {width, {made.begin(), made.end()}, of_draft};
     }
 
     // Zeros in memory of their own, and where each of them begins.

@@ -10,10 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,8 +24,9 @@ namespace pystaged {
 struct Followed {
     std::vector<int32_t> path;    // pending rows, the root first
     std::vector<int32_t> tokens;  // the model's own token after each row of the path; the last is the bonus token
-    // Where the sampling asks for log-probabilities, for each row of the path that of its token, then the likeliest.
-    std::vector<std::vector<Candidate>> logprobs;
+    // [path][1 + Sampling::logprobs] where the sampling asks for log-probabilities: of the token, then of the
+    // likeliest.
+    std::vector<Candidate> logprobs;
 };
 
 // The result of a Work; see work.h.
@@ -186,7 +184,8 @@ struct Text {
             result.path.push_back(row);
             result.tokens.push_back(token);
             if (sampling.logprobs >= 0) {
-                result.logprobs.push_back(sampler.log_probabilities(logits, token, sampling.logprobs, num_threads));
+                const auto& found = sampler.log_probabilities(logits, token, sampling.logprobs, num_threads);
+                result.logprobs.insert(result.logprobs.end(), found.begin(), found.end());
             }
             const int parent = row;
             row = -1;
@@ -248,7 +247,7 @@ struct Text {
     UsedExperts experts;  // see Session::experts()
 };
 
-class Session {
+class Session : public std::enable_shared_from_this<Session> {
 public:
     // One call on some sessions: their locks and those of their targets, and the floating-point environment it computes
     // in. Who computes is Executor::Turn's matter.
@@ -278,8 +277,6 @@ public:
                 session->leave();
             }
         }
-        Turn(const Turn&) = delete;
-        Turn& operator=(const Turn&) = delete;
 
         // Of each session, in the order they were named.
         const std::vector<Text*>& texts() const { return texts_; }
@@ -453,12 +450,6 @@ public:
     const Model& model() const { return *text_.model; }
 
 private:
-    // Where threads wait for sessions that others are in.
-    struct Waiting {
-        std::mutex mutex;
-        std::condition_variable left;
-    };
-
     // The session whose keys and values a draft attends to, or none where it has its own.
     static std::shared_ptr<Session> checked_target(const Model& model, std::shared_ptr<Session> target) {
         if (!model.borrows_cells()) {
@@ -473,17 +464,10 @@ private:
             caller_ != std::this_thread::get_id(),
             "the session is in a call that this one interrupts; in a signal handler, set a flag or raise instead");
         const int process = process_id();
-        const auto take = [&] {
-            int holder = 0;
-            const bool taken = process_.compare_exchange_strong(holder, process);
-            require<std::runtime_error>(taken || holder == process,
+        for (int holder = 0; !process_.compare_exchange_strong(holder, process); holder = 0) {
+            require<std::runtime_error>(holder == process,
                                         "the process forked while the session was in a call; open another session");
-            return taken;
-        };
-        if (!take()) {
-            Waiting& waiting = OfProcess<Waiting>::get();
-            std::unique_lock<std::mutex> lock(waiting.mutex);
-            waiting.left.wait(lock, take);
+            process_.wait(holder);
         }
         caller_ = std::this_thread::get_id();
         if (text_.executor && !text_.executor->is_of(process)) {
@@ -499,11 +483,7 @@ private:
     void leave() {
         caller_ = std::thread::id();
         process_ = 0;
-        Waiting& waiting = OfProcess<Waiting>::get();
-        {
-            const std::lock_guard<std::mutex> lock(waiting.mutex);
-        }  // whoever found it taken waits by now
-        waiting.left.notify_all();
+        process_.notify_all();
     }
 
     // The process in which a thread has its turn, or 0. One word, so that a child of fork() finds a whole turn or none.

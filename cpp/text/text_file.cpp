@@ -1,7 +1,6 @@
 #include "text/text_file.h"
 
 #include <algorithm>
-#include <system_error>
 
 #include "machine/digest.h"
 
@@ -11,21 +10,18 @@ namespace {
 
 class Stream {
 public:
-    Stream(const std::string& path, File::Use use) try : path_(path), file_(path, use), left_(file_.size()) {
+    Stream(const std::string& path, File::Use use) : path_(path), file_(path, use), left_(file_.size()) {
         expect(file_.is_regular(), "no file");
-    } catch (const std::system_error& error) {
-        throw ModelError(say(path, ": ", error.what()));
     }
 
     void write(const void* data, size_t bytes) {
-        move([&] { file_.write(data, bytes, at_); }, data, bytes);
+        file_.write(data, bytes, at_);
+        moved(data, bytes);
     }
     void read(void* data, size_t bytes) {
-        expect(bytes <= left_, "damaged");
+        expect(bytes <= left_ && file_.read(data, bytes, at_) == bytes, "damaged");
         left_ -= bytes;
-        size_t count = 0;
-        move([&] { count = file_.read(data, bytes, at_); }, data, bytes);
-        expect(count == bytes, "damaged");  // somebody cuts it short meanwhile
+        moved(data, bytes);
     }
     // Of all that was written or read.
     uint64_t sum() const { return digest(digests_.data(), digests_.size() * sizeof(digests_[0])); }
@@ -34,13 +30,7 @@ public:
     void expect(bool holds, const char* otherwise) const { require<ModelError>(holds, path_, ": ", otherwise); }
 
 private:
-    template <class Call>
-    void move(const Call& call, const void* data, size_t bytes) {
-        try {
-            call();
-        } catch (const std::system_error& error) {
-            expect(false, error.what());
-        }
+    void moved(const void* data, size_t bytes) {
         at_ += bytes;
         digests_.push_back(digest(data, bytes));
     }

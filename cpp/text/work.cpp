@@ -4,7 +4,6 @@
 #include <bitset>
 #include <chrono>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 namespace pystaged {
@@ -42,23 +41,19 @@ static void check_hidden(const Work& work) {
             "a draft without keys and values of its own reads and verifies no text");
     require(reads != Reads::as_context || work.kind != Work::Kind::verify, "a draft of blocks verifies no trees");
     const size_t n = work.tokens.size(), given = work.hidden.rows.size(), width = work.hidden.width;
-    const bool is_own = width == size_t(h.hidden_width);
-    bool fits = is_own;  // of rows that are joined with tokens, whoever computed them
-    std::string read = say(h.hidden_width, " numbers");
-    size_t wanted = n;
-    if (reads == Reads::nothing || is_block(work)) {
-        wanted = 0;
-        read = "no numbers";
-    } else if (reads == Reads::beside_tokens) {
-        fits = reads_target(work) || (work.hidden.of_draft && is_own);
+    const size_t wanted = reads == Reads::nothing || is_block(work) ? 0 : n;
+    bool fits = width == size_t(h.hidden_width);  // of rows that are joined with tokens, whoever computed them
+    std::string read = std::to_string(h.hidden_width);
+    if (reads == Reads::beside_tokens) {
+        fits = reads_target(work) || (work.hidden.of_draft && fits);
         read = say(h.features_width(), " or ", read);
     } else if (reads == Reads::as_context) {
         fits = reads_target(work);
-        read = say(h.features_width(), " numbers");
+        read = std::to_string(h.features_width());
     }
-    require(given == wanted && (wanted == 0 || fits), "the model reads ", read,
-            " of another one's hidden states with each token; there are ", given, " rows of ", width, " for ", n,
-            " tokens");
+    require(given == wanted && (wanted == 0 || fits), "the model reads ", wanted == 0 && n > 0 ? "no" : read,
+            " numbers of another one's hidden states with each token; there are ", given, " rows of ", width, " for ",
+            n, " tokens");
 }
 
 static void check_judged(const Work& work) {
@@ -71,73 +66,70 @@ static void check_judged(const Work& work) {
 class Run {
 public:
     explicit Run(const std::vector<const Work*>& works)
-        : works_(works), turn_(checked_sessions(works)), executor_(turn_.texts()[0]->executor) {}
-    ~Run() {
-        for (size_t i = 0; !finished_ && i < starts_.size(); ++i) {
-            text_of(i).drop_from(starts_[i]);
+        : turn_(checked_sessions(works)), executor_(turn_.texts()[0]->executor) {
+        for (size_t i = 0; i < works.size(); ++i) {
+            Text& text = *turn_.texts()[i];
+            tasks_.push_back({*works[i], text, text.pending.size()});
         }
     }
-    Run(const Run&) = delete;
-    Run& operator=(const Run&) = delete;
+    ~Run() {
+        for (const Task& task : tasks_) {
+            if (!finished_) {
+                task.text.drop_from(task.start);
+            }
+        }
+    }
 
     void append() {
-        for (size_t i = 0; i < works_.size(); ++i) {
-            const Work* work = works_[i];
-            const Text& text = text_of(i);
+        for (const auto& [work, text, start] : tasks_) {
             text.check_open();
-            if (work->kind == Work::Kind::rank) {
-                check_judged(*work);
+            if (work.kind == Work::Kind::rank) {
+                check_judged(work);
                 continue;
             }
-            text.check_tokens(work->tokens);
-            if (work->kind != Work::Kind::propose || is_block(*work)) {
-                text.check_nothing_pending(work->kind == Work::Kind::read     ? "reading tokens"
-                                           : work->kind == Work::Kind::verify ? "verify"
-                                                                              : "a block");
+            text.check_tokens(work.tokens);
+            if (work.kind != Work::Kind::propose || is_block(work)) {
+                const bool reads = work.kind == Work::Kind::read;
+                text.check_nothing_pending(reads ? "reading tokens" : is_block(work) ? "a block" : "verify");
             }
-            const size_t n = work->tokens.size(), judged = work->num_judged;
-            require((n > 0 || work->kind == Work::Kind::read) && n == work->parents.size(),
+            const size_t n = work.tokens.size(), judged = work.num_judged;
+            require((n > 0 || work.kind == Work::Kind::read) && n == work.parents.size(),
                     "a tree needs at least one token and as many parents as tokens, not ", n, " and ",
-                    work->parents.size());
-            require(work->num_judged >= 0 && judged <= n, "num_judged must be between 0 and the number of tokens");
-            check_judged(*work);
-            check_hidden(*work);
+                    work.parents.size());
+            require(work.num_judged >= 0 && judged <= n, "num_judged must be between 0 and the number of tokens");
+            check_judged(work);
+            check_hidden(work);
         }
-        starts_.reserve(works_.size());
-        for (size_t w = 0; w < works_.size(); ++w) {
-            const Work* work = works_[w];
-            Text& text = text_of(w);
+        for (const auto& [work, text, start] : tasks_) {
             const Model& model = *text.model;
-            starts_.push_back(text.pending.size());
-            if (work->kind == Work::Kind::rank) {
+            if (work.kind == Work::Kind::rank) {
                 continue;
             }
             text.experts = {};
-            if (is_block(*work)) {
-                text.append_block(work->tokens);
+            if (is_block(work)) {
+                text.append_block(work.tokens);
             } else if (text.target) {
-                text.append_behind_target(work->tokens, work->parents);
+                text.append_behind_target(work.tokens, work.parents);
             } else {
-                text.append(work->tokens, work->parents, work->kind == Work::Kind::read);
+                text.append(work.tokens, work.parents, work.kind == Work::Kind::read);
             }
-            auto& pending = text.pending;
-            const bool of_target = model.family().reads != Reads::nothing && reads_target(*work);
-            for (size_t i = 0; i < work->hidden.rows.size(); ++i) {
-                pending[starts_.back() + i].input = work->hidden.rows[i];
-                pending[starts_.back() + i].of_target = of_target;
+            for (size_t i = start; i < text.pending.size(); ++i) {
+                text.pending[i].of_target = model.family().reads != Reads::nothing && reads_target(work);
             }
-            if (work->embeds) {
-                auto rows = HiddenRows::make(work->tokens.size(), padded(model.numbers().width, kBlock));
-                for (size_t i = 0; i < rows.size(); ++i) {
-                    pending[starts_.back() + i].embedding = std::move(rows[i]);
+            // To the last of the rows.
+            const auto give = [&pending = text.pending](const auto& rows, auto Text::Row::* place) {
+                for (size_t i = 0, first = pending.size() - rows.size(); i < rows.size(); ++i) {
+                    pending[first + i].*place = rows[i];
                 }
+            };
+            give(work.hidden.rows, &Text::Row::input);
+            if (work.embeds) {
+                const size_t width = padded(model.numbers().width, kBlock);
+                give(HiddenRows::make(work.tokens.size(), width), &Text::Row::embedding);
             }
-            const size_t kept = model.taps_all_rows() ? work->tokens.size() : work->num_judged;
             if (model.state_size() > 0) {
-                auto rows = HiddenRows::make(kept, model.state_size());
-                for (size_t i = 0; i < kept; ++i) {
-                    pending[pending.size() - kept + i].hidden = std::move(rows[i]);
-                }
+                const size_t kept = model.taps_all_rows() ? work.tokens.size() : work.num_judged;
+                give(HiddenRows::make(kept, model.state_size()), &Text::Row::hidden);
             }
         }
     }
@@ -160,56 +152,55 @@ public:
         }
     }
     std::vector<Outcome> finish() {
-        std::vector<Outcome> outcomes(works_.size());
+        std::vector<Outcome> outcomes(tasks_.size());
         {
             const Executor::Turn computing(*executor_);
             follow(outcomes);
             find_candidates(outcomes);
         }
-        std::vector<std::vector<int32_t>> paths;
-        for (size_t i = 0; i < works_.size(); ++i) {
-            paths.push_back(std::move(outcomes[i].followed.path));
-            if (works_[i]->kind == Work::Kind::read) {
-                paths.back().resize(works_[i]->tokens.size());
-                std::iota(paths.back().begin(), paths.back().end(), 0);
+        std::vector<HiddenRows> hidden(tasks_.size());
+        for (size_t i = 0; i < tasks_.size(); ++i) {
+            const auto& [work, text, start] = tasks_[i];
+            const Model& model = *text.model;
+            std::vector<int32_t>& path = outcomes[i].followed.path;
+            const bool was_read = work.kind == Work::Kind::read, verified = work.kind == Work::Kind::verify;
+            if (was_read) {
+                path = in_order(static_cast<int>(work.tokens.size()));
             }
-            if (works_[i]->embeds) {
-                outcomes[i].embeddings.width = text_of(i).model->numbers().width;
-                for (const int32_t row : paths.back()) {
-                    outcomes[i].embeddings.rows.push_back(text_of(i).pending[row].embedding);
+            if (work.embeds) {
+                outcomes[i].embeddings.width = model.numbers().width;
+                for (const int32_t row : path) {
+                    outcomes[i].embeddings.rows.push_back(text.pending[row].embedding);
                 }
             }
-            auto& committed = text_of(i).committed;
-            committed.reserve(committed.size() + paths.back().size());
-        }
-        std::vector<HiddenRows> hidden(works_.size());
-        for (size_t i = 0; i < works_.size(); ++i) {
-            const Model& model = *text_of(i).model;
-            const bool verified = works_[i]->kind == Work::Kind::verify;
-            const bool was_read = works_[i]->kind == Work::Kind::read;
-            if (was_read && model.taps_last_row() && !model.taps_all_rows() && !paths[i].empty()) {
-                hidden[i] = text_of(i).hidden_of({paths[i].back()});
+            if (was_read && model.taps_last_row() && !model.taps_all_rows() && !path.empty()) {
+                hidden[i] = text.hidden_of({path.back()});
             } else if (model.state_size() > 0 && (verified || (model.taps_all_rows() && was_read))) {
-                hidden[i] = text_of(i).hidden_of(paths[i]);
-                if (paths[i].size() < works_[i]->tokens.size()) {
+                hidden[i] = text.hidden_of(path);
+                if (path.size() < work.tokens.size()) {
                     hidden[i] = hidden[i].copied();
                 }
             }
+            text.committed.reserve(text.committed.size() + path.size());
         }
         // Nothing fails from here on.
         finished_ = true;
-        for (size_t i = 0; i < works_.size(); ++i) {
-            if (works_[i]->kind == Work::Kind::read) {
-                text_of(i).commit(paths[i], !paths[i].empty(), std::move(hidden[i]));
-            } else if (works_[i]->kind == Work::Kind::verify) {
-                text_of(i).commit(paths[i], false, std::move(hidden[i]));
-                outcomes[i].followed.path = std::move(paths[i]);
+        for (size_t i = 0; i < tasks_.size(); ++i) {
+            const Work::Kind kind = tasks_[i].work.kind;
+            const std::vector<int32_t>& path = outcomes[i].followed.path;
+            if (kind == Work::Kind::read || kind == Work::Kind::verify) {
+                tasks_[i].text.commit(path, kind == Work::Kind::read && !path.empty(), std::move(hidden[i]));
             }
         }
         return outcomes;
     }
 
 private:
+    struct Task {
+        const Work& work;
+        Text& text;
+        size_t start;  // of the work's rows among those pending
+    };
     // Pending rows [first, last) of a text, perhaps of a reading; those from `judged` on get logits.
     struct Piece {
         Text* text;
@@ -217,31 +208,28 @@ private:
         size_t first, judged, last;
     };
 
-    Text& text_of(size_t work) const { return *turn_.texts()[work]; }
-
     // Into as few passes as there can be.
     std::vector<std::vector<Piece>> split() const {
         std::vector<std::vector<Piece>> passes;
         size_t room = 0;
-        const auto add = [&](size_t i) {
-            Text& text = text_of(i);
-            const size_t end = text.pending.size(), judged = end - works_[i]->num_judged;
-            for (size_t first = starts_[i], last; first < end; first = last) {
-                if (room == 0 || (is_block(*works_[i]) && room < end - first)) {
+        const auto add = [&](const Task& task) {
+            const size_t end = task.text.pending.size(), judged = end - task.work.num_judged;
+            for (size_t first = task.start, last; first < end; first = last) {
+                if (room == 0 || (is_block(task.work) && room < end - first)) {
                     passes.emplace_back();
                     room = kMostPassRows;
                 }
                 last = std::min(end, first + room);
-                const bool is_reading = works_[i]->kind == Work::Kind::read;
-                passes.back().push_back({&text, is_reading, first, std::clamp(judged, first, last), last});
+                const bool is_reading = task.work.kind == Work::Kind::read;
+                passes.back().push_back({&task.text, is_reading, first, std::clamp(judged, first, last), last});
                 room -= last - first;
             }
         };
         // Rows of blocks are computed otherwise than context, and a block in one pass.
         for (const bool blocks : {false, true}) {
-            for (size_t i = 0; i < works_.size(); ++i) {
-                if (is_block(*works_[i]) == blocks) {
-                    add(i);
+            for (const Task& task : tasks_) {
+                if (is_block(task.work) == blocks) {
+                    add(task);
                 }
             }
             room = 0;
@@ -252,14 +240,10 @@ private:
     // have two segments.
     void compute_pass(const std::vector<Piece>& pieces, const std::function<void()>* interrupted) {
         std::vector<Piece> spans = pieces;
-        if (pieces.size() > 1) {
-            spans.clear();
-            for (const Piece& piece : pieces) {
-                spans.push_back({piece.text, piece.is_reading, piece.first, piece.judged, piece.judged});
-            }
-            for (const Piece& piece : pieces) {
-                spans.push_back({piece.text, piece.is_reading, piece.judged, piece.judged, piece.last});
-            }
+        for (size_t i = 0; pieces.size() > 1 && i < pieces.size(); ++i) {
+            spans[i].last = pieces[i].judged;
+            spans.push_back(pieces[i]);
+            spans.back().first = pieces[i].judged;
         }
         Pass pass;
         std::vector<PassRow> rows;
@@ -302,9 +286,6 @@ private:
         if (pass.experts) {
             note_experts(experts, expert_bytes, spans);
         }
-        if (!logits) {
-            return;
-        }
         int slot = 0;
         for (const Piece& span : spans) {
             for (size_t i = span.judged; i < span.last; ++i) {
@@ -336,25 +317,23 @@ private:
     void follow(std::vector<Outcome>& outcomes) {
         std::vector<size_t> trees;
         bool greedy = true;
-        for (size_t i = 0; i < works_.size(); ++i) {
-            if (works_[i]->kind == Work::Kind::verify) {
+        for (size_t i = 0; i < tasks_.size(); ++i) {
+            if (tasks_[i].work.kind == Work::Kind::verify) {
                 trees.push_back(i);
-                greedy = greedy && works_[i]->samplings[0].temperature == 0;
+                greedy = greedy && tasks_[i].work.samplings[0].temperature == 0;
             }
         }
-        const int all = text_of(0).model->num_threads_for(trees.size());
+        const int all = tasks_[0].text.model->num_threads_for(trees.size());
         const int threads = trees.size() > 1 && !greedy ? all : 1;
         ThreadPool::shared().run(static_cast<int>(trees.size()), threads, [&](int i, int worker) {
-            const Work& work = *works_[trees[i]];
-            outcomes[trees[i]].followed =
-                text_of(trees[i]).follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
+            const auto& [work, text, start] = tasks_[trees[i]];
+            outcomes[trees[i]].followed = text.follow(work.samplings[0], work.masks, 0, worker, threads > 1 ? 1 : all);
         });
     }
     void find_candidates(std::vector<Outcome>& outcomes) {
         std::vector<Judged> rows;
-        for (size_t i = 0; i < works_.size(); ++i) {
-            const Work& work = *works_[i];
-            Text& text = text_of(i);
+        for (size_t i = 0; i < tasks_.size(); ++i) {
+            const auto& [work, text, start] = tasks_[i];
             Outcome& outcome = outcomes[i];
             outcome.tokens.resize(size_t(work.num_judged) * work.k);
             outcome.scores.resize(outcome.tokens.size());
@@ -379,10 +358,9 @@ private:
         executor_->find_candidates(rows);
     }
 
-    const std::vector<const Work*>& works_;
     const Session::Turn turn_;
     const std::shared_ptr<Executor> executor_;  // none where the first session is closed
-    std::vector<size_t> starts_;                // of each work's rows among those pending
+    std::vector<Task> tasks_;
     bool finished_ = false;
 };
 

@@ -33,6 +33,8 @@ struct Work {
     HiddenRows hidden;
     bool embeds = false;          // of read: whether its result has each row as the head would read it
     std::vector<int32_t> rows{};  // of rank: the pending rows to judge
+    // Keeps the session, if it is shared; not py::keep_alive, which ends the process where arguments are wrong.
+    std::shared_ptr<Session> held = session->weak_from_this().lock();
 
     static Work read(Session& session, std::vector<int32_t> tokens, HiddenRows hidden = {}) {
         std::vector<int32_t> parents(tokens.size());

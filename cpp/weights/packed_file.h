@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <system_error>
 #include <vector>
 
 #include "files/gguf_file.h"
@@ -56,13 +55,9 @@ class PackedFile {
 public:
     // Maps it. Throws ModelError where it cannot be, or where it says that it is of another file or version.
     PackedFile(const std::string& path, const PackedContent& content) : path_(path) {
-        try {
-            const File file(path, File::Use::kRead);
-            expect(file.is_regular() && file.size() >= kTextBytes, "no packed weights");
-            memory_ = Memory::map(file, file.size());
-        } catch (const std::system_error& error) {
-            throw ModelError(say(path_, ": cannot open: ", error.what()));
-        }
+        const File file(path, File::Use::kRead);
+        expect(file.is_regular() && file.size() >= kTextBytes, "no packed weights");
+        memory_ = Memory::map(file, file.size());
         expect(begins_with(content.source()), "packed weights of another file or version");
     }
 
@@ -79,7 +74,7 @@ public:
     // Fills `path`, which exists. `check_interrupt` is called now and then and may throw. Throws ModelError where it
     // cannot be written, perhaps for want of room.
     static void write(const std::string& path, const PackedContent& content, const uint8_t* weights, size_t bytes,
-                      int num_threads, const std::function<void()>& check_interrupt) try {
+                      int num_threads, const std::function<void()>& check_interrupt) {
         const File file(path, File::Use::kWrite);
         // Parts end where huge pages do, so that the system may keep the file in such.
         for (size_t at = kTextBytes, end = kTextBytes + bytes; at < end;) {
@@ -90,8 +85,6 @@ public:
         }
         const std::string text = content.text(bytes, digest_of(weights, bytes, num_threads));
         file.write(text.data(), text.size(), 0);
-    } catch (const std::system_error& error) {
-        throw ModelError(path + ": packed weights cannot be written: " + error.what());
     }
 
 private:

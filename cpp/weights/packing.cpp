@@ -225,38 +225,31 @@ void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
     }
 }
 
-template <Packing kPacking, int kIndex>
-ALWAYS_INLINE void pack_block(const uint8_t* in, int lane, uint8_t* out) {
-    constexpr Layout l = layout_of(kPacking);
-    out += l.header_bytes + kIndex * l.block_bytes;
-    const LaneBlock block = read_block(kPacking, in, kIndex);
-    for (int i = 0; i < l.factors; ++i) {
-        std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes, l.factor_bytes);
-    }
-    store_quants(l, block.words, lane, out + l.factors_bytes);
-}
-
-// Packs one lane of the blocks that share a header.
-template <Packing kPacking, int... kIndices>
-ALWAYS_INLINE void pack_lane(const uint8_t* in, int lane, uint8_t* out, std::integer_sequence<int, kIndices...>) {
-    // Where in a block of the file its F16 numbers for all of ours stand.
-    constexpr Packing q6 = Packing::q6_k, q3 = Packing::q3_k, q2 = Packing::q2_k;
-    constexpr int at = kPacking == q6 ? 208 : kPacking == q3 ? 108 : kPacking == q2 ? 80 : 0;
-    for (int i = 0; i < layout_of(kPacking).headers; ++i) {
-        std::memcpy(out + 2 * (i * kLanes + lane), in + at + 2 * i, 2);
-    }
-    (pack_block<kPacking, kIndices>(in, lane, out), ...);
-}
-
 template <Packing kPacking>
 void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
     constexpr Layout l = layout_of(kPacking);
+    // Where in a block of the file its F16 numbers for all of ours stand.
+    constexpr Packing q6 = Packing::q6_k, q3 = Packing::q3_k, q2 = Packing::q2_k;
+    constexpr int at = kPacking == q6 ? 208 : kPacking == q3 ? 108 : kPacking == q2 ? 80 : 0;
     const size_t file_block = ggml_type_size(type_of(kPacking));
     for (int b = 0; b < cols / kBlock / l.blocks; ++b, out += l.header_bytes + l.blocks * l.block_bytes) {
         for (int lane = 0; lane < kLanes; ++lane) {
-            if (rows[lane]) {
-                pack_lane<kPacking>(rows[lane] + b * file_block, lane, out,
-                                    std::make_integer_sequence<int, l.blocks>());
+            if (!rows[lane]) {
+                continue;
+            }
+            const uint8_t* in = rows[lane] + b * file_block;
+            for (int i = 0; i < l.headers; ++i) {
+                std::memcpy(out + 2 * (i * kLanes + lane), in + at + 2 * i, 2);
+            }
+#pragma GCC unroll 8
+            for (int index = 0; index < l.blocks; ++index) {
+                uint8_t* to = out + l.header_bytes + index * l.block_bytes;
+                const LaneBlock block = read_block(kPacking, in, index);
+                for (int i = 0; i < l.factors; ++i) {
+                    std::memcpy(to + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
+                                l.factor_bytes);
+                }
+                store_quants(l, block.words, lane, to + l.factors_bytes);
             }
         }
     }

@@ -20,7 +20,7 @@ from pystaged.platform.seen import SeenModel
 
 _KEPT = RecycledCandidates.num_candidates
 _SECONDS = 10.0  # least time between two writes while the model is in use
-_ENTRY_BYTES = 8 + 6 * _KEPT  # a key, and each candidate's token and probability
+_STORED = np.dtype([("key", np.int64), ("tokens", np.int32, _KEPT), ("chances", np.float16, _KEPT)])
 _MOST_DRAFTS = 4  # whose calibrations are kept
 
 
@@ -66,12 +66,11 @@ class KeptCandidates:
 
     def _write(self) -> None:
         learnt = self.candidates.num_learnt
-        keys, tokens, chances = self.candidates.entries()
+        entries = self.candidates.entries().astype(_STORED).tobytes()
         self._learnt.pop(self._draft, None)
         self._learnt[self._draft] = [each.learnt() for each in self.calibrations.values()]
         calibrations = json.dumps(dict([*self._learnt.items()][-_MOST_DRAFTS:])).encode()
-        payload = calibrations + b"\n" + keys.tobytes() + tokens.tobytes() + chances.astype(np.float16).tobytes()
-        keep(self._path, self._head + payload)
+        keep(self._path, self._head + calibrations + b"\n" + entries)
         self._saved, self._saved_at = learnt, self._clock()
 
     def _load(self) -> None:
@@ -82,9 +81,4 @@ class KeptCandidates:
         self._learnt = json.loads(calibrations)
         for calibration, learnt in zip(self.calibrations.values(), self._learnt.get(self._draft, ()), strict=False):
             calibration.restore(learnt)
-        num_entries = len(entries) // _ENTRY_BYTES
-        each = num_entries * _KEPT
-        keys = np.frombuffer(entries, np.int64, num_entries)
-        tokens = np.frombuffer(entries, np.int32, each, 8 * num_entries).reshape(-1, _KEPT)
-        chances = np.frombuffer(entries, np.float16, each, 8 * num_entries + 4 * each).reshape(-1, _KEPT)
-        self.candidates.restore(keys, tokens, chances.astype(np.float32))
+        self.candidates.restore(np.frombuffer(entries, _STORED).astype(self.candidates.entries().dtype))

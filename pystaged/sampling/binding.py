@@ -81,33 +81,33 @@ _known: weakref.WeakKeyDictionary[Tokenizer, dict[str, list[list[int]]]] = weakr
 def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[list[int]]:
     """Token sequences that contain one of DRY's sequence breakers; cached for each vocabulary."""
     known = _known.setdefault(tokenizer, {})
+    pieces = [] if known.keys() >= set(texts) else _pieces(tokenizer)
     breakers = []
     for text in texts:
-        sequences = known.get(text)
-        if sequences is None:
-            sequences = sequences_of(tokenizer, text)
+        if text not in known:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known[text] = sequences
-        breakers += sequences
+            known[text] = sequences_of(tokenizer, text, pieces)
+        breakers += known[text]
     return breakers
 
 
-def sequences_of(tokenizer: Tokenizer, text: str) -> list[list[int]]:
+def _pieces(tokenizer: Tokenizer) -> list[bytes]:
+    return [tokenizer.token_bytes(token, True) for token in range(tokenizer.num_tokens)]
+
+
+def sequences_of(tokenizer: Tokenizer, text: str, pieces: list[bytes] | None = None) -> list[list[int]]:
     """Token sequences that contain a string: one token that contains it, or a token that ends with its beginning,
-    followed by the tokens of the rest."""
-    data, rests, found = text.encode(), None, dict[tuple[int, ...], None]()
-    sequences = tokenizer.sequences_of(text)
-    longest = max((len(tokenizer.token_bytes(sequence[0], True)) for sequence in sequences), default=0)
-    for sequence in sequences:
-        if data in b"".join(tokenizer.token_bytes(token, True) for token in sequence):
-            found[tuple(sequence)] = None
-            continue
-        # The tokenizer cannot encode a rest that begins inside a character, and SentencePiece puts a space before it.
-        rests = _rests(tokenizer, text, longest) if rests is None else rests
-        first = tokenizer.token_bytes(sequence[0], True)
-        found |= {(sequence[0], *rest): None for at, rest in rests.items() if first.endswith(data[:at])}
-    return [list(sequence) for sequence in found]
+    followed by the tokens of the rest. pieces: of all tokens, if known. Raises ValueError for an empty string."""
+    if not text:
+        raise ValueError("the text is empty")
+    data, pieces = text.encode(), pieces or _pieces(tokenizer)
+    rests = _rests(tokenizer, text, max(map(len, pieces)))
+    return [
+        [token, *rest]
+        for token, piece in enumerate(pieces)
+        for rest in ([[]] if data in piece else [rest for at, rest in rests.items() if piece.endswith(data[:at])])
+    ]
 
 
 def _rests(tokenizer: Tokenizer, text: str, longest: int) -> dict[int, list[int]]:

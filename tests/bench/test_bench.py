@@ -88,7 +88,7 @@ def test_what_was_continued_before_is_remembered_and_what_is_measured_is_not(
 def memory_of(runner: Runner) -> bytes:
     """All that is remembered."""
     memory = runner._bundle.recycled
-    return b"".join(each.tobytes() for each in memory.entries()) if memory else b""
+    return memory.entries().tobytes() if memory else b""
 
 
 def test_ways_stop_where_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:

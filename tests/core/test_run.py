@@ -231,6 +231,24 @@ def test_a_work_keeps_its_session(model_of: Model) -> None:
     assert works[1].session.tokens.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", ["read", "embed", "verify", "propose", "rank"])
+def test_a_work_of_wrong_arguments_is_an_error(model_of: Model, kind: str) -> None:
+    make, session = getattr(Work, kind), text(model_of())
+    for arguments in [
+        (),
+        (session,),
+        (session, [1], 5),
+        (session, [1], [-1], "none"),
+        (session,) * 3,
+        (session, *"12345678"),
+    ]:
+        with pytest.raises(TypeError):
+            make(*arguments)
+    for none in (None, 1, "text", make):
+        with pytest.raises(TypeError):
+            make(none, [1])
+
+
 FAILURES: dict[str, tuple[Callable[[_core.Session], Work], type[Exception], str]] = {
     "token": (lambda s: Work.read(s, [1, 300]), ValueError, "token 300"),
     "tokens-verified": (lambda s: Work.verify(s, [-1], [-1], GREEDY), ValueError, "token -1"),

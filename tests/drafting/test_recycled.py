@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from support.decoding import drafted
 
 from pystaged._core import RecycledCandidates, gumbel
@@ -84,9 +84,9 @@ def test_what_is_restored_is_what_was_known() -> None:
     memory, other = RecycledCandidates(), RecycledCandidates()
     for seed in range(5):
         memory.learn(*rows(13, seed, 5))
-    other.restore(*memory.entries())
-    for mine, restored in zip(memory.entries(), other.entries(), strict=True):
-        np.testing.assert_allclose(mine, restored, rtol=1e-6)
+    other.restore(memory.entries())
+    for field in ("key", "tokens", "chances"):
+        np.testing.assert_allclose(memory.entries()[field], other.entries()[field], rtol=1e-6)
     assert other.num_learnt == 0
 
 
@@ -101,7 +101,7 @@ def test_the_newer_of_two_keys_has_a_slot() -> None:
     # However much is learnt, it takes no more room.
     for seed in range(50):
         memory.learn(*rows(13, seed))
-    keys, _, _ = memory.entries()
+    keys = memory.entries()["key"]
     assert len(keys) <= 4 + 8
     assert len(set(keys.tolist())) == len(keys)
 
@@ -144,21 +144,22 @@ def test_tokens_beyond_the_vocabulary_are_not_proposed() -> None:
 
 def test_chances_that_were_too_small_to_keep_are_none() -> None:
     memory = RecycledCandidates()
-    ids = np.arange(10, 10 + KEPT, dtype=np.int32)
-    chances = np.zeros((2, KEPT), np.float32)
-    chances[:, 3] = 1
-    keys = np.array([2, 5])
-    memory.restore(keys, np.tile(ids, (2, 1)), chances)
+    memory.restore(entries([2, 5], np.arange(10, 10 + KEPT), np.arange(KEPT) == 3))
     assert memory.chances(-1, 2) == ({13: 1.0}, 1)
     assert guessed(memory, [5, 2], SamplingConfig()) == [13]
+
+
+def entries(keys: list[int], tokens: ArrayLike, chances: ArrayLike) -> NDArray[np.void]:
+    found = np.empty(len(keys), RecycledCandidates().entries().dtype)
+    found["key"], found["tokens"], found["chances"] = keys, tokens, chances
+    return found
 
 
 def refused(memory: RecycledCandidates, call: str, *args: object) -> None:
     before = memory.entries()
     with pytest.raises((ValueError, TypeError)):
         getattr(memory, call)(*args)
-    for mine, again in zip(before, memory.entries(), strict=True):
-        np.testing.assert_array_equal(mine, again)
+    np.testing.assert_array_equal(before, memory.entries())
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -172,17 +173,17 @@ def test_what_cannot_be_is_refused() -> None:
     refused(memory, "learn", before, tokens - 100, candidates, logits)
     refused(memory, "learn", before - 100, tokens, candidates, logits)
     refused(memory, "learn", before, tokens / 2, candidates, logits)
-    ids, chances = np.zeros((1, KEPT), np.int32), np.ones((1, KEPT), np.float32)
-    refused(memory, "restore", np.array([-1]), ids, chances)
-    refused(memory, "restore", np.array([3]), ids, 0 * chances)
-    refused(memory, "restore", np.array([3]), ids, chances * np.inf)
-    refused(memory, "restore", np.array([3]), ids, np.where(np.arange(KEPT) == 0, -1, chances))
-    refused(memory, "restore", np.array([3]), ids - 1, chances)
-    refused(memory, "restore", np.array([3, -1]), np.tile(ids, (2, 1)), np.tile(chances, (2, 1)))
+    refused(memory, "restore", entries([-1], 0, 1))
+    refused(memory, "restore", entries([3], 0, 0))
+    refused(memory, "restore", entries([3], 0, np.inf))
+    refused(memory, "restore", entries([3], 0, np.where(np.arange(KEPT) == 0, -1, 1)))
+    refused(memory, "restore", entries([3], -1, 1))
+    refused(memory, "restore", entries([3, -1], 0, 1))
     refused(memory, "learn", np.full_like(before, 2**31 - 1), tokens, candidates, logits)
     for nothing in ((-2, 1), (-(2**31), 1), (1, -1)):
         assert memory.chances(*nothing) == ({}, 0)
-    refused(memory, "restore", np.array([3]), ids[:, 1:], chances[:, 1:])
+    for other in (np.array([3]), np.array([0.5]), entries([3], 0, 1)[["key", "tokens"]], "text", None):
+        refused(memory, "restore", other)
     for slots in (0, 1, 3, 2**40):
         with pytest.raises(ValueError, match="power of two"):
             RecycledCandidates(slots)
@@ -193,4 +194,4 @@ def test_rows_of_a_target_that_overflows_say_nothing() -> None:
     before, tokens, candidates, logits = rows(3, 0, 5)
     memory.learn(before, tokens, candidates, np.full_like(logits, np.nan))
     memory.learn(before, tokens, candidates, np.full_like(logits, np.inf))
-    assert len(memory.entries()[0]) == 0
+    assert len(memory.entries()) == 0

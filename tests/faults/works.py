@@ -97,7 +97,7 @@ def save_memory(folder: Path) -> None:
 
 
 def memory(folder: Path) -> State:
-    return len(_memory(folder).candidates.entries()[0]) or None
+    return len(_memory(folder).candidates.entries()) or None
 
 
 def keep_prompt(folder: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_full_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_saving_what_cannot_be_used(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="loaded to be packed"):
         _core.Model(str(llama)).save_packed(tmp_path / "file")
-    with pytest.raises(ModelError, match="cannot be written: No such file"):
+    with pytest.raises(ModelError, match="file: cannot open: No such file"):
         _core.Model(str(llama), packed=tmp_path / "file").save_packed(tmp_path / "file")
 
 

@@ -626,13 +626,13 @@ void test_packed_weights(const std::string& path) {
     };
     std::filesystem::remove(packed);
     const auto model = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
-    CHECK(!model->is_mapped() && model->packed_problem().empty());
+    CHECK(!model->facts().is_mapped && model->facts().packed_problem.empty());
     CHECK_THROWS(ModelError, (model->save_packed(packed, uninterrupted), 0));
     std::ofstream(packed).close();
     model->save_packed(packed, uninterrupted);
     CHECK_THROWS(std::runtime_error, (model->save_packed(packed, [] { throw std::runtime_error("interrupted"); }), 0));
     auto mapped = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, packed);
-    CHECK(mapped->is_mapped() && logits(mapped) == logits(model));
+    CHECK(mapped->facts().is_mapped && logits(mapped) == logits(model));
     CHECK_THROWS(std::logic_error, (mapped->save_packed(packed, uninterrupted), 0));
     // However short it is.
     for (uintmax_t bytes = std::filesystem::file_size(packed); bytes > 0; bytes /= 2) {
@@ -640,7 +640,7 @@ void test_packed_weights(const std::string& path) {
         std::filesystem::copy_file(packed, part, std::filesystem::copy_options::overwrite_existing);
         std::filesystem::resize_file(part, bytes - 1);
         const auto again = std::make_shared<Model>(path, "", 2, Devices(), uninterrupted, KvType::f16, part);
-        CHECK(!again->is_mapped() && !again->packed_problem().empty() && logits(again) == logits(model));
+        CHECK(!again->facts().is_mapped && !again->facts().packed_problem.empty() && logits(again) == logits(model));
         std::filesystem::remove(part);
     }
     mapped.reset();  // a mapped file cannot be removed on Windows
