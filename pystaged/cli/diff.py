@@ -17,9 +17,9 @@ from rich.table import Table
 
 import pystaged
 from pystaged.bench.prompts import choose
+from pystaged.chat.prompts import read_prompts
 from pystaged.cli.console import model_name, print_table, progress_bars, report
 from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, one_of, option
-from pystaged.cli.prompts import read_prompts
 from pystaged.platform.files import destination, whole_file
 from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
 
@@ -100,7 +100,7 @@ def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDA
         engine.encode(asked.prompt)
         if asked.messages is None
         else engine.chat_format.encode(asked.messages, continues=True)
-        for asked in read_prompts(file)[:limit]
+        for asked in read_prompts(file, report)[:limit]
     ]
 
 

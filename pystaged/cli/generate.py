@@ -64,7 +64,8 @@ def generate(
     """
     many = prompts is not None or n is not None
     refused: dict[str, object] = {
-        "give a prompt, - for standard input, or --prompts with a file of them": (prompt is None) == (prompts is None),
+        "give a prompt, - for standard input, or --prompts with a file of them": prompt is None and prompts is None,
+        "a prompt and --prompts cannot both be given": prompt is not None and prompts is not None,
         "--color and --show-tree show one text, not several": many and (given.paints or given["show_tree"]),
         "--receipt saves one text, not several; in Python each result has a receipt: result.receipt": many and receipt,
         "--system and --think are for --chat": not chat and (given["system"] or "think" in given),

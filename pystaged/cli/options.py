@@ -143,7 +143,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
     "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
-    "seed": {"callback": None},  # has 64 bits
+    "seed": {"callback": None, "min": -1, "max": 2**64 - 1},
     "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
     "max_tokens": {"min": -1, "callback": token_limit},
     "stop_loops": {"show_default": "on for answers"},
