@@ -60,17 +60,16 @@ def info(model: str | None = MODEL_ARGUMENT, kv: KeysAndValues = "f16", kv_memor
         }
         if draft:
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
-    for name, value in rows.items():
-        typer.echo(f"{name:<18}{value}")
-    typer.echo(
-        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
-    )
+    said = [
+        *rows.items(),
+        ("device", f"cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"),
+    ]
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
-        typer.echo(
-            f"{'device':<18}{name}: {device.description}, "
-            f"{size_words(device.free_bytes)} of {size_words(device.total_bytes)} free"
-        )
+        free, total = size_words(device.free_bytes), size_words(device.total_bytes)
+        said.append(("device", f"{name}: {device.description}, {free} of {total} free"))
+    for name, value in said:
+        typer.echo(f"{name:<18}{value}")
 
 
 def _threads(cores: _core.Cores, is_ours: bool) -> str:

@@ -74,21 +74,17 @@ def fills_context(engine: Engine, result: GenerationResult) -> bool:
     return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
 
 
-def full_context(engine: Engine, what: str = "") -> str:
-    """A line that says that the context is full, `what` that means, and how to get a longer one."""
-    return f"the context of {engine.n_ctx} tokens is full{what}{longer_context(engine)}"
-
-
-def longer_context(engine: Engine) -> str:
-    """How to get a longer context; empty where the model has none."""
+def of_context(engine: Engine, what: str) -> str:
+    """A line that says something of the context, and how to get a longer one if there is one."""
     most = engine.model.max_context
-    return f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
+    more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
+    return f"the context of {engine.n_ctx} tokens {what}{more}"
 
 
 def tell_cut(engine: Engine, result: GenerationResult, allows_loops: str = "", allows_more: str = "") -> None:
     """Report what cut a text; of a loop and of a limit only where the words that avoid them are given."""
     if fills_context(engine, result):
-        report(full_context(engine))
+        report(of_context(engine, "is full"))
     elif result.finish_reason == "loop" and allows_loops:
         report(LOOP_WORDS.format(allows_loops))
     elif result.finish_reason == "length" and allows_more:

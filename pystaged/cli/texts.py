@@ -16,7 +16,7 @@ from pystaged.chat.format import begin
 from pystaged.chat.prompts import Asked, read_prompts
 from pystaged.cli.console import errors, late_bar, open_engine, read_prompt, read_question, reading_bar, report
 from pystaged.cli.options import Given, usage
-from pystaged.cli.painting import fills_context, full_context, show, stats_table, summary, tell_cut
+from pystaged.cli.painting import fills_context, of_context, show, stats_table, summary, tell_cut
 from pystaged.decoding.readers import Stream, pieces
 from pystaged.decoding.text import Text
 from pystaged.engine import Engine
@@ -146,14 +146,9 @@ def _write_several(
         texts = f"{total} text{'s' if total > 1 else ''}"
         report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
     if num_full := sum(fills_context(engine, each) for each in done):
-        report(full_context(engine, f" in {num_full} of {total} texts"))
+        report(of_context(engine, f"is full in {num_full} of {total} texts"))
     if verbose and not as_json:
-        passes = engine.passes
-        report(
-            f"{passes.passes} passes of the target in {passes.seconds:.2f} seconds; on average "
-            f"{passes.texts_per_pass:.1f} texts and {passes.rows_per_pass:.1f} rows each; "
-            f"{passes.guess_share:.0%} of the rows were guesses"
-        )
+        report(str(engine.passes))
     return done
 
 

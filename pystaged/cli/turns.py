@@ -18,14 +18,15 @@ from pystaged.chat.saved import TURN, read_conversation, save_conversation
 from pystaged.chat.turn import quoted
 from pystaged.cli.console import complain, errors, open_engine, read_question, reading_bar, report, size_words
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import GRAMMARS, Given, read_system, usage
-from pystaged.cli.painting import full_context, longer_context, show, stats_table, summary, tell_cut, write_wrapped
+from pystaged.cli.options import GRAMMARS, Given, usage
+from pystaged.cli.painting import of_context, show, stats_table, summary, tell_cut, write_wrapped
 from pystaged.decoding.readers import Stream
 from pystaged.loading.names import SMOLLM2
 from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
 from pystaged.options.config import NO_LIMIT, GenerationConfig, TextOptions
 from pystaged.options.recommended import ANSWER_TOKENS, described, toy_words
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, flags
+from pystaged.options.words import read_system
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.platform.files import expanded
 from pystaged.platform.memory import loadable_memory
@@ -39,13 +40,7 @@ _SETTABLE: dict[str, Any] = {
     if name in {*SAMPLING, "max_tokens", "stop_loops"}
     if option.kind in (int, float, bool)
 } | _SHORT
-# How values are written, and what they are called.
-_WRITTEN: dict[Any, tuple[str, str]] = {
-    int: ("N, a number", "an integer"),
-    float: ("X, a number", "a number"),
-    bool: ("on or off", "on or off"),
-    str: ("TEXT", "text"),
-}
+_KINDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "on or off", str: "text"}
 
 # Options of the command that a running chat cannot change.
 _FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SETTABLE.keys()
@@ -182,7 +177,7 @@ class Chat:
             most = min(most, n_ctx // 2)  # what is left is read again, so that happens once in several turns
         if first > self._num_dropped and length <= n_ctx:
             self._num_dropped = first
-            report(full_context(self.engine, f": the oldest {first} messages are no longer read"))
+            report(of_context(self.engine, f"is full: the oldest {first} messages are no longer read"))
         return [*system, *begun[first:]]
 
     def _turn(self, said: str) -> None:
@@ -205,10 +200,8 @@ class Chat:
         except OSError as error:
             failure = error
         except pystaged.ContextFullError:
-            raise ValueError(
-                f"the question, with what is read before it, does not fit into the context of {self.engine.n_ctx} "
-                f"tokens: shorten it, write /clear{longer_context(self.engine)}"
-            ) from None
+            small = of_context(self.engine, "is too small for what is asked: shorten the question, or write /clear")
+            raise ValueError(small) from None
         if stream:
             stream.close()
         result = stream.result if stream else None
@@ -322,11 +315,11 @@ class Chat:
         name = _our_name(name)
         kind = _SETTABLE[name]
         if not words:
-            raise ValueError(f"write {command}{name} {_WRITTEN[kind][0]}")
+            raise ValueError(f"write {command}{name} VALUE, {_KINDS[kind]}")
         try:
             value = _SWITCH[words] if kind is bool else kind(words)
         except (KeyError, ValueError):
-            raise ValueError(f"{name} must be {_WRITTEN[kind][1]}, not {words}") from None
+            raise ValueError(f"{name} must be {_KINDS[kind]}, not {words}") from None
         if name == "max_tokens":
             if not -1 <= value < 2**31:
                 raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {words}")
