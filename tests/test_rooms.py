@@ -18,19 +18,19 @@ SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
     "platform": 854,
-    "options": 1132,
+    "options": 1144,
     "sampling": 1237,
     "chat": 2723,
     "decoding": 3101,
     "drafting": 2188,
     "backends": 357,
     "loading": 3986,
-    "receipts": 713,
+    "receipts": 718,
     "server": 3880,
     "integrations": 830,
-    "bench": 2616,
+    "bench": 2630,
     "distill": 1612,
-    "cli": 3063,
+    "cli": 3000,
 }
 ROOT = 11  # files in no room
 

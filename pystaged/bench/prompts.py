@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
 from pystaged.chat.prompts import Asked, read_prompts
+from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
 
@@ -72,6 +73,19 @@ def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Pat
     chats = bool(read_metadata(model).get("tokenizer.chat_template"))
     file = file or (OWN if chats else names.bundled_file(names.BUNDLED_PROMPTS))
     return file, _encoded(_in_turn(load_questions(file))[:most], model)
+
+
+def in_order(engine: Engine, file: Path | None, most: int, report: Callable[[str], None]) -> list[NDArray[np.int32]]:
+    """The tokens of the first prompts of a file, or of the package's, for an engine; messages are to be answered or
+    continued. Errors and report as in read_prompts."""
+    if file is None:
+        return [prompt.tokens for prompt in choose(engine.file.path, None, most)[1]]
+    return [
+        engine.encode(asked.prompt)
+        if asked.messages is None
+        else engine.chat_format.encode(asked.messages, continues=True)
+        for asked in read_prompts(file, report)[:most]
+    ]
 
 
 def misleading(model: Path) -> list[Prompt]:

@@ -72,7 +72,7 @@ def bench(
     given["llama_cpp"] = [*map(Path, given.get("llama_cpp", []))]
     given |= {"draft": draft_name(given["draft"]), "quantization": given["quantization"].upper()}
     benchmark = Benchmark(**given)
-    _check_type(given)
+    _model_file(given)
     setup = {"draft": models.find_draft(benchmark.model, benchmark.draft, report)}
     with usage():
         methods.baselines(setup, benchmark.llama_cpp, benchmark.baselines)
@@ -210,13 +210,9 @@ def _open(given: Given, limit: int | None) -> tuple[Bundle, list[NDArray[np.int3
 
 def _model_file(given: Given) -> Path:
     """The file of a model, made first if necessary."""
-    _check_type(given)
-    return models.find(given["model"], given["quantization"].upper(), report)
-
-
-def _check_type(given: Given) -> None:
     with usage():
         models.check_type(given["model"], given["quantization"].upper())
+    return models.find(given["model"], given["quantization"].upper(), report)
 
 
 def _show(found: Any, parts: Iterable[Any], as_json: bool) -> None:

@@ -7,21 +7,17 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.table import Table
 
 import pystaged
-from pystaged.bench.prompts import choose
+from pystaged.bench.prompts import in_order
 from pystaged.bench.report import markdown_table
-from pystaged.chat.prompts import read_prompts
 from pystaged.cli.console import open_engine, print_table, progress_bars, report
 from pystaged.cli.options import ContextLength, Given, Json, KeysAndValues, Threads, one_of, option
 from pystaged.platform.files import destination, whole_file
-from pystaged.receipts.comparison import TextComparison, compare, figure_rows, figures, text_rows
+from pystaged.receipts.comparison import compare, figure_rows, figures, text_rows
 
 
 def diff(
@@ -56,7 +52,7 @@ def diff(
         return open_engine(name, Given(draft=draft, n_ctx=n_ctx, kv=kv, num_threads=threads, recycle=False))
 
     with load(a, kv, "auto") as first, load(b, kv_b or kv, "none") as second, progress_bars() as progress:
-        asked = _prompts(first, prompts, limit)
+        asked = in_order(first, prompts, limit, report)
         texts = compare(first, second, asked, max_tokens, partial(progress, "comparing"))
         found = figures(texts)
         tables = {"": figure_rows(found), "Each text:": text_rows(texts, first.tokenizer)}
@@ -73,7 +69,7 @@ def diff(
     }
     title = f"A: {a}, kv {kv}; B: {b}, kv {kv_b or kv}; texts: {len(texts)}, tokens: {conditions['tokens']}"
     if as_json:
-        described = [_described(text) for text in texts]
+        described = [text.to_dict() for text in texts]
         typer.echo(json.dumps(conditions | {"figures": [asdict(each) for each in found], "texts": described}))
     else:
         for heading, (headings, *rows) in tables.items():
@@ -87,21 +83,3 @@ def diff(
         pages = ["\n".join(markdown_table(headings, rows)) for headings, *rows in tables.values()]
         with whole_file(out) as part:
             part.write_text("\n\n".join([f"# {title}", *pages, *shown]) + "\n", "utf-8")
-
-
-def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
-    """The tokens of the first prompts."""
-    if file is None:
-        return [prompt.tokens for prompt in choose(engine.file.path, None, limit)[1]]
-    return [
-        engine.encode(asked.prompt)
-        if asked.messages is None
-        else engine.chat_format.encode(asked.messages, continues=True)
-        for asked in read_prompts(file, report)[:limit]
-    ]
-
-
-def _described(text: TextComparison) -> dict[str, Any]:
-    """A text's comparison for JSON."""
-    arrays = {name: value.tolist() for name, value in asdict(text).items() if name != "number"}
-    return {"number": text.number + 1, "first": text.first, **arrays}

@@ -73,9 +73,8 @@ def generate(
         "--logprobs needs --json": "logprobs" in given and not as_json,
         "--receipt names a file; standard output has the text": receipt == Path("-"),
     }
-    for words, is_so in refused.items():
-        if is_so:
-            raise typer.BadParameter(words)
+    if wrong := [words for words, is_so in refused.items() if is_so]:
+        raise typer.BadParameter("; ".join(wrong))
     from pystaged.cli.texts import write  # noqa: PLC0415  help must not wait for what a run imports
 
     write(given, model, prompt, prompts, n, suffix, receipt, verbose, as_json, chat)

@@ -42,7 +42,8 @@ class Lines:
                 with contextlib.suppress(OSError):
                     readline.read_history_file(self._file)
             if hasattr(signal, "SIGCONT"):  # after Ctrl-Z and fg the prompt would be missing
-                signal.signal(signal.SIGCONT, lambda *_: self._show_line(readline.get_line_buffer()))
+                typed = readline.get_line_buffer
+                signal.signal(signal.SIGCONT, lambda *_: typer.echo(self._prompt and self._prompt + typed(), nl=False))
 
     def keep(self) -> None:
         """Keep the lines for later chats, in a file of the cache folder that the user alone can read."""
@@ -104,7 +105,3 @@ class Lines:
                 history.remove_history_item(length - 1)
             history.add_history(plain)
         return plain
-
-    def _show_line(self, typed: str) -> None:
-        if self._prompt:
-            typer.echo(self._prompt + typed, nl=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import escape, glob
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, Option, flags
-from pystaged.options.words import biases, read_form, read_system
+from pystaged.options.words import biases, read_form, read_system, size
 
 if TYPE_CHECKING:
     from pystaged.engine import Engine
@@ -84,18 +83,10 @@ def one_of(*values: str) -> dict[str, Any]:
     return {"callback": check, "autocompletion": like}
 
 
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
-
-
-def size(value: str | int) -> int:
+def size_of(value: str | int) -> int:
     """Parse a number of bytes: 2G, 2GB and 2 GiB are 2 * 2**30."""
-    found = _SIZE.fullmatch(str(value).strip())
-    number = float(found[1]) * 1024 ** ("KMGT".find(found[2].upper()) + 1 if found[2] else 0) if found else 0.0
-    if found and number < 1:
-        raise typer.BadParameter(f"{value!r} is too small; leave it out, or write 512M or 2.5G.")
-    if not found or number >= 2**63:
-        raise typer.BadParameter(f"{value!r} is not a size; write 512M or 2.5G.")
-    return int(number)
+    with usage():
+        return size(str(value))
 
 
 def either(model: str | None, named: str | None, needed: str = "") -> str | None:
@@ -124,9 +115,9 @@ _TYPER: dict[str, dict[str, Any]] = {
     "grammar": {"metavar": "FILE|GRAMMAR"},
     "draft": {"metavar": "MODEL", "autocompletion": models_like},
     "kv": one_of("f16", "q8_0"),
-    "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
+    "kv_memory": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
-    "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
+    "prompt_cache_size": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None, "show_default": "8G"},
     "seed": {"callback": None, "min": -1, "max": 2**64 - 1},
     "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
     "max_tokens": {"min": -1, "callback": token_limit},

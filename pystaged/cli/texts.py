@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -26,7 +25,7 @@ from pystaged.options.recommended import ANSWER_TOKENS, described
 from pystaged.options.table import SAMPLING, TEXT
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.platform.files import destination
-from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.result import GenerationResult
 from pystaged.sampling.text import Prompt
 
 
@@ -154,22 +153,7 @@ def _write_several(
 
 def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
     """A prompt and its result as a line of JSON."""
-    fields = {
-        **asked.fields(),
-        "text": result.text,
-        "tokens": result.tokens,
-        "stages": [stage.name.lower() for stage in result.stages],
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "stats": result.stats.to_dict(),
-    }
-    if result.logprobs is not None:
-        fields["logprobs"] = [_logprob(each) | {"top": [*map(_logprob, each.top)]} for each in result.logprobs]
-    return json.dumps(fields | {"message": result.message} if chat else fields)
-
-
-def _logprob(found: TokenLogprob) -> dict[str, Any]:
-    return {"token": found.token, "text": found.text, "logprob": found.logprob}
+    return json.dumps(asked.fields() | result.to_dict() | ({"message": result.message} if chat else {}))
 
 
 def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]) -> int:

@@ -219,8 +219,14 @@ class Chat:
     def _tell(self, result: GenerationResult, allows_loops: str, allows_more: str) -> None:
         """Show the speed of a turn if requested, and why it was cut."""
         if self.given["stats"]:
-            errors.print(speed(result.stats, paint=self.given.paints))
+            errors.print(self._speed(result))
         tell_cut(self.engine, result, allows_loops, allows_more)
+
+    def _speed(self, result: GenerationResult) -> Text:
+        """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
+        stats = result.stats
+        read = f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens"
+        return summary(stats, paint=self.given.paints).append(read)
 
     def _go_to(self, states: list[_Messages]) -> None:
         self._states, self._unanswered, self._last, self._num_dropped = states, None, None, 0
@@ -281,7 +287,7 @@ class Chat:
     def _do_stats(self, _words: str) -> None:
         if self._last is None:
             raise ValueError("there is no answer yet")
-        errors.print(speed(self._last.stats, paint=self.given.paints).append(f"; seed {self._last.seed}"))
+        errors.print(self._speed(self._last).append(f"; seed {self._last.seed}"))
         errors.print(stats_table(self._last.stats))
 
     def _do_system(self, _words: str) -> None:
@@ -360,13 +366,6 @@ def _file(command: str, words: str) -> Path:
     if not words:
         raise ValueError(f"write {command} FILE")
     return expanded(words)
-
-
-def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
-    """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
-    line = summary(stats, paint=paint)
-    line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
-    return line
 
 
 def converse(model: str | None, question: str | None, given: Given, resume: Path | None) -> None:

@@ -53,10 +53,10 @@ def verify(
                     stack.close()
                     path = find_model(expected) if model is None else names.resolve(model_name(model))
                     check_model(expected, SeenModel.now(path))
-                    given = {"draft": draft, "device": device, "num_threads": threads, "recycle": False}
-                    given |= {"n_ctx": expected.n_ctx, "kv": expected.kv}
+                    given = Given(draft=draft, device=device, num_threads=threads, recycle=False)
+                    given.update(n_ctx=expected.n_ctx, kv=expected.kv)
                     bundled = path == names.resolve("bundled")  # by this name its draft is loaded, too
-                    engine = stack.enter_context(open_engine("bundled" if bundled else str(path), Given(given)))
+                    engine = stack.enter_context(open_engine("bundled" if bundled else str(path), given))
                     loaded = needed
                 if (said := promise(expected, device)) and said not in told:
                     told.add(said)

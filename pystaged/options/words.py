@@ -7,6 +7,7 @@ import re
 from pystaged.platform.files import expanded
 
 _MOST_BYTES = 1 << 24  # of a schema, grammar or message
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
 _MARKS = {"json_schema": r"^\s*\{", "grammar": r"::=|\bstart\s*(\[[^\]]*\]\s*)?:"}  # of one that is given itself
 
 
@@ -45,3 +46,14 @@ def biases(words: list[str]) -> dict[int | str, float]:
             raise ValueError(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
         found[int(token) if by_number else token] = number
     return found
+
+
+def size(words: str) -> int:
+    """A number of bytes: 2G, 2GB and 2 GiB are 2 * 2**30. Raises ValueError."""
+    found = _SIZE.fullmatch(words.strip())
+    number = float(found[1]) * 1024 ** ("KMGT".find(found[2].upper()) + 1 if found[2] else 0) if found else 0.0
+    if found and number < 1:
+        raise ValueError(f"{words!r} is too small; leave it out, or write 512M or 2.5G.")
+    if not found or number >= 2**63:
+        raise ValueError(f"{words!r} is not a size; write 512M or 2.5G.")
+    return int(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,11 @@ class TextComparison:
         is the same until there; with None it also ends there."""
         found = np.flatnonzero(~self.agrees)
         return int(found[0]) if len(found) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON, with the number from 1."""
+        arrays = {name: value.tolist() for name, value in asdict(self).items() if name != "number"}
+        return {"number": self.number + 1, "first": self.first, **arrays}
 
 
 @dataclass(frozen=True, slots=True)
