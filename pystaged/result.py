@@ -53,6 +53,10 @@ class TokenLogprob:
     logprob: float
     top: list[TokenLogprob] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All but `top`, for JSON."""
+        return {"token": self.token, "text": self.text, "logprob": self.logprob}
+
 
 class Piece(str):
     """The text of one step of a stream, a string with attributes. tokens: the step's new tokens; stages: the stage that
@@ -167,6 +171,16 @@ class GenerationResult:
             {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.text}}
             for i, call in enumerate(calls_of(self.text))
         ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The text with tokens, stages and figures, for JSON; and the tokens' log-probabilities if it has them."""
+        fields = {name: getattr(self, name) for name in ("text", "tokens", "finish_reason", "seed")}
+        fields |= {"stages": [stage.name.lower() for stage in self.stages], "stats": self.stats.to_dict()}
+        if self.logprobs is not None:
+            fields["logprobs"] = [
+                each.to_dict() | {"top": [top.to_dict() for top in each.top]} for each in self.logprobs
+            ]
+        return fields
 
     def json(self) -> Any:
         """Parse the text as JSON, such as one with a json_schema.

@@ -90,6 +90,11 @@ class PassStats(_Counts):
         """Share of guesses among all rows."""
         return self.guesses / self.rows if self.rows else 0.0
 
+    def __str__(self) -> str:
+        means = f"{self.texts_per_pass:.1f} texts and {self.rows_per_pass:.1f} rows each"
+        guesses = f"{self.guess_share:.0%} of the rows were guesses"
+        return f"{self.passes} passes of the target in {self.seconds:.2f} seconds; on average {means}; {guesses}"
+
     def to_dict(self) -> dict[str, float]:
         """All figures, for JSON."""
         means = {name: getattr(self, name) for name in ("rows_per_pass", "texts_per_pass", "guess_share")}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import ne
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from pystaged._core import Model, RecycledCandidates, Sampling, Session, Work, run
 from pystaged.bench.suite import SAMPLINGS
@@ -26,10 +29,12 @@ from pystaged.drafting.model import ModelProposer, ParallelModelProposer, draft_
 from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 from pystaged.loading.bundle import Bundle
+from pystaged.loading.factory import ContextFactory
 from pystaged.options.config import GenerationConfig, SamplingConfig
-from pystaged.stats import GenerationStats
+from pystaged.stats import DrafterStats, GenerationStats
 
 _PIECE = 32  # rows of a pass
+_SEEDS = 2  # of each sampling that `lossless` checks
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
 
 
@@ -143,6 +148,68 @@ def drafters(
             "one tree": drafter(GainPolicy(target_cost), *lookups(table), model(cost)),
         }
     return ways
+
+
+def lossless(
+    bundle: Bundle, texts: Sequence[NDArray[np.int32]], max_tokens: int, progress: Callable[[int, int], None]
+) -> tuple[Table, bool]:
+    """How many texts each way of drafting continues otherwise than plain decoding, as a table, and whether none does.
+
+    Args:
+        progress: called with the number of checks that are done, and of all.
+
+    Raises:
+        ValueError: the target is not exact.
+    """
+    bundle.check_exact()
+    session, factory = Session(bundle.target), ContextFactory(bundle)
+    ways = drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
+    contexts = {way: Context(session, drafter) for way, drafter in ways.items()} | {
+        "as measured costs decide": factory.context(0, None),
+        "as loaded, in trees of 12 nodes": factory.context(0, FixedPolicy(width=4, depth=6, budget=12)),
+    }
+    runs = {
+        f"{mode}, seed {seed}": replace(sampling, seed=seed)
+        for mode, sampling in MODES.items()
+        for seed in range(1 if sampling.is_greedy else _SEEDS)
+    }
+    plain, different = Context(session), dict[str, list[int]]((way, []) for way in contexts)
+    for sampling in runs.values():
+        expected = [continuation(plain, text, sampling, max_tokens) for text in texts]
+        for way, context in contexts.items():
+            found = [continuation(context, text, sampling, max_tokens) for text in texts]
+            different[way].append(sum(map(ne, found, expected)))
+            progress(sum(map(len, different.values())), len(runs) * len(contexts))
+    title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
+    table = Table("drafted by", *runs, title=title, box=None)
+    for way, counts in different.items():
+        table.add_row(way, *map(str, counts))
+    return table, not any(map(any, different.values()))
+
+
+def gains(
+    bundle: Bundle,
+    earlier: Sequence[NDArray[np.int32]],
+    texts: Sequence[NDArray[np.int32]],
+    max_tokens: int,
+    ratio: float,
+) -> Table:
+    """What each of `parts` brings for texts that follow earlier ones, as a table; ratio: see `reckoned`."""
+    session, (target, cheap) = Session(bundle.target), reckoned(ratio)
+    title = f"{len(texts)} prompts, {max_tokens} tokens each, a draft {ratio:g} times cheaper than its target"
+    columns = "tokens per step", "draft passes per token", "x plain, reckoned", "acceptance at depth 1, 2, ..."
+    table = Table("", *columns, title=title, box=None)
+    for mode, sampling in MODES.items():
+        for way, drafter in parts(bundle, session, ratio).items():
+            context, options = Context(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
+            run_texts(context, earlier, *options)
+            stats = run_texts(context, texts, *options)
+            judged = stats.drafters.get("draft", DrafterStats())
+            spent = target.of(stats.steps, stats.rows) + cheap.of(judged.passes, judged.nodes)
+            figures = stats.tokens_per_step, judged.passes / stats.new_tokens, stats.new_tokens / spent
+            depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
+            table.add_row(f"{mode}: {way}", *(f"{each:.3f}" for each in figures), depths)
+    return table
 
 
 def agreement(

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
+from pystaged.chat.prompts import Asked, read_prompts
+from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
-from pystaged.platform.files import lines_of, read_small
 
 OWN = Path(__file__).with_name("prompts.jsonl")
 MISLEADING = Path(__file__).with_name("misleading.jsonl")
 CODE = "code"
-_MOST_BYTES = 1 << 26  # largest file of prompts
 _CONVERSATION = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 # Spec-Bench's file gives the eight categories of its first kind, MT-Bench, in place of the kind.
 _KINDS = dict.fromkeys(_CONVERSATION, "conversation") | {
@@ -54,19 +52,10 @@ class Prompt:
 
 
 def load_questions(path: Path) -> list[Question]:
-    """Read questions from a file of JSON objects, one a line: HumanEval's, with a `prompt`, or Spec-Bench's, with a
-    `category` and `turns`, of which the first is used.
-
-    Raises:
-        ValueError: a line is something else, or the file is not a regular one of at most 64 MiB.
+    """Read questions from a file as in read_prompts, such as HumanEval's, of prompts, or Spec-Bench's, of messages with
+    a category. Errors as there.
     """
-    found = []
-    for where, line in lines_of(path, read_small(path, _MOST_BYTES)):
-        try:
-            found.append(_question(json.loads(line)))
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            raise ValueError(f"{where}: not a JSON object with a 'prompt', or with 'category' and 'turns'") from error
-    return found
+    return [_question(each) for each in read_prompts(path)]
 
 
 def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Path, list[Prompt]]:
@@ -79,14 +68,24 @@ def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Pat
         most: largest number of prompts.
 
     Raises:
-        ValueError: as in load_questions, or the file has no prompts.
+        OSError, ValueError: as in load_questions.
     """
     chats = bool(read_metadata(model).get("tokenizer.chat_template"))
     file = file or (OWN if chats else names.bundled_file(names.BUNDLED_PROMPTS))
-    questions = _in_turn(load_questions(file))[:most]
-    if not questions:
-        raise ValueError(f"{file} has no prompts")
-    return file, _encoded(questions, model)
+    return file, _encoded(_in_turn(load_questions(file))[:most], model)
+
+
+def in_order(engine: Engine, file: Path | None, most: int, report: Callable[[str], None]) -> list[NDArray[np.int32]]:
+    """The tokens of the first prompts of a file, or of the package's, for an engine; messages are to be answered or
+    continued. Errors and report as in read_prompts."""
+    if file is None:
+        return [prompt.tokens for prompt in choose(engine.file.path, None, most)[1]]
+    return [
+        engine.encode(asked.prompt)
+        if asked.messages is None
+        else engine.chat_format.encode(asked.messages, continues=True)
+        for asked in read_prompts(file, report)[:most]
+    ]
 
 
 def misleading(model: Path) -> list[Prompt]:
@@ -94,17 +93,11 @@ def misleading(model: Path) -> list[Prompt]:
     return _encoded(load_questions(MISLEADING), model)
 
 
-def _question(line: Any) -> Question:
-    if "prompt" in line:
-        return Question(_text(line["prompt"]), CODE, is_message=False)
-    category = _text(line["category"])
-    return Question(_text(line["turns"][0]), _KINDS.get(category, category), is_message=True)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def _question(asked: Asked) -> Question:
+    if asked.messages is None:
+        return Question(asked.prompt, CODE, is_message=False)
+    category = str(asked.more.get("category", "conversation"))
+    return Question(str(asked.messages[-1].get("content")), _KINDS.get(category, category), is_message=True)
 
 
 def _in_turn(questions: Iterable[Question]) -> list[Question]:

@@ -110,14 +110,14 @@ class Report:
             lines += ["**Interrupted: these are the results until then.**", ""]
         for title, headings, rows in self._parts():
             cells = [[_bold(name), *_cells(row, headings)] for name, row in rows]
-            lines += [f"## {title}", "", *_markdown(["", *headings], cells), ""]
+            lines += [f"## {title}", "", *markdown_table(["", *headings], cells), ""]
         for sampling, parts in self.tables.items():
             if sampling != WORST and len(parts) > 2:
                 cells = [
                     [_bold(row.name), *(_cells(parts[category][at], ["tokens/s"])[0] for category in parts)]
                     for at, row in enumerate(parts[ALL])
                 ]
-                lines += [f"## {sampling}, tokens per second by category", "", *_markdown(["", *parts], cells), ""]
+                lines += [f"## {sampling}, tokens per second by category", "", *markdown_table(["", *parts], cells), ""]
         lines += [f"- *{heading}*: {meaning}." for heading, (_, meaning) in _COLUMNS.items()]
         lines += ["", *self._remarks()]
         return "\n".join(lines) + "\n"
@@ -193,9 +193,12 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]])
     return table
 
 
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(headings)} |", "|---" + "|--:" * (len(headings) - 1) + "|"]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines in Markdown, with numbers in all columns but the first."""
+    rule = "|---" + "|--:" * (len(headings) - 1) + "|"
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (headings, *rows))
+    first, *others = (f"| {' | '.join(row)} |" for row in escaped)
+    return [first, rule, *others]
 
 
 def _bold(name: str) -> str:

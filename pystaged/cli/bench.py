@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from pystaged._core import Session
 from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import BENCH, Benchmark
 from pystaged.bench.prompts import choose
 from pystaged.cli.command import Command, Group
-from pystaged.cli.console import draft_name, errors, progress_bars, report
+from pystaged.cli.console import draft_name, late_bar, print_table, progress_bars, report
 from pystaged.cli.options import DEFAULT_MODEL, Adapts, Given, Json, check, option, takes, usage
-from pystaged.decoding.context import Context
-from pystaged.decoding.policy import FixedPolicy
 from pystaged.loading import names
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.costs import Costs
-from pystaged.loading.factory import ContextFactory
 from pystaged.options.table import LOADING
-from pystaged.stats import DrafterStats
 
 
 class _Parts(Group):
@@ -42,7 +35,6 @@ app = typer.Typer(cls=_Parts)
 
 _WIDE = 160  # characters, if the output is not a terminal
 _MOST_TEXTS = 1024  # sequences at once
-_SEEDS = 2  # of each sampling that `lossless` checks
 
 
 def _takes(*options: str, tokens: str = "New tokens per prompt.", least: int = 1, default: int = 96) -> Adapts:
@@ -80,26 +72,23 @@ def bench(
     given["llama_cpp"] = [*map(Path, given.get("llama_cpp", []))]
     given |= {"draft": draft_name(given["draft"]), "quantization": given["quantization"].upper()}
     benchmark = Benchmark(**given)
-    _check_type(given)
+    _model_file(given)
     setup = {"draft": models.find_draft(benchmark.model, benchmark.draft, report)}
     with usage():
         methods.baselines(setup, benchmark.llama_cpp, benchmark.baselines)
     if out:
         # Fails now, not after the measurements.
         out.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task("", total=None, left="")
+    with late_bar("{task.fields[doing]}", "{task.fields[about]}", doing="", about="") as (show, _):
 
         def progress(doing: str, done: float, left: float) -> None:
             words = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left" if left else ""
-            bar.update(task, description=doing, completed=done, total=done + left if left else None, left=words)
+            show(done, done + left if left else None, doing=doing, about=words)
 
         found = benchmark.run(progress)
     if out:
         report(f"{', '.join(found.write(out))} are in {out}")
-    console = _console()
-    _show(found, found.terminal(console.width), as_json, soft_wrap=not console.is_terminal)
+    _show(found, found.terminal(get_terminal_size((_WIDE, 0)).columns), as_json)
     if not found.outcome.complete:
         report("stopped early: these are the results until then")
         raise typer.Exit(130)
@@ -180,35 +169,11 @@ def lossless(given: Given) -> None:
 
     Example: pystaged bench lossless --model smollm2 --draft smollm2 --limit 3
     """
-    (bundle, texts), max_tokens = _open(given, given.get("limit")), given["max_tokens"]
-    bundle.check_exact()
-    session = Session(bundle.target)
-    ways = pairs.drafters(bundle.target, bundle.draft, bundle.table, bundle.substitutes)
-    contexts = {way: Context(session, drafter) for way, drafter in ways.items()}
-    factory = ContextFactory(bundle)
-    contexts["as measured costs decide"] = factory.context(0, None)
-    contexts["as loaded, in trees of 12 nodes"] = factory.context(0, FixedPolicy(width=4, depth=6, budget=12))
-    plain = Context(session)
-    runs = {
-        f"{mode}, seed {seed}": replace(sampling, seed=seed)
-        for mode, sampling in pairs.MODES.items()
-        for seed in range(1 if sampling.is_greedy else _SEEDS)
-    }
-    different: dict[str, list[int]] = {way: [] for way in contexts}
+    bundle, texts = _open(given, given.get("limit"))
     with progress_bars() as progress:
-        for sampling in runs.values():
-            expected = [pairs.continuation(plain, text, sampling, max_tokens) for text in texts]
-            for way, context in contexts.items():
-                found = [pairs.continuation(context, text, sampling, max_tokens) for text in texts]
-                different[way].append(sum(mine != theirs for mine, theirs in zip(found, expected, strict=True)))
-                progress("checking", sum(map(len, different.values())), len(runs) * len(contexts))
-    title = f"{len(texts)} prompts, {max_tokens} tokens each: sequences that differ from plain decoding"
-    table = Table("drafted by", *runs, title=title, box=None)
-    for way, counts in different.items():
-        table.add_row(way, *map(str, counts))
-    _console().print(table)
-    if any(map(any, different.values())):
-        raise typer.Exit(1)
+        table, is_same = pairs.lossless(bundle, texts, given["max_tokens"], partial(progress, "checking"))
+    print_table(table)
+    raise typer.Exit(0 if is_same else 1)
 
 
 @app.command(cls=Command)
@@ -228,27 +193,11 @@ def parts(
 
     Example: pystaged bench parts --model smollm2 --prompts question.jsonl --limit 36 --warm 50
     """
-    warm, limit, max_tokens = given["warm"], given.get("limit"), given["max_tokens"]
+    warm, limit = given["warm"], given.get("limit")
     bundle, texts = _open(given, limit and limit + warm)
-    earlier, texts = texts[:warm], texts[warm:]
-    if not texts:
+    if len(texts) <= warm:
         raise typer.BadParameter(f"--warm {warm} leaves no prompts to measure; choose fewer")
-    session = Session(bundle.target)
-    title = f"{len(texts)} prompts, {max_tokens} tokens each, a draft {costs:g} times cheaper than its target"
-    columns = "tokens per step", "draft passes per token", "x plain, reckoned", "acceptance at depth 1, 2, ..."
-    table = Table("", *columns, title=title, box=None)
-    target, cheap = pairs.reckoned(costs)
-    for mode, sampling in pairs.MODES.items():
-        for way, drafter in pairs.parts(bundle, session, costs).items():
-            context, options = Context(session, drafter), (sampling, max_tokens, bundle.tokenizer.is_end)
-            pairs.run_texts(context, earlier, *options)
-            stats = pairs.run_texts(context, texts, *options)
-            judged = stats.drafters.get("draft", DrafterStats())
-            spent = target.of(stats.steps, stats.rows) + cheap.of(judged.passes, judged.nodes)
-            figures = stats.tokens_per_step, judged.passes / stats.new_tokens, stats.new_tokens / spent
-            depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth[:8])
-            table.add_row(f"{mode}: {way}", *(f"{each:.3f}" for each in figures), depths)
-    _console().print(table)
+    print_table(pairs.gains(bundle, texts[:warm], texts[warm:], given["max_tokens"], costs))
 
 
 def _open(given: Given, limit: int | None) -> tuple[Bundle, list[NDArray[np.int32]]]:
@@ -261,28 +210,18 @@ def _open(given: Given, limit: int | None) -> tuple[Bundle, list[NDArray[np.int3
 
 def _model_file(given: Given) -> Path:
     """The file of a model, made first if necessary."""
-    _check_type(given)
+    with usage():
+        models.check_type(given["model"], given["quantization"].upper())
     return models.find(given["model"], given["quantization"].upper(), report)
 
 
-def _check_type(given: Given) -> None:
-    with usage():
-        models.check_type(given["model"], given["quantization"].upper())
-
-
-def _console() -> Console:
-    """A console for standard output, wide enough for the tables if that is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
-
-
-def _show(found: Any, parts: Iterable[Any], as_json: bool, *, soft_wrap: bool = False) -> None:
+def _show(found: Any, parts: Iterable[Any], as_json: bool) -> None:
     """Print results: `parts` of them for people, or all as JSON."""
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
         return
     for part in parts:
-        _console().print(part, soft_wrap=soft_wrap)
+        print_table(part)
 
 
 def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list[int]:
@@ -290,8 +229,7 @@ def _numbers(option: str, given: str, least: int, most: int = 2**31 - 1) -> list
     try:
         numbers = [int(word) for word in given.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{option} takes numbers, as 1,16,256; not '{given}'") from None
-    for number in numbers:
-        if not least <= number <= most:
-            raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, not {number}")
+        numbers = [least - 1]
+    if not all(least <= number <= most for number in numbers):
+        raise typer.BadParameter(f"{option} takes numbers from {least} to {most}, as 1,16,256; not {given!r}")
     return numbers

@@ -24,13 +24,19 @@ from pystaged.options.table import SAMPLING, TEXT, Option
 from pystaged.platform.files import expanded
 
 _OVERFLOW = Option("drop", "In a full context: forget the oldest turns, or stop the conversation.", type=str)
+_STATS = Option(
+    False,
+    "Show after each answer its speed, and how much faster than plain decoding it was.",
+    flags=("--stats/--no-stats", "--verbose"),
+    type=bool,
+)
 
 
 @takes(
     SHOWN
     | {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *GRAMMARS)}
     | SAMPLING
-    | {"context_overflow": _OVERFLOW, **OF_LOADING},
+    | {"context_overflow": _OVERFLOW, "stats": _STATS, **OF_LOADING},
     context_overflow={"metavar": "drop|stop"} | one_of("drop", "stop"),
     max_tokens={"help": f"{LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
 )
@@ -45,12 +51,6 @@ def chat(
         None, "Continue a conversation saved with /save; with --prompt-cache it is not read again.", metavar="FILE"
     ),
     given: Given,
-    stats: bool = option(
-        False,
-        "Show after each answer its speed, and how much faster than plain decoding it was.",
-        "--stats/--no-stats",
-        "--verbose",
-    ),
 ) -> None:
     """Chat with a model, using its chat template. The model stays loaded; each turn evaluates new tokens only.
 
@@ -72,4 +72,4 @@ def chat(
         raise typer.BadParameter(f"{model!r} is no model; a question comes after one: chat smollm2 {model!r}")
     from pystaged.cli.turns import converse  # noqa: PLC0415  help must not wait for what a run imports
 
-    converse(either(model, named), question, given, resume, stats=stats)
+    converse(either(model, named), question, given, resume)

@@ -38,8 +38,8 @@ class _Errors(Console):
 errors = _Errors(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
-def print_table(table: Table) -> None:
-    """Print a table without borders to standard output; the terminal wraps long lines, and none is cut."""
+def print_table(table: Table | Text) -> None:
+    """Print a line, or a table without borders to standard output; the terminal wraps long lines, and none is cut."""
     Console(width=_ANY_WIDTH, soft_wrap=True, highlight=False).print(table)
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.table import Table
 
 import pystaged
-from pystaged.bench.prompts import choose
-from pystaged.cli.console import model_name, print_table, progress_bars, report
-from pystaged.cli.options import ContextLength, Json, KeysAndValues, Threads, one_of, option
-from pystaged.cli.prompts import read_prompts
+from pystaged.bench.prompts import in_order
+from pystaged.bench.report import markdown_table
+from pystaged.cli.console import open_engine, print_table, progress_bars, report
+from pystaged.cli.options import ContextLength, Given, Json, KeysAndValues, Threads, one_of, option
 from pystaged.platform.files import destination, whole_file
-from pystaged.receipts.comparison import Figure, TextComparison, compare, figures
-
-_Row = tuple[str, ...]
+from pystaged.receipts.comparison import compare, figure_rows, figures, text_rows
 
 
 def diff(
@@ -54,16 +48,14 @@ def diff(
     if out:
         destination(out)  # fails now, not after the comparison
 
-    def load(name: str, kv: str, draft: str | None) -> pystaged.Engine:
-        return pystaged.load(
-            model_name(name), draft=draft, n_ctx=n_ctx, kv=kv, num_threads=threads, recycle=False, report=report
-        )
+    def load(name: str, kv: str, draft: str) -> pystaged.Engine:
+        return open_engine(name, Given(draft=draft, n_ctx=n_ctx, kv=kv, num_threads=threads, recycle=False))
 
-    with load(a, kv, "auto") as first, load(b, kv_b or kv, None) as second, progress_bars() as progress:
-        asked = _prompts(first, prompts, limit)
+    with load(a, kv, "auto") as first, load(b, kv_b or kv, "none") as second, progress_bars() as progress:
+        asked = in_order(first, prompts, limit, report)
         texts = compare(first, second, asked, max_tokens, partial(progress, "comparing"))
         found = figures(texts)
-        whole, single = _figures(found), _texts(texts, first)
+        tables = {"": figure_rows(found), "Each text:": text_rows(texts, first.tokenizer)}
         read = {text.number: first.tokenizer.decode(asked[text.number], special=True) for text in texts}
     conditions = {
         "a": a,
@@ -77,67 +69,17 @@ def diff(
     }
     title = f"A: {a}, kv {kv}; B: {b}, kv {kv_b or kv}; texts: {len(texts)}, tokens: {conditions['tokens']}"
     if as_json:
-        described = [_described(text) for text in texts]
+        described = [text.to_dict() for text in texts]
         typer.echo(json.dumps(conditions | {"figures": [asdict(each) for each in found], "texts": described}))
     else:
-        for heading, rows in ((title, whole), ("Each text:", single)):
-            table = Table(*rows[0], box=None, pad_edge=False, title=heading, title_justify="left")
-            for row in rows[1:]:
+        for heading, (headings, *rows) in tables.items():
+            table = Table(*headings, box=None, pad_edge=False, title=heading or title, title_justify="left")
+            for row in rows:
                 table.add_row(*row)
             print_table(table)
     if out:
         # Indented, Markdown leaves the prompts as they are.
         shown = [f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}" for number, text in read.items()]
+        pages = ["\n".join(markdown_table(headings, rows)) for headings, *rows in tables.values()]
         with whole_file(out) as part:
-            part.write_text("\n\n".join([f"# {title}", _markdown(whole), _markdown(single), *shown]) + "\n", "utf-8")
-
-
-def _prompts(engine: pystaged.Engine, file: Path | None, limit: int) -> list[NDArray[np.int32]]:
-    """The tokens of the first prompts."""
-    if file is None:
-        return [prompt.tokens for prompt in choose(engine.file.path, None, limit)[1]]
-    return [
-        engine.encode(asked.prompt)
-        if asked.messages is None
-        else engine.chat_format.encode(asked.messages, continues=True)
-        for asked in read_prompts(file)[:limit]
-    ]
-
-
-def _figures(found: Sequence[Figure]) -> list[_Row]:
-    """A table of all texts' figures, its headings first."""
-    rows: list[_Row] = [("", "value", "95 % interval")]
-    for each in found:
-        is_share = each.name.startswith("same")
-        numbers = [f"{100 * x:.2f} %" if is_share else f"{x:.5g}" for x in (each.value, *(each.interval or ()))]
-        rows.append((each.name, numbers[0], " to ".join(numbers[1:])))
-    return rows
-
-
-def _texts(texts: Sequence[TextComparison], engine: pystaged.Engine) -> list[_Row]:
-    """A table of single texts, its headings first."""
-
-    def spelled(token: int) -> str:
-        text = repr(engine.tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
-        return f"{text} (end)" if engine.tokenizer.is_end(token) else text
-
-    rows: list[_Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
-    for each in texts:
-        at, divergence = each.first, f"{each.divergence.mean():.5g}"
-        differs: _Row = ("all", *[""] * 5)
-        if at is not None:
-            p, q, best = (f"{np.exp(x[at]):.3f}" for x in (each.logprobs_a, each.logprobs_b, each.best_b))
-            differs = (str(at), spelled(int(each.tokens[at])), p, q, spelled(int(each.choices_b[at])), best)
-        rows.append((str(each.number + 1), str(len(each.tokens)), *differs, divergence))
-    return rows
-
-
-def _described(text: TextComparison) -> dict[str, Any]:
-    """A text's comparison for JSON."""
-    arrays = {name: value.tolist() for name, value in asdict(text).items() if name != "number"}
-    return {"number": text.number + 1, "first": text.first, **arrays}
-
-
-def _markdown(rows: Sequence[_Row]) -> str:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])
+            part.write_text("\n\n".join([f"# {title}", *pages, *shown]) + "\n", "utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from pystaged.cli.console import model_name, progress_bars, report
-from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option
+from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, one_of, option
 from pystaged.loading import names
 from pystaged.loading.distilled import DISTILLED, work_folder
 from pystaged.platform.files import alone, destination, writable
@@ -32,7 +32,7 @@ def distill(
     epochs: int | None = option(None, "Passes over the answers in training.", min=1),
     out: Path | None = option(None, "GGUF file to write; by default in the cache, where --draft auto finds it."),
     folder: Path | None = option(None, "Folder of answers and checkpoint; by default in the cache."),
-    quantization: str = option("q8_0", f"Quantization of the draft: {', '.join(_TYPES)}.", "--type"),
+    quantization: str = option("q8_0", f"Quantization of the draft: {', '.join(_TYPES)}.", "--type", **one_of(*_TYPES)),
     block: int | None = option(None, "Tokens that the draft guesses in one pass.", min=2, max=16, show_default="8"),
     rows: int | None = option(
         None, "Size of the draft's vocabulary: the most common tokens.", min=256, show_default="16384"
@@ -48,11 +48,7 @@ def distill(
 
     Example: pystaged distill qwen3-1.7b.gguf --prompts prompts.jsonl
     """
-    if quantization.lower() not in _TYPES:
-        raise typer.BadParameter(f"--type is one of {', '.join(_TYPES)}, not {quantization}")
-    name = either(model, named)
-    if not name:
-        raise typer.BadParameter("name the model to train a draft for")
+    name = either(model, named, "to train a draft for")
     if not find_spec("torch"):
         raise ModuleNotFoundError("distilling needs PyTorch; run: pip install torch")
     from pystaged.distill.job import Job  # noqa: PLC0415  needs torch

@@ -64,7 +64,8 @@ def generate(
     """
     many = prompts is not None or n is not None
     refused: dict[str, object] = {
-        "give a prompt, - for standard input, or --prompts with a file of them": (prompt is None) == (prompts is None),
+        "give a prompt, - for standard input, or --prompts with a file of them": prompt is None and prompts is None,
+        "a prompt and --prompts cannot both be given": prompt is not None and prompts is not None,
         "--color and --show-tree show one text, not several": many and (given.paints or given["show_tree"]),
         "--receipt saves one text, not several; in Python each result has a receipt: result.receipt": many and receipt,
         "--system and --think are for --chat": not chat and (given["system"] or "think" in given),
@@ -72,9 +73,8 @@ def generate(
         "--logprobs needs --json": "logprobs" in given and not as_json,
         "--receipt names a file; standard output has the text": receipt == Path("-"),
     }
-    for words, is_so in refused.items():
-        if is_so:
-            raise typer.BadParameter(words)
+    if wrong := [words for words, is_so in refused.items() if is_so]:
+        raise typer.BadParameter("; ".join(wrong))
     from pystaged.cli.texts import write  # noqa: PLC0415  help must not wait for what a run imports
 
     write(given, model, prompt, prompts, n, suffix, receipt, verbose, as_json, chat)

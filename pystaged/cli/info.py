@@ -39,6 +39,8 @@ def info(model: str | None = MODEL_ARGUMENT, kv: KeysAndValues = "f16", kv_memor
             or own_layer(path, engine.tokenizer)
             or find_draft(engine.tokenizer, report)
         )
+        count, contexts = engine.kv_memory // engine.context_bytes, f"{engine.n_ctx:,} tokens"
+        fitting = f"{count:,} text{'' if count == 1 else 's'} of {contexts}" if count else f"less than {contexts}"
         rows = {
             "pystaged": pystaged.__version__,
             "llama.cpp": f"of llama-cpp-python {_llama.VERSION}{', inside this package' if _llama.IS_INSIDE else ''}",
@@ -55,22 +57,18 @@ def info(model: str | None = MODEL_ARGUMENT, kv: KeysAndValues = "f16", kv_memor
             f"{loaded.weight_bytes / 1e6:.1f} MB read per pass",
             "memory": f"{loaded.matrix_bytes / 1e6:.1f} MB of weights, "
             f"{loaded.buffer_bytes / 1e6:.1f} MB more while loading",
-            "keys and values": f"{_of_text(loaded)}; {engine.kv_memory / 1e9:.2g} GB for them, enough for "
-            f"{_texts(engine.kv_memory, engine.context_bytes, engine.n_ctx)}",
+            "keys and values": f"{_of_text(loaded)}; {engine.kv_memory / 1e9:.2g} GB for them, enough for {fitting}",
         }
         if draft:
             rows["draft's memory"] = _memory(draft, loaded, engine.tokenizer)
-    for name, value in rows.items():
-        typer.echo(f"{name:<18}{value}")
-    typer.echo(
-        f"{'device':<18}cpu: this package's kernels, {'byte for byte exact' if is_ours else 'not for this model'}"
-    )
+    exact = "byte for byte exact" if is_ours else "not for this model"
+    said = [*rows.items(), ("device", f"cpu: this package's kernels, {exact}")]
     for device in pystaged.devices():
         name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
-        typer.echo(
-            f"{'device':<18}{name}: {device.description}, "
-            f"{size_words(device.free_bytes)} of {size_words(device.total_bytes)} free"
-        )
+        free, total = size_words(device.free_bytes), size_words(device.total_bytes)
+        said.append(("device", f"{name}: {device.description}, {free} of {total} free"))
+    for name, value in said:
+        typer.echo(f"{name:<18}{value}")
 
 
 def _threads(cores: _core.Cores, is_ours: bool) -> str:
@@ -129,9 +127,3 @@ def _of_text(model: Model, of: str = "") -> str:
         kept = f"{model.kept_state_bytes / 1e6:.1f} MB for each earlier state kept"
         words += f", {model.state_bytes / 1e6:.1f} MB of states for each text, {kept}"
     return words
-
-
-def _texts(memory: int, context_bytes: int, n_ctx: int) -> str:
-    """How many full contexts fit into memory, in words."""
-    count = memory // context_bytes
-    return f"{count:,} text{'' if count == 1 else 's'} of {n_ctx:,} tokens" if count else f"less than {n_ctx:,} tokens"

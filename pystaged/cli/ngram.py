@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.progress import Progress, TextColumn
 
-import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
-from pystaged.cli.console import errors, model_name, report
+from pystaged.cli.console import late_bar, model_name, report
 from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option, usage
-from pystaged.drafting.corpus import check_sampling, sample_answers, sample_documents
+from pystaged.drafting.corpus import check_sampling, sampled_texts
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
@@ -52,9 +48,7 @@ def build(
     """
     with usage():
         check_sampling(1.0 if temperature is None else temperature, seed)
-    name = either(model, named)
-    if not name:
-        raise typer.BadParameter("name the model whose text is counted")
+    name = either(model, named, "whose text is counted")
     if out is None and name in names.PACKAGED:
         raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
     path = names.resolve(model_name(name))
@@ -65,19 +59,17 @@ def build(
         raise ValueError(
             f"{target} was counted on {before} tokens, not {tokens}; name another file with --out, or remove it"
         )
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total} tokens"))
     sampled, left = list[NDArray[np.int32]](), tokens
     try:
         with (
-            _texts(path, tokenizer, tokens, temperature, seed, threads) as texts,
-            Progress(*columns, console=errors) as progress,
+            sampled_texts(path, tokenizer, tokens, temperature, seed, threads, report) as texts,
+            late_bar("sampling", "{task.completed} of {task.total} tokens") as (show, _),
         ):
             report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
-            task = progress.add_task("sampling", total=tokens)
             for text in texts:
                 sampled.append(text[:left])
                 left -= len(sampled[-1])
-                progress.update(task, completed=tokens - left)
+                show(tokens - left, tokens)
                 if not left:
                     break
     except KeyboardInterrupt:
@@ -109,21 +101,3 @@ def _counted(path: Path, vocabulary: str) -> int:
         raise
     except (OSError, ValueError):
         return 0
-
-
-@contextmanager
-def _texts(
-    path: Path, tokenizer: _core.Tokenizer, tokens: int, temperature: float | None, seed: int, threads: int
-) -> Iterator[Iterator[NDArray[np.int32]]]:
-    """What is counted, int32[n] each."""
-    if tokenizer.metadata.get("tokenizer.chat_template"):
-        with pystaged.load(path, draft=None, recycle=False, num_threads=threads, report=report) as engine:
-            temperature = 1.0 if temperature is None else temperature
-            with closing(sample_answers(engine, tokens, temperature=temperature, seed=seed)) as answers:
-                yield answers
-        return
-    start = next((token for token in reversed(range(tokenizer.num_tokens)) if tokenizer.is_end(token)), None)
-    if start is None:
-        raise ValueError(f"{path} has no token that ends a text, so none to begin with")
-    model = _core.Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
-    yield sample_documents(model, start, tokens, temperature=1.5 if temperature is None else temperature, seed=seed)

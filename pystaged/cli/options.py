@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import escape, glob
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, Option, flags
-from pystaged.platform.files import expanded
+from pystaged.options.words import biases, read_form, read_system, size
 
 if TYPE_CHECKING:
     from pystaged.engine import Engine
@@ -71,12 +70,12 @@ def check_type(name: str | None) -> str | None:
 
 
 def one_of(*values: str) -> dict[str, Any]:
-    """Settings of an option that refuses and completes no other values; "" among them stands for none."""
+    """Settings of an option that refuses and completes no other values, in any case; "" among them stands for none."""
 
     def check(value: str) -> str:
-        if value not in values:
+        if value.lower() not in values:
             raise typer.BadParameter(f"must be {' or '.join(filter(None, values))}, not {value!r}")
-        return value
+        return value.lower()
 
     def like(incomplete: str) -> list[str]:
         return [value for value in values if value and value.startswith(incomplete)]
@@ -84,43 +83,19 @@ def one_of(*values: str) -> dict[str, Any]:
     return {"callback": check, "autocompletion": like}
 
 
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
-_MOST_BYTES = 1 << 24  # of a schema, grammar or message
-
-
-def size(value: str | int) -> int:
+def size_of(value: str | int) -> int:
     """Parse a number of bytes: 2G, 2GB and 2 GiB are 2 * 2**30."""
-    found = _SIZE.fullmatch(str(value).strip())
-    number = float(found[1]) * 1024 ** ("KMGT".find(found[2].upper()) + 1 if found[2] else 0) if found else 0.0
-    if found and number < 1:
-        raise typer.BadParameter(f"{value!r} is too small; leave it out, or write 512M or 2.5G.")
-    if not found or number >= 2**63:
-        raise typer.BadParameter(f"{value!r} is not a size; write 512M or 2.5G.")
-    return int(number)
+    with usage():
+        return size(str(value))
 
 
-def either(model: str | None, named: str | None) -> str | None:
-    """The model that a command's argument or --model names, None for neither."""
+def either(model: str | None, named: str | None, needed: str = "") -> str | None:
+    """The model that a command's argument or --model names, None for neither; needed: what for, if it must be named."""
     if model is not None and named is not None:
         raise typer.BadParameter("name the model once, by MODEL or --model")
+    if needed and not (model or named):
+        raise typer.BadParameter(f"name the model {needed}")
     return named if model is None else model
-
-
-def read_system(words: str) -> str:
-    """A system message, or the content of the file that it names."""
-    return read_text(words[1:]).rstrip("\n") if words.startswith("@") else words
-
-
-def read_text(path: str) -> str:
-    """The text of a file or pipe. Raises OSError and ValueError if it cannot be read or is not text."""
-    with expanded(path).open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{path} is larger than {_MOST_BYTES / 1e6:.0f} MB")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8") from None
 
 
 def models_like(incomplete: str) -> list[str]:
@@ -140,10 +115,10 @@ _TYPER: dict[str, dict[str, Any]] = {
     "grammar": {"metavar": "FILE|GRAMMAR"},
     "draft": {"metavar": "MODEL", "autocompletion": models_like},
     "kv": one_of("f16", "q8_0"),
-    "kv_memory": {"metavar": "SIZE", "parser": size, "callback": None, "min": None},
+    "kv_memory": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
-    "prompt_cache_size": {"metavar": "SIZE", "parser": size, "callback": None, "min": None, "show_default": "8G"},
-    "seed": {"callback": None},  # has 64 bits
+    "prompt_cache_size": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None, "show_default": "8G"},
+    "seed": {"callback": None, "min": -1, "max": 2**64 - 1},
     "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
     "max_tokens": {"min": -1, "callback": token_limit},
     "stop_loops": {"show_default": "on for answers"},
@@ -260,13 +235,22 @@ def takes(options: Mapping[str, Option], **changed: Mapping[str, Any]) -> Adapts
 def _given(values: dict[str, Any]) -> Given:
     """The values given, as the engine takes them. Raises OSError and ValueError for a file that cannot be read."""
     found = Given((name, value) for name, value in values.items() if value is not None and value != [])
-    found |= {name: read(found[name]) for name, read in _READ.items() if name in found}
+    forms = found.only(("json_schema", "grammar"))
+    if "" in forms.values():
+        raise typer.BadParameter("a schema or grammar is empty")
     if len(found.only(GRAMMARS)) > 1:
         raise typer.BadParameter("give one of --json-schema, --regex and --grammar")
-    if "device" in found:
-        from pystaged.backends import devices  # noqa: PLC0415
+    found |= {name: read_form(name, words) for name, words in forms.items()}
+    if "dry_sequence_breakers" in found:
+        found["dry_sequence_breakers"] = [text for text in found["dry_sequence_breakers"] if text != "none"]
+    if found.get("seed") == -1:
+        found["seed"] = None
+    with usage():
+        if "logit_bias" in found:
+            found["logit_bias"] = biases(found["logit_bias"])
+        if "device" in found:
+            from pystaged.backends import devices  # noqa: PLC0415
 
-        with usage():
             devices.check(found["device"], found["kv"])
             devices.check(found["draft_device"])
     return found
@@ -281,33 +265,3 @@ def _parameter(name: str, option: Option, **settings: Any) -> inspect.Parameter:
     kind = kind | None if default is None else kind
     hint: Any = Annotated[kind, spelled(name, option, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _biases(words: list[str]) -> dict[int | str, float]:
-    """Parse biases, written 15043+1 or 15043-1 as in llama.cpp, or TEXT=BIAS."""
-    biases: dict[int | str, float] = {}
-    for word in words:
-        by_number = re.fullmatch(r"(\d+)([+-].+)", word)
-        token, bias = by_number.groups() if by_number else word.rpartition("=")[::2]
-        try:
-            number = float(bias if token else "")
-        except ValueError:
-            raise typer.BadParameter(f"--logit-bias is written 15043+1, 15043-1 or TEXT=BIAS, not {word!r}") from None
-        biases[int(token) if by_number else token] = number
-    return biases
-
-
-def _grammar(words: str, mark: str = r"::=|\bstart\s*(\[[^\]]*\]\s*)?:") -> str:
-    """A schema or grammar that is given itself, as a mark in it shows, or read from a file or pipe."""
-    if not words:
-        raise typer.BadParameter("a schema or grammar is empty")
-    return words if re.search(mark, words) else read_text(words)
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "json_schema": lambda words: _grammar(words, r"^\s*\{"),
-    "grammar": _grammar,
-    "logit_bias": _biases,
-    "dry_sequence_breakers": lambda texts: [text for text in texts if text != "none"],
-    "seed": lambda seed: None if seed == -1 else seed,
-}

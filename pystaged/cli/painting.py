@@ -16,12 +16,14 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
-from pystaged.cli.console import errors
+from pystaged.cli.console import errors, report
 from pystaged.cli.options import Given
 from pystaged.decoding.readers import Stream
 from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.text import Text as Written
 from pystaged.decoding.tree import Stage
+from pystaged.engine import Engine
+from pystaged.options.recommended import LOOP_WORDS
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.result import GenerationResult, Piece
 from pystaged.stats import GenerationStats
@@ -65,6 +67,28 @@ def summary(stats: GenerationStats, *, paint: bool) -> Text:
             line.append("; " if stage is Stage.TARGET else ", ")
             line.append(f"{STAGE_NAMES[stage]} {stats.stages[stage.name.lower()].emitted}", STAGE_STYLES[stage])
     return line
+
+
+def fills_context(engine: Engine, result: GenerationResult) -> bool:
+    """Whether a text ended because the context is full."""
+    return result.finish_reason == "length" and result.stats.prompt_tokens + len(result.tokens) > engine.n_ctx
+
+
+def of_context(engine: Engine, what: str) -> str:
+    """A line that says something of the context, and how to get a longer one if there is one."""
+    most = engine.model.max_context
+    more = f"; --n-ctx allows more, up to {most}" if most > engine.n_ctx else ""
+    return f"the context of {engine.n_ctx} tokens {what}{more}"
+
+
+def tell_cut(engine: Engine, result: GenerationResult, allows_loops: str = "", allows_more: str = "") -> None:
+    """Report what cut a text; of a loop and of a limit only where the words that avoid them are given."""
+    if fills_context(engine, result):
+        report(of_context(engine, "is full"))
+    elif result.finish_reason == "loop" and allows_loops:
+        report(LOOP_WORDS.format(allows_loops))
+    elif result.finish_reason == "length" and allows_more:
+        report(f"cut at {len(result.tokens)} tokens; {allows_more} allows more")
 
 
 def stats_table(stats: GenerationStats) -> Group:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from pystaged.chat.format import begin
+from pystaged.chat.prompts import Asked, read_prompts
 from pystaged.cli.console import errors, late_bar, open_engine, read_prompt, read_question, reading_bar, report
 from pystaged.cli.options import Given, usage
-from pystaged.cli.painting import show, stats_table, summary
-from pystaged.cli.prompts import Asked, read_prompts
+from pystaged.cli.painting import fills_context, of_context, show, stats_table, summary, tell_cut
 from pystaged.decoding.readers import Stream, pieces
 from pystaged.decoding.text import Text
 from pystaged.engine import Engine
 from pystaged.loading.names import default_model
 from pystaged.options.config import GenerationConfig
-from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described
+from pystaged.options.recommended import ANSWER_TOKENS, described
 from pystaged.options.table import SAMPLING, TEXT
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.platform.files import destination
-from pystaged.result import GenerationResult, TokenLogprob
+from pystaged.result import GenerationResult
 from pystaged.sampling.text import Prompt
 
 
@@ -49,8 +48,8 @@ def write(
         config = GenerationConfig(**usual | given.only([*TEXT, *SAMPLING]))
     if receipt:
         destination(receipt)
-    read = read_question if chat else read_prompt
-    asked = [Asked("", read(prompt or ""))] if prompts is None else read_prompts(prompts)
+    read_one = read_question if chat else read_prompt
+    asked = [Asked("", read_one(prompt or ""))] if prompts is None else read_prompts(prompts, report)
     for each in asked:
         if each.messages and not chat:
             raise each.about(ValueError("messages are answered with --chat"))
@@ -68,68 +67,50 @@ def write(
         if n and n > 1 and config.sampling.is_greedy:
             report("at temperature 0 all texts of a prompt are the same; --temperature 0.8 makes others possible")
 
-        def text_of(each: Asked) -> Prompt:
-            if suffix:
-                return engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens)
-            return _question(engine, each, given) if chat else each.prompt
+        def begun(each: Asked, config: GenerationConfig) -> Text:
+            try:
+                if suffix:
+                    return engine.start(engine.infill_prompt(each.prompt, suffix, max_tokens=config.max_tokens), config)
+                return engine.start(_question(engine, each, given) if chat else each.prompt, config)
+            except (ValueError, TypeError) as error:
+                raise each.about(error) from None
 
         if is_several:
-            sequences = _sequences(engine, asked, text_of, config)
+            sequences = [begun(each, config) for each in asked]
             done = _write_several(engine, asked, sequences, n or 1, chat=chat, as_json=as_json, verbose=verbose)
         else:
             with reading_bar() as progress:
-                (sequence,) = _sequences(engine, asked, text_of, replace(config, progress=progress))
-                stream = Stream(sequence)
+                stream = Stream(begun(asked[0], replace(config, progress=progress)))
                 if as_json:
                     _write_json(stream, asked[0], chat=chat)
                 else:
                     show(stream, given, wrap=chat)
-            done = [stream.result]
+            result = stream.result
+            done = [result]
             if receipt:
-                done[0].receipt.save(receipt)
-        _tell_full(engine, done, is_several=is_several)
-    if not (is_several or as_json):
-        _tell(done[0], given, chat=chat, verbose=verbose)
+                result.receipt.save(receipt)
+            if not as_json:
+                errors.print(summary(result.stats, paint=given.paints))
+            is_usual = chat and "max_tokens" not in given
+            tell_cut(engine, result, *([] if as_json else ["--no-stop-loops", "--max-tokens" if is_usual else ""]))
+            if verbose and not as_json:
+                stats = result.stats
+                errors.print(stats_table(stats))
+                read, seconds = stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds
+                report(f"read {read} tokens of the prompt in {seconds:.2f} seconds; seed {result.seed}")
     if given.get("json_schema") is not None:
         for result in done:
             result.json()  # raises ValueError for one that is cut
 
 
-def _tell(result: GenerationResult, given: Given, *, chat: bool, verbose: bool) -> None:
-    """Report the speed of a text, and what cut it."""
-    stats = result.stats
-    errors.print(summary(stats, paint=given.paints))
-    if result.finish_reason == "loop":
-        report(LOOP_WORDS.format("--no-stop-loops"))
-    elif chat and "max_tokens" not in given and result.finish_reason == "length":
-        report(f"cut at {len(result.tokens)} tokens; --max-tokens allows more")
-    if verbose:
-        errors.print(stats_table(stats))
-        num_read = stats.prompt_tokens - stats.reused_tokens
-        report(f"read {num_read} tokens of the prompt in {stats.prefill_seconds:.2f} seconds; seed {result.seed}")
-
-
 def _question(engine: Engine, asked: Asked, given: Given) -> Prompt:
     """A question as a prompt, by the model's chat template."""
-    messages = asked.messages or [{"role": "user", "content": asked.prompt}]
+    messages = asked.conversation()
     if system := given["system"]:
         if messages[0].get("role") == "system":
             raise ValueError("the messages have a system message, too; leave --system out")
         messages = [{"role": "system", "content": system}, *messages]
     return engine.chat_format.encode(messages, template_options=given.of_template(), continues=True)
-
-
-def _sequences(
-    engine: Engine, asked: Sequence[Asked], text_of: Callable[[Asked], Prompt], config: GenerationConfig
-) -> list[Text]:
-    """Prepare a sequence for each prompt. Raises ValueError that names an invalid prompt."""
-    found: list[Text] = []
-    for each in asked:
-        try:
-            found.append(engine.start(text_of(each), config))
-        except (ValueError, TypeError) as error:
-            raise each.about(error) from None
-    return found
 
 
 def _write_json(stream: Stream, asked: Asked, *, chat: bool) -> None:
@@ -159,49 +140,20 @@ def _write_several(
 
     begin, total = time.monotonic(), n * len(sequences)
     tokens = write_in_order(engine.repeated(sequences, n), total, shown)
-    if as_json:
-        return done
     seconds = time.monotonic() - begin
-    texts = f"{total} text{'s' if total > 1 else ''}"
-    report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
-    if verbose:
-        passes = engine.passes
-        report(
-            f"{passes.passes} passes of the target in {passes.seconds:.2f} seconds; on average "
-            f"{passes.texts_per_pass:.1f} texts and {passes.rows_per_pass:.1f} rows each; "
-            f"{passes.guess_share:.0%} of the rows were guesses"
-        )
+    if not as_json:
+        texts = f"{total} text{'s' if total > 1 else ''}"
+        report(f"{texts}, {tokens} tokens in {seconds:.1f} seconds, {tokens / seconds:.1f} per second together")
+    if num_full := sum(fills_context(engine, each) for each in done):
+        report(of_context(engine, f"is full in {num_full} of {total} texts"))
+    if verbose and not as_json:
+        report(str(engine.passes))
     return done
-
-
-def _tell_full(engine: Engine, done: list[GenerationResult], *, is_several: bool) -> None:
-    """Report texts that fill the context, and how to get more."""
-    n_ctx, most = engine.n_ctx, engine.model.max_context
-    lengths = [each.stats.prompt_tokens + len(each.tokens) for each in done if each.finish_reason == "length"]
-    if num_cut := sum(length > n_ctx for length in lengths):
-        where = f" in {num_cut} of {len(done)} texts" if is_several else ""
-        more = f"; --n-ctx allows more, up to {most}" if most > n_ctx else ""
-        report(f"the context of {n_ctx} tokens is full{where}{more}")
 
 
 def _as_json(asked: Asked, result: GenerationResult, *, chat: bool) -> str:
     """A prompt and its result as a line of JSON."""
-    fields = {
-        **asked.fields(),
-        "text": result.text,
-        "tokens": result.tokens,
-        "stages": [stage.name.lower() for stage in result.stages],
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "stats": result.stats.to_dict(),
-    }
-    if result.logprobs is not None:
-        fields["logprobs"] = [_logprob(each) | {"top": [*map(_logprob, each.top)]} for each in result.logprobs]
-    return json.dumps(fields | {"message": result.message} if chat else fields)
-
-
-def _logprob(found: TokenLogprob) -> dict[str, Any]:
-    return {"token": found.token, "text": found.text, "logprob": found.logprob}
+    return json.dumps(asked.fields() | result.to_dict() | ({"message": result.message} if chat else {}))
 
 
 def write_in_order(sequences: Iterable[Text], total: int, shown: Callable[[int, GenerationResult], str]) -> int:

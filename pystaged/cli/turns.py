@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,32 +13,34 @@ import typer
 from rich.text import Text
 
 import pystaged
-from pystaged._core import Tokenizer
 from pystaged.chat.format import begin
-from pystaged.chat.messages import marked_messages
+from pystaged.chat.saved import TURN, read_conversation, save_conversation
 from pystaged.chat.turn import quoted
 from pystaged.cli.console import complain, errors, open_engine, read_question, reading_bar, report, size_words
 from pystaged.cli.lines import Lines
-from pystaged.cli.options import GRAMMARS, Given, read_system, usage
-from pystaged.cli.painting import show, stats_table, summary, write_wrapped
+from pystaged.cli.options import GRAMMARS, Given, usage
+from pystaged.cli.painting import of_context, show, stats_table, summary, tell_cut, write_wrapped
 from pystaged.decoding.readers import Stream
 from pystaged.loading.names import SMOLLM2
 from pystaged.options.aliases import KEYWORDS, SETTINGS, meant
 from pystaged.options.config import NO_LIMIT, GenerationConfig, TextOptions
-from pystaged.options.recommended import ANSWER_TOKENS, LOOP_WORDS, described, toy_words
+from pystaged.options.recommended import ANSWER_TOKENS, described, toy_words
 from pystaged.options.table import ALL, LOADING, SAMPLING, TEXT, flags
+from pystaged.options.words import read_system
 from pystaged.platform.ctrl_c import Interrupts
-from pystaged.platform.files import expanded, read_small, whole_file
+from pystaged.platform.files import expanded
 from pystaged.platform.memory import loadable_memory
 from pystaged.result import GenerationResult, Piece
 
+_SHORT = {"system": str, "think": bool, "color": bool, "stats": bool, "seed": int}  # /NAME is /set NAME
 # Names that /set accepts.
 _SETTABLE: dict[str, Any] = {
     name: option.kind
     for name, option in ALL.items()
     if name in {*SAMPLING, "max_tokens", "stop_loops"}
     if option.kind in (int, float, bool)
-}
+} | _SHORT
+_KINDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "on or off", str: "text"}
 
 # Options of the command that a running chat cannot change.
 _FIXED = {*LOADING, *SAMPLING, "stop", "json_schema", "regex", "grammar"} - _SETTABLE.keys()
@@ -48,9 +50,7 @@ _Messages = list[dict[str, Any]]
 _SWITCH = {"on": True, "off": False}
 _LEAVING = ("exit", "quit", "bye")
 _ALSO = {"/?": "/help", "/new": "/clear"}
-_MOST_BYTES = 64 << 20  # of a saved conversation
-_TURN = 2  # messages of a turn
-_WITHOUT_EFFECT = {"seed": 0, "color": ""}  # settings that a greedy turn does not depend on
+_WITHOUT_EFFECT = {"seed": 0, "color": "", "stats": False}  # settings that a greedy turn does not depend on
 
 _HELP = '''A line you type is asked, and the model answers; exit, quit or bye alone leaves.
 /system TEXT       say how the model is to answer, @FILE reads it; "" takes that
@@ -80,17 +80,16 @@ class Chat:
 
     engine: an open one, which stays open. given: options of the command, which /set changes; max_tokens and stop_loops
     are among them, and 0 tokens means until the context is full; context_overflow, "drop" unless given, says whether
-    the model no longer reads the oldest turns where the context is full. interrupts: already entered. stats: whether to
-    show the speed after each turn.
+    the model no longer reads the oldest turns where the context is full; stats, whether the speed is shown after each
+    turn. interrupts: already entered.
     """
 
     engine: pystaged.Engine
     given: Given
     interrupts: Interrupts
-    stats: bool = False
 
     def __post_init__(self) -> None:
-        self.given.setdefault("system", "")
+        self.given = Given({"system": "", "stats": False} | self.given)
         self._num_dropped = 0  # messages that the model no longer reads
         self._files = set[Path]()  # that /save may replace
         self._states: list[_Messages] = [[]]  # /undo returns to the last but one
@@ -102,18 +101,22 @@ class Chat:
         """Run a line; False when it says to leave. Raises ValueError, TypeError, OSError."""
         command, _, words = line.strip().partition(" ")
         command = _ALSO.get(command.lower(), command.lower())
-        run = getattr(self, f"_do_{command[1:]}", None)
+        name, words = command.removeprefix("/"), words.strip()
+        run = getattr(self, f"_do_{name}", None)
+        is_known = run or name in _SHORT or name in _LEAVING
         if line.strip() in _LEAVING:
             return False
-        if not line.startswith("/") or ("\n" in line and not run):
+        if not line.startswith("/") or ("\n" in line and not is_known):
             self.say(line)
-        elif command[1:] in _LEAVING:
+        elif name in _LEAVING:
             return False
-        elif run:
-            run(words.strip())
+        elif run and not (name in _SHORT and words):
+            run(words)
+        elif name in _SHORT:
+            self._set(name, words)
         else:
-            there = [name.replace("_do_", "/") for name in dir(self) if name.startswith("_do_")]
-            likely = meant(command, [*there, *_ALSO, *(f"/{word}" for word in _LEAVING)])
+            there = [each.replace("_do_", "/") for each in dir(self) if each.startswith("_do_")]
+            likely = meant(command, [*there, *_ALSO, *(f"/{word}" for word in (*_SHORT, *_LEAVING))])
             hint = f"did you mean {likely}? " if likely else ""
             raise ValueError(f"there is no command {command}; {hint}/help shows those there are")
         return True
@@ -125,10 +128,34 @@ class Chat:
             if self._unanswered is not None:
                 report("the question is taken back; /retry asks it again")
 
+    def greeting(self, name: str) -> str:
+        """Lines that name the model, its drafters, and the sampling."""
+        model, n_ctx, most = self.engine.model, self.engine.n_ctx, self.given["max_tokens"]
+        drafts = f"{self.engine.draft_name} and n-grams draft" if self.engine.draft_name else "n-grams draft"
+        limit = f"{most} tokens at most" if 0 < most < n_ctx else f"context of {n_ctx} tokens"
+        return (
+            f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
+            f"{described(self.given.sampling(self.engine))}; {limit}; /help for help"
+        )
+
+    def answer_once(self, said: str) -> None:
+        """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
+        with reading_bar() as progress:
+            stream = self._stream([*self.messages, {"role": "user", "content": said}], progress)
+            result = show(stream, self.given, wrap=True)
+        self._tell(result, "--no-stop-loops", "--max-tokens")
+        if self.given.get("json_schema") is not None:
+            result.json()
+
+    @property
+    def messages(self) -> _Messages:
+        """Those so far, of user and model in turn."""
+        return self._states[-1]
+
     def _stream(self, begun: _Messages, progress: Callable[[int, int], None]) -> Stream:
         """Start the model's turn. progress: called with that of prefill."""
         options = TextOptions(
-            max_tokens=self._most or self.engine.n_ctx,
+            max_tokens=self.given["max_tokens"] or self.engine.n_ctx,
             sampling=self.given.sampling(self.engine),
             progress=progress,
             **cast(TextOptions, self.given.only(["stop", "stop_loops", *GRAMMARS])),
@@ -139,72 +166,24 @@ class Chat:
     def _fitting(self, begun: _Messages, max_tokens: int) -> _Messages:
         """The messages without the oldest turns, where all do not fit into the context with room for an answer and
         may be dropped."""
-        n_ctx, first = self.engine.n_ctx, self._num_dropped
-        most, keeps = n_ctx - min(max_tokens, n_ctx // 4), self.given.get("context_overflow") == "stop"
+        encode = partial(self.engine.chat_format.encode, template_options=self.given.of_template())
         system = [{"role": "system", "content": self.given["system"]}] if self.given["system"] else []
-        while True:
-            messages = [*system, *begun[first:]]
-            if keeps:
-                return messages
-            tokens = self.engine.chat_format.encode(messages, template_options=self.given.of_template())
-            if len(tokens) <= most or first + _TURN >= len(begun):
-                break
-            first += _TURN
+        if self.given.get("context_overflow") == "stop":
+            return [*system, *begun]
+        n_ctx, first = self.engine.n_ctx, self._num_dropped
+        most = n_ctx - min(max_tokens, n_ctx // 4)
+        while (length := len(encode([*system, *begun[first:]]))) > most and first + TURN < len(begun):
+            first += TURN
             most = min(most, n_ctx // 2)  # what is left is read again, so that happens once in several turns
-        if first > self._num_dropped and len(tokens) <= n_ctx:
-            self._num_dropped, more = first, self._more_room("; for more start with")
-            report(f"the context of {n_ctx} tokens is full: the oldest {first} messages are no longer read{more}")
-        return messages
-
-    def _do_help(self, _words: str) -> None:
-        report(_HELP)
-
-    def _do_text(self, _words: str) -> None:
-        write_wrapped("\n\n".join(f"{message['role']}: {message['content']}" for message in self._so_far))
-
-    def _do_save(self, words: str) -> None:
-        path = _file("/save", words)
-        if path.exists() and path not in self._files:
-            self._files.add(path)
-            raise ValueError(f"{path} is there already; the same command again replaces it")
-        self._files.add(path)
-        vocabulary = self.engine.tokenizer.fingerprint
-        with whole_file(path) as part:
-            kept = {"vocabulary": vocabulary, "system": self.given["system"], "messages": self._so_far}
-            part.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        report(f"saved {path}")
-
-    def _do_load(self, words: str) -> None:
-        path = _file("/load", words)
-        self.given["system"], messages = read_conversation(path, self.engine.tokenizer)
-        self._go_to([messages[:end] for end in range(0, len(messages) + 1, _TURN)])
-        self._files.add(path)
-        report(f"loaded {path}: {len(messages)} messages")
-
-    def greeting(self, name: str) -> str:
-        """Lines that name the model, its drafters, and the sampling."""
-        model = self.engine.model
-        drafts = f"{self.engine.draft_name} and n-grams draft" if self.engine.draft_name else "n-grams draft"
-        n_ctx = self.engine.n_ctx
-        limit = f"{self._most} tokens at most" if 0 < self._most < n_ctx else f"context of {n_ctx} tokens"
-        return (
-            f"{name}: {model.architecture}, {size_words(model.file_bytes)}; {drafts}\n"
-            f"{described(self.given.sampling(self.engine))}; {limit}; /help for help"
-        )
-
-    def answer_once(self, said: str) -> None:
-        """Answer one question; errors, such as of cut JSON, and Ctrl-C are left to the caller."""
-        with reading_bar() as progress:
-            stream = self._stream([*self._so_far, {"role": "user", "content": said}], progress)
-            result = show(stream, self.given, wrap=True)
-        self._tell(result, "--max-tokens", "--no-stop-loops")
-        if self.given.get("json_schema") is not None:
-            result.json()
+        if first > self._num_dropped and length <= n_ctx:
+            self._num_dropped = first
+            report(of_context(self.engine, f"is full: the oldest {first} messages are no longer read"))
+        return [*system, *begun[first:]]
 
     def _turn(self, said: str) -> None:
         """Run a turn: the user's text, then the model's. What is written until Ctrl-C or the loss of a device stays."""
         self._unanswered = said  # until something is written
-        begun, made_with = [*self._so_far, {"role": "user", "content": said}], self.given | _WITHOUT_EFFECT
+        begun, made_with = [*self.messages, {"role": "user", "content": said}], self.given | _WITHOUT_EFFECT
         pieces: list[Piece] = []
         stream, failure = None, None
 
@@ -221,10 +200,8 @@ class Chat:
         except OSError as error:
             failure = error
         except pystaged.ContextFullError:
-            raise ValueError(
-                f"the question, with what is read before it, does not fit into the context of {self.engine.n_ctx} "
-                f"tokens: shorten it, write /clear{self._more_room(', or start with')}"
-            ) from None
+            small = of_context(self.engine, "is too small for what is asked: shorten the question, or write /clear")
+            raise ValueError(small) from None
         if stream:
             stream.close()
         result = stream.result if stream else None
@@ -233,41 +210,48 @@ class Chat:
             self._states.append([*begun, _answer(pieces)])
             self._last, self._made_with, self._unanswered = result, made_with, None
         if result and is_done:
-            self._tell(result)
+            self._tell(result, "/set stop_loops off", "/set max_tokens")
         elif failure:
             complain(failure)
         else:
             report("stopped")
 
-    def _more_room(self, words: str) -> str:
-        """How to get a longer context; empty where the model has none."""
-        most = self.engine.model.max_context
-        return f"{words} --n-ctx, up to {most}" if most > self.engine.n_ctx else ""
-
-    @property
-    def _so_far(self) -> _Messages:
-        return self._states[-1]
-
-    @property
-    def _most(self) -> int:
-        """Most tokens of a turn; 0 until the context is full."""
-        return int(self.given["max_tokens"])
-
-    def _tell(
-        self, result: GenerationResult, allows_more: str = "/set max_tokens", allows_loops: str = "/set stop_loops off"
-    ) -> None:
+    def _tell(self, result: GenerationResult, allows_loops: str, allows_more: str) -> None:
         """Show the speed of a turn if requested, and why it was cut."""
-        if self.stats:
-            errors.print(speed(result.stats, paint=self.given.paints))
-        if result.finish_reason == "loop":
-            report(LOOP_WORDS.format(allows_loops))
-        elif result.finish_reason == "length" and len(result.tokens) == self._most:
-            report(f"cut at {self._most} tokens; {allows_more} allows more")
-        elif result.finish_reason == "length":
-            report(f"cut: the context of {self.engine.n_ctx} tokens is full{self._more_room('; for more start with')}")
+        if self.given["stats"]:
+            errors.print(self._speed(result))
+        tell_cut(self.engine, result, allows_loops, allows_more)
+
+    def _speed(self, result: GenerationResult) -> Text:
+        """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
+        stats = result.stats
+        read = f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens"
+        return summary(stats, paint=self.given.paints).append(read)
 
     def _go_to(self, states: list[_Messages]) -> None:
         self._states, self._unanswered, self._last, self._num_dropped = states, None, None, 0
+
+    def _do_help(self, _words: str) -> None:
+        report(_HELP)
+
+    def _do_text(self, _words: str) -> None:
+        write_wrapped("\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages))
+
+    def _do_save(self, words: str) -> None:
+        path = _file("/save", words)
+        if path.exists() and path not in self._files:
+            self._files.add(path)
+            raise ValueError(f"{path} is there already; the same command again replaces it")
+        self._files.add(path)
+        save_conversation(path, self.given["system"], self.messages, self.engine.tokenizer)
+        report(f"saved {path}")
+
+    def _do_load(self, words: str) -> None:
+        path = _file("/load", words)
+        self.given["system"], messages = read_conversation(path, self.engine.tokenizer)
+        self._go_to([messages[:end] for end in range(0, len(messages) + 1, TURN)])
+        self._files.add(path)
+        report(f"loaded {path}: {len(messages)} messages")
 
     def _do_clear(self, _words: str) -> None:
         self._go_to([*self._states, []])
@@ -282,9 +266,9 @@ class Chat:
     def _do_retry(self, _words: str) -> None:
         kept, said, is_answered = self._states, self._unanswered, self._unanswered is None
         if said is None:
-            if not self._so_far:
+            if not self.messages:
                 raise ValueError("there is no turn to take again")
-            said = str(self._so_far[-_TURN]["content"])
+            said = str(self.messages[-TURN]["content"])
             is_same = self._last is not None and self._last.finish_reason == "stop"
             is_same &= self._made_with == self.given | _WITHOUT_EFFECT
             if is_same and self.given.sampling(self.engine).is_greedy:
@@ -300,88 +284,62 @@ class Chat:
             if is_answered and self._unanswered is not None:  # nothing was written
                 self._states, self._unanswered = kept, None
 
-    def _do_stats(self, words: str) -> None:
-        if words:
-            self.stats = _switched("stats", words)
-        elif self._last is None:
+    def _do_stats(self, _words: str) -> None:
+        if self._last is None:
             raise ValueError("there is no answer yet")
-        else:
-            errors.print(speed(self._last.stats, paint=self.given.paints).append(f"; seed {self._last.seed}"))
-            errors.print(stats_table(self._last.stats))
+        errors.print(self._speed(self._last).append(f"; seed {self._last.seed}"))
+        errors.print(stats_table(self._last.stats))
 
-    def _do_color(self, words: str) -> None:
-        self.given["color"] = "stages" if _switched("color", words) else "none"
-
-    def _do_seed(self, words: str) -> None:
-        if not words:
-            raise ValueError("write /seed N, a number; -1 draws one")
-        self._do_set(f"seed {words}")
-
-    def _do_show(self, words: str) -> None:
-        if words == "system":
-            self._do_system("")
-            return
-        if words in ("info", "license", "modelfile", "template"):
-            raise ValueError(f"/show {words}: pystaged info MODEL says what there is to know of a model")
-        loops = "on" if self.given["stop_loops"] else "off"
-        report(described(self.given.sampling(self.engine)))
-        report(f"max_tokens {self._most}, stop_loops {loops}; a context of {self.engine.n_ctx} tokens")
+    def _do_system(self, _words: str) -> None:
         if self.given["system"]:
-            report(f"system message: {self.given['system']}")
-        if "think" in self.given:
-            report(f"think {'on' if self.given['think'] else 'off'}")
-
-    def _do_system(self, words: str) -> None:
-        if words:
-            self.given["system"] = "" if words == '""' else read_system(words)
-            report("the system message is set" if self.given["system"] else "there is no system message any more")
-        elif self.given["system"]:
             typer.echo(self.given["system"])
         else:
             report("there is no system message")
 
-    def _do_think(self, words: str) -> None:
-        if words in _SWITCH and "enable_thinking" not in self.engine.chat_format.variables():
-            raise ValueError("this model's chat template cannot switch thinking on or off")
-        self.given["think"] = _switched("think", words)
+    def _do_show(self, words: str) -> None:
+        if words in ("info", "license", "modelfile", "template"):
+            raise ValueError(f"/show {words}: pystaged info MODEL says what there is to know of a model")
+        if words == "system":
+            self._do_system("")
+            return
+        report(described(self.given.sampling(self.engine)))
+        report(f"a context of {self.engine.n_ctx} tokens")
+        for name, value in self.given.only(("max_tokens", "stop_loops", "think", "system")).items():
+            if value != "":
+                report(f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}")
 
     def _do_set(self, words: str) -> None:
-        words = words.removeprefix("parameter ")  # as in Ollama
-        name, *values = words.split(maxsplit=1) or [""]
-        if name == "system":
-            self._do_system("".join(values))
-            return
+        name, _, value = words.removeprefix("parameter ").partition(" ")  # as in Ollama
         if name in ("think", "nothink"):
-            self._do_think("off" if name == "nothink" else "".join(values) or "on")
-            return
+            name, value = "think", "off" if name == "nothink" else value or "on"
         if name in SETTINGS:
             raise ValueError(f"/set {name}: {SETTINGS[name]}")
-        if len(words.split()) != 2:
-            raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
-        (value,) = values
+        self._set(name, value.strip(), "/set ")
+
+    def _set(self, name: str, words: str, command: str = "/") -> None:
+        """Change a setting, which is written in words. command: what stands before its name."""
         name = _our_name(name)
         kind = _SETTABLE[name]
+        if not words:
+            raise ValueError(f"write {command}{name} VALUE, {_KINDS[kind]}")
         try:
-            number = _SWITCH[value] if kind is bool else kind(value)
+            value = _SWITCH[words] if kind is bool else kind(words)
         except (KeyError, ValueError):
-            wanted = {int: "an integer", float: "a number", bool: "on or off"}[kind]
-            raise ValueError(f"{name} must be {wanted}, not {value}") from None
+            raise ValueError(f"{name} must be {_KINDS[kind]}, not {words}") from None
         if name == "max_tokens":
-            if not -1 <= number < 2**31:
-                raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {value}")
-            number = max(number, 0)
-        given = Given(self.given | {name: None if (name, number) == ("seed", -1) else number})
+            if not -1 <= value < 2**31:
+                raise ValueError(f"max_tokens must be at least -1 and below 2**31, not {words}")
+            value = max(value, 0)
+        elif name == "color":
+            value = "stages" if value else "none"
+        elif name == "system":
+            value = "" if words == '""' else read_system(words)
+        elif name == "think" and "enable_thinking" not in self.engine.chat_format.variables():
+            raise ValueError("this model's chat template cannot switch thinking on or off")
+        given = Given(self.given | {name: None if (name, value) == ("seed", -1) else value})
         sampling = given.sampling(self.engine)
         self.given = given
-        report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {value}")
-
-
-def _switched(name: str, words: str) -> bool:
-    """Whether a command switches something on. Raises ValueError for other words."""
-    if words not in _SWITCH:
-        raise ValueError(f"write /{name} on or /{name} off")
-    report(f"{name} {words}")
-    return _SWITCH[words]
+        report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {words}")
 
 
 def _answer(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -410,20 +368,17 @@ def _file(command: str, words: str) -> Path:
     return expanded(words)
 
 
-def speed(stats: pystaged.GenerationStats, *, paint: bool) -> Text:
-    """One line: the speed of a turn, the factor over plain decoding, and the prompt tokens evaluated."""
-    line = summary(stats, paint=paint)
-    line.append(f"; read {stats.prompt_tokens - stats.reused_tokens} of {stats.prompt_tokens} tokens")
-    return line
-
-
-def converse(model: str | None, question: str | None, given: Given, resume: Path | None, *, stats: bool) -> None:
+def converse(model: str | None, question: str | None, given: Given, resume: Path | None) -> None:
     """Answer one question, or run what is typed in a terminal; see `chat`."""
     model = SMOLLM2 if model is None else model  # what the bundled pair writes is no answer
     given["max_tokens"] = max(given.get("max_tokens", ANSWER_TOKENS), 0)
     given.setdefault("stop_loops", True)
     with usage():
         GenerationConfig(**given.only([*TEXT, *SAMPLING]) | {"max_tokens": given["max_tokens"] or NO_LIMIT})
+    if resume is not None:
+        if given["system"]:
+            raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
+        read_conversation(expanded(resume))  # fails now, not after the model is loaded
     if question is not None or not sys.stdin.isatty():
         question = read_question("-" if question is None else question)
     begin()
@@ -432,11 +387,9 @@ def converse(model: str | None, question: str | None, given: Given, resume: Path
             raise ValueError("nothing is asked: the question is empty")
         # Raises for options that cannot be used; the stream is not read.
         engine.stream(" ", **cast(TextOptions, given.only([*GRAMMARS, *SAMPLING]) | {"min_tokens": 0}))
-        session = Chat(engine, given, interrupts, stats)
+        session = Chat(engine, given, interrupts)
         if resume is not None:
-            if given["system"]:
-                raise ValueError("a saved conversation has its own system message; leave out --system or --resume")
-            session._do_load(str(resume))
+            session.take(f"/load {resume}")
         if question is None:
             toy = toy_words(engine.tokenizer.metadata, loadable_memory())
             report("\n".join(filter(None, [session.greeting(model), toy])))
@@ -461,31 +414,3 @@ def take_lines(chat: Chat, interrupts: Interrupts) -> None:
                 complain(error)
     finally:
         lines.keep()
-
-
-def read_conversation(path: Path, tokenizer: Tokenizer) -> tuple[str, _Messages]:
-    """Read the system message and the messages of a saved conversation; tokens of another vocabulary are dropped.
-    Raises OSError, and ValueError for another file."""
-    try:
-        kept = json.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
-        system, messages = kept["system"], kept["messages"]
-        roles = [message["role"] for message in messages]
-        if not isinstance(system, str) or roles != ["user", "assistant"] * (len(roles) // _TURN):
-            raise TypeError("user and assistant do not alternate")
-        if not all(isinstance(message["content"], str) for message in messages):
-            raise TypeError("a message's content is not text")
-        if messages:
-            marked_messages(messages)
-        is_ours = kept.get("vocabulary") == tokenizer.fingerprint
-        for message in messages if is_ours else ():
-            tokens = message.get("tokens", [])
-            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-                raise TypeError("the tokens of a message are not a list of integers")
-            tokenizer.decode(tokens)  # refuses those outside of the vocabulary
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such saved conversation; to change the model, start again") from None
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
-        raise ValueError(f"{path} is not a conversation saved with /save: {why}") from None
-    fields = ("role", "content", "tokens") if is_ours else ("role", "content")
-    return system, [{name: message[name] for name in fields if name in message} for message in messages]

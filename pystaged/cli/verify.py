@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import typer
 
 import pystaged
-from pystaged.cli.console import complain, draft_name, model_name, report, words
-from pystaged.cli.options import Threads, check_device, option
+from pystaged.cli.console import complain, model_name, open_engine, report, words
+from pystaged.cli.options import Given, Threads, check_device, option
 from pystaged.loading import names
-from pystaged.platform.files import read_small
 from pystaged.platform.seen import SeenModel
-from pystaged.receipts.receipt import KEPT_TEXT, MOST_BYTES, Receipt, text_hash
-from pystaged.receipts.repeating import Difference, check_model, find_model, promise
+from pystaged.receipts.receipt import Receipt, kept_text, text_hash
+from pystaged.receipts.repeating import check_model, described, find_model, promise
 
 
 def verify(
@@ -44,7 +40,7 @@ def verify(
         for file in sorted(files, key=lambda file: [*needs.values()].index(needs[file])):  # each model is loaded once
             name = f"{file}: " if len(files) > 1 else ""
             try:
-                kept = _kept(file)
+                kept = kept_text(file)
                 if kept is not None and kept.get("receipt") is None and len(files) > 1:
                     report(f"not checked: {file} has no receipt, because the model did not write exactly that text")
                     continue
@@ -52,13 +48,18 @@ def verify(
                 if loaded is None or loaded != needs[file]:
                     loaded = None
                     stack.close()
-                    engine = stack.enter_context(_load(expected, model, draft, device, threads))
+                    path = find_model(expected) if model is None else names.resolve(model_name(model))
+                    check_model(expected, SeenModel.now(path))
+                    given = Given(draft=draft, device=device, num_threads=threads, recycle=False)
+                    given.update(n_ctx=expected.n_ctx, kv=expected.kv)
+                    bundled = path == names.resolve("bundled")  # by this name its draft is loaded, too
+                    engine = stack.enter_context(open_engine("bundled" if bundled else str(path), given))
                     loaded = needs[file]
                 if (said := promise(expected, device)) and said not in told:
                     told.add(said)
                     report(said)
                 difference = pystaged.repeat(engine, expected, speculate=not plain)
-                typer.echo(name + _words(difference, expected, engine))
+                typer.echo(name + described(difference, expected, engine.tokenizer))
                 if kept is not None and text_hash(kept["text"]) != expected.text_sha256:
                     typer.echo(f"{name}the kept text is what an application made of this one, which is not checked")
                 failed |= difference is not None
@@ -77,59 +78,3 @@ def _needs(file: Path) -> tuple[str, int, str] | None:
         receipt = Receipt.load(file)
         return receipt.model.sha256, receipt.n_ctx, receipt.kv
     return None
-
-
-def _kept(file: Path) -> dict[str, Any] | None:
-    """The members of a file that the plugin for pytest keeps, None for another one."""
-    with suppress(OSError, ValueError, RecursionError):
-        kept = json.loads(read_small(file, MOST_BYTES))
-        if isinstance(kept, dict) and kept.get("format") == KEPT_TEXT and isinstance(kept.get("text"), str):
-            return kept
-    return None
-
-
-def _load(expected: Receipt, model: str | None, draft: str, device: str, threads: int) -> pystaged.Engine:
-    """The engine that a receipt needs. Raises FileNotFoundError, ValueError."""
-    path = find_model(expected) if model is None else names.resolve(model_name(model))
-    if path is None:
-        record = expected.model
-        raise FileNotFoundError(
-            f"no model here has the receipt's SHA-256 {record.sha256}; its model was {record.file} ({record.name}), "
-            f"{record.size} bytes; pass its file with --model"
-        )
-    check_model(expected, SeenModel.now(path))
-    return pystaged.load(
-        "bundled" if path == names.resolve("bundled") else path,  # by this name its draft is loaded, too
-        draft=draft_name(draft),
-        device=device,
-        num_threads=threads,
-        n_ctx=expected.n_ctx,
-        kv=expected.kv,
-        recycle=False,
-        report=report,
-    )
-
-
-def _words(difference: Difference | None, receipt: Receipt, engine: pystaged.Engine) -> str:
-    """That the texts are the same, or where and how far they differ."""
-
-    def spelled(token: int | None) -> str:
-        if token is None:
-            return "the end"
-        if token >= engine.tokenizer.num_tokens:
-            return f"token {token}, which the model lacks,"
-        return f"{engine.tokenizer.token_bytes(token, True).decode('utf-8', 'replace')!r} (token {token})"
-
-    count = len(receipt.tokens)
-    if difference is None:
-        return f"same: {count} tokens, ended by {receipt.finish_reason}, text with SHA-256 {receipt.text_sha256}"
-    if difference.what in ("end", "text"):
-        theirs = repr(receipt.finish_reason) if difference.what == "end" else f"SHA-256 {receipt.text_sha256}"
-        return f"differs: the {count} tokens are the same, but not the {difference.what}: {theirs} in the receipt"
-    line = (
-        f"differs: {difference.index} of {count} tokens are the same, then comes {spelled(difference.receipt)} "
-        f"in the receipt and {spelled(difference.here)} here"
-    )
-    if not math.isnan(difference.gap):
-        line += f"; the model's log-probabilities of the two are {abs(difference.gap):.2g} apart"
-    return line

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import ast
-import json
 import random
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from pystaged.platform.files import lines_of, read_small
+from pystaged.chat import prompts
 
 Messages = list[dict[str, Any]]
 
 LEAST_PROMPTS = 20
-_MOST_BYTES = 1 << 30
-_KEYS = ("prompt", "question", "instruction", "text")
 
 _PEOPLE = ["Anna", "Ben", "Carla", "Dan", "Eva", "Finn", "Grace", "Hugo", "Ida", "Jon", "Kira", "Leo", "Mia", "Nina"]
 _THINGS = ["apples", "books", "tickets", "marbles", "cookies", "pencils", "eggs", "cars", "flowers", "shirts", "boxes"]
@@ -51,47 +48,25 @@ _TASKS = [
 
 
 def read_prompts(path: Path) -> list[Messages]:
-    """The prompts of a file, as messages: a JSON value on each line of a .jsonl file, which is a text, a list of
-    messages, or an object with "messages", "prompt", "question", "instruction" or "text"; a text on each line of any
-    other file.
+    """The prompts of a file, as messages; what a line may be, and errors, as in chat.prompts.read_prompts.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a line is no prompt, named by its number, or there are too few.
+        ValueError: a line has no message before an answer, or there are too few lines.
     """
     found: list[Messages] = []
-    for where, line in lines_of(path, read_small(path, _MOST_BYTES)):
-        try:
-            found.append(_messages(json.loads(line) if path.suffix == ".jsonl" else line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: {error}") from None
+    for asked in prompts.read_prompts(path):
+        messages = asked.conversation()
+        while messages and messages[-1]["role"] == "assistant":  # an answer at the end is the target's to write
+            messages = messages[:-1]
+        said = messages[-1].get("content") if messages else None
+        if not isinstance(said, str) or not said.strip():
+            raise asked.about(ValueError("there is no text to answer"))
+        found.append(messages)
     if len(found) < LEAST_PROMPTS:
         raise ValueError(
             f"{path} has {len(found)} prompts, one a line; at least {LEAST_PROMPTS} are needed, and thousands help"
         )
     return found
-
-
-def _messages(value: Any) -> Messages:
-    """Messages of a line's value. Raises ValueError."""
-    if isinstance(value, Mapping):
-        keys = [key for key in ("messages", *_KEYS) if key in value]
-        if not keys:
-            raise ValueError(f'an object with none of "messages", {", ".join(f"{key!r}" for key in _KEYS)}')
-        value = value[keys[0]]
-    if isinstance(value, str) and value.strip():
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
-        for each in value
-    ):
-        found: Messages = value
-        # An answer at the end is the target's to write.
-        while found and found[-1]["role"] == "assistant":
-            found = found[:-1]
-        if found:
-            return found
-    raise ValueError('neither a text nor messages with "role" and "content"')
 
 
 class Questions:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from itertools import count, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import Model, Sampling, Session, Work, run
+import pystaged
+from pystaged._core import Model, Sampling, Session, Tokenizer, Work, run
 from pystaged.decoding.readers import results
 from pystaged.options.config import GenerationConfig
 
@@ -21,6 +25,33 @@ if TYPE_CHECKING:
 _PER_CONTEXT = 16  # texts that fill a context; trigrams need no longer ones
 _SIDE_BY_SIDE = 64  # texts in one pass
 _LONGEST_QUESTION, _LONGEST_ANSWER = 128, 256
+
+
+@contextmanager
+def sampled_texts(
+    path: Path,
+    tokenizer: Tokenizer,
+    num_tokens: int,
+    temperature: float | None,
+    seed: int,
+    threads: int,
+    report: Callable[[str], None],
+) -> Iterator[Iterator[NDArray[np.int32]]]:
+    """Answers of a model with a chat template, or documents of another one; see there. By default the temperature is 1
+    for answers and 1.5 for documents. Raises ValueError for a model without a token to begin a document with."""
+    if tokenizer.metadata.get("tokenizer.chat_template"):
+        warmth = 1.0 if temperature is None else temperature
+        with (
+            pystaged.load(path, draft=None, recycle=False, num_threads=threads, report=report) as engine,
+            closing(sample_answers(engine, num_tokens, temperature=warmth, seed=seed)) as answers,
+        ):
+            yield answers
+        return
+    if not len(tokenizer.end_tokens):
+        raise ValueError(f"{path} has no token that ends a text, so none to begin with")
+    model = Model(os.fsencode(path), os.environ.get("PYSTAGED_KERNEL", ""), threads)
+    warmth = 1.5 if temperature is None else temperature
+    yield sample_documents(model, max(tokenizer.end_tokens), num_tokens, temperature=warmth, seed=seed)
 
 
 def sample_documents(

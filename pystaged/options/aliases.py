@@ -4,7 +4,7 @@ sentence that says why there is none. Pydantic's messages in plain words."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from urllib.parse import unquote
 
@@ -132,6 +132,9 @@ _OPTIONS = {
     "has no equivalent: the shell writes them, as in $'two\\nlines'": "-e --escape",
     "has no equivalent: there are --min-p, --top-p and other filters": "--mirostat --top-nsigma",
 }
+_LETTERS = re.compile("-[A-Za-z]{2,5}")  # an option of llama.cpp, which click would take for several of one letter
+_ANY_OBJECT = '{"type": "object"}'  # Ollama's --format json
+_SWITCHED, _SWITCH = ("-fa", "--flash-attn"), ("on", "off", "auto", "1", "0")
 OPTIONS = {word: ours for ours, words in _OPTIONS.items() for word in words.split()}
 
 # Python options of transformers, llama-cpp-python and vLLM.
@@ -286,3 +289,68 @@ def plainly(message: str) -> str:
     for theirs, ours in _WORDS:
         message = re.sub(theirs, ours, message)
     return message
+
+
+def unknown(word: str, options: Iterable[str]) -> str:
+    """A sentence about a word that is none of a command's options."""
+    ours = {each: each for each in options if each.startswith("--")}
+    ours |= {theirs: own for theirs, own in OPTIONS.items() if own in ours}
+    likely = meant(word, ours)
+    return f"there is no option {word}{f'; did you mean {ours[likely]}?' if likely else ''}"
+
+
+def in_our_words(
+    args: Sequence[str], options: Mapping[str, bool], command: str, *, takes_prompt: bool
+) -> tuple[list[str], str]:
+    """A command's arguments with our names of options, and a line about those that are not needed, if any.
+
+    Args:
+        options: the command's own, and whether a value follows.
+        takes_prompt: whether one of its arguments is a prompt.
+
+    Raises:
+        LookupError: there are no such options; names all of them.
+    """
+    found, prompts, refused = list[str](), list[str](), list[str]()
+    needless: dict[str, list[str]] = {}  # by reason
+    rest = list(reversed(args))
+    while rest:
+        arg = rest.pop()
+        word, equals, value = arg.partition("=")
+        if word.startswith("--") and word not in options:
+            word = word.replace("_", "-")
+        following = rest[-1] if rest else ""
+        ours = word if word in options else OPTIONS.get(word, "")
+        if word == "--format" and (value or following) == "json":
+            value, rest[-1:] = (_ANY_OBJECT, rest[-1:]) if equals else ("", [_ANY_OBJECT])
+        if word == "--":
+            prompts[:0], rest = reversed(rest), []
+        elif ours == "--color" and ours in options and not equals and following[:1] in ("", "-"):
+            found += [ours, "stages"]  # a switch in llama.cpp
+        elif ours in options:
+            found.append(ours + equals + value)
+            if rest and not equals and options[ours]:
+                found.append(rest.pop())
+        elif ours in (PROMPT, PROMPT_FILE) and takes_prompt and (equals or rest):
+            from pystaged.options.words import read_text  # noqa: PLC0415  slow to import
+
+            value = value if equals else rest.pop()
+            prompts.append(value if ours == PROMPT else read_text(value).removesuffix("\n"))
+        elif word in NEEDLESS:
+            needless.setdefault(NEEDLESS[word], []).append(word)
+            if rest and not equals and (word in WITH_VALUE or (word in _SWITCHED and following in _SWITCH)):
+                rest.pop()
+        elif ours == f"is the command {command} here":
+            pass
+        elif ours.startswith("--"):
+            refused.append(f"{word} is {ours} here, and {command} has none")
+        elif ours and ours not in (PROMPT, PROMPT_FILE):
+            refused.append(f"{word} {ours}")
+        elif word.startswith("--") or _LETTERS.fullmatch(word):
+            refused.append(unknown(word, options))
+        else:
+            found.append(arg)
+    if refused:
+        raise LookupError("; ".join(refused))
+    told = (f"{', '.join(words)} {'are' if words[1:] else 'is'}{why[2:]}" for why, words in needless.items())
+    return [*found, *(["--", *prompts] if prompts else [])], "; ".join(told)

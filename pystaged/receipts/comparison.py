@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ContextFullError, Sampling
+from pystaged._core import ContextFullError, Sampling, Tokenizer
 from pystaged.backends.devices import open_session
 from pystaged.decoding.requests import perform
 from pystaged.engine import Engine
+
+Row = tuple[str, ...]
 
 _ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
 _END = -1  # in place of A's end token, which results of generate do not have
@@ -46,6 +48,11 @@ class TextComparison:
         is the same until there; with None it also ends there."""
         found = np.flatnonzero(~self.agrees)
         return int(found[0]) if len(found) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON, with the number from 1."""
+        arrays = {name: value.tolist() for name, value in asdict(self).items() if name != "number"}
+        return {"number": self.number + 1, "first": self.first, **arrays}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +167,31 @@ def figures(texts: Sequence[TextComparison]) -> list[Figure]:
         mean("perplexity of B", [-text.logprobs_b for text in texts], np.exp),
         mean("perplexity of B / of A", [text.logprobs_a - text.logprobs_b for text in texts], np.exp),
     ]
+
+
+def figure_rows(found: Sequence[Figure]) -> list[Row]:
+    """A table of all texts' figures, its headings first."""
+    rows: list[Row] = [("", "value", "95 % interval")]
+    for each in found:
+        is_share = each.name.startswith("same")
+        numbers = [f"{100 * x:.2f} %" if is_share else f"{x:.5g}" for x in (each.value, *(each.interval or ()))]
+        rows.append((each.name, numbers[0], " to ".join(numbers[1:])))
+    return rows
+
+
+def text_rows(texts: Sequence[TextComparison], tokenizer: Tokenizer) -> list[Row]:
+    """A table of single texts, its headings first."""
+
+    def spelled(token: int) -> str:
+        text = repr(tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
+        return f"{text} (end)" if tokenizer.is_end(token) else text
+
+    rows: list[Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
+    for each in texts:
+        at, divergence = each.first, f"{each.divergence.mean():.5g}"
+        differs: Row = ("all", *[""] * 5)
+        if at is not None:
+            p, q, best = (f"{np.exp(x[at]):.3f}" for x in (each.logprobs_a, each.logprobs_b, each.best_b))
+            differs = (str(at), spelled(int(each.tokens[at])), p, q, spelled(int(each.choices_b[at])), best)
+        rows.append((str(each.number + 1), str(len(each.tokens)), *differs, divergence))
+    return rows

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import pystaged
 from pystaged._llama import VERSION as LLAMA_CPP_PYTHON
 from pystaged.decoding.origin import ARITHMETIC, Origin
 from pystaged.options.config import GenerationConfig, Grammar, SamplingConfig
-from pystaged.platform.files import open_regular, whole_file
+from pystaged.platform.files import open_regular, read_small, whole_file
 
 MOST_BYTES = 16_000_000
 _FORMAT = "pystaged receipt 1"
@@ -178,6 +179,15 @@ class Receipt:
             text_sha256=said["sha256"],
             finish_reason=said["finish_reason"],
         )
+
+
+def kept_text(path: Path) -> dict[str, Any] | None:
+    """The members of a file that the plugin for pytest keeps, None for another one."""
+    with suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(read_small(path, MOST_BYTES))
+        if isinstance(kept, dict) and kept.get("format") == KEPT_TEXT and isinstance(kept.get("text"), str):
+            return kept
+    return None
 
 
 def text_hash(text: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pystaged._core import Tokenizer
 from pystaged.decoding.origin import ARITHMETIC
 from pystaged.decoding.readers import Stream
 from pystaged.engine import Engine
@@ -31,17 +33,19 @@ class Difference:
     what: str = "tokens"
 
 
-def find_model(receipt: Receipt) -> Path | None:
-    """Find a receipt's model by its hash among those on this machine, ignoring its name; None if it is not there.
-    Nothing is downloaded."""
+def find_model(receipt: Receipt) -> Path:
+    """Find a receipt's model in the package or the cache by its hash, ignoring its name. Nothing is downloaded. Raises
+    FileNotFoundError if it is not there."""
+    record = receipt.model
     for path in names.here().values():
-        try:
+        with suppress(OSError):  # removed, or another user's
             file = SeenModel.now(path)
-            if file.size == receipt.model.size and file.sha256() == receipt.model.sha256:
+            if file.size == record.size and file.sha256() == record.sha256:
                 return path
-        except OSError:  # removed, or another user's
-            continue
-    return None
+    raise FileNotFoundError(
+        f"no model here has the receipt's SHA-256 {record.sha256}; its model was {record.file} ({record.name}), "
+        f"{record.size} bytes; pass its file with --model"
+    )
 
 
 def check_model(receipt: Receipt, file: SeenModel) -> None:
@@ -110,6 +114,29 @@ def _gap(engine: Engine, receipt: Receipt, at: int, there: int | None, here: int
     except ValueError:  # the context is full, or the model has no such token
         return math.nan
     return float(ours - theirs)
+
+
+def described(difference: Difference | None, receipt: Receipt, tokenizer: Tokenizer) -> str:
+    """That the texts are the same, or where and how far they differ, in a line."""
+
+    def spelled(token: int | None) -> str:
+        if token is None:
+            return "the end"
+        if token >= tokenizer.num_tokens:
+            return f"token {token}, which the model lacks,"
+        return f"{tokenizer.token_bytes(token, True).decode('utf-8', 'replace')!r} (token {token})"
+
+    count = len(receipt.tokens)
+    if difference is None:
+        return f"same: {count} tokens, ended by {receipt.finish_reason}, text with SHA-256 {receipt.text_sha256}"
+    if difference.what == "end":
+        return f"differs: the {count} tokens are the same, but the end is not: {receipt.finish_reason!r} in the receipt"
+    if difference.what == "text":
+        return f"differs: the {count} tokens are the same, but the receipt has another text: {receipt.text_sha256}"
+    two = f"{spelled(difference.receipt)} in the receipt and {spelled(difference.here)} here"
+    apart = f"; the model's log-probabilities of the two are {abs(difference.gap):.2g} apart"
+    apart = "" if math.isnan(difference.gap) else apart
+    return f"differs: {difference.index} of {count} tokens are the same, then comes {two}{apart}"
 
 
 def promise(receipt: Receipt, device: str) -> str:

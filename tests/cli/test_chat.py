@@ -22,10 +22,11 @@ from support.paths import table
 import pystaged
 from pystaged import Engine
 from pystaged.chat.messages import Message
+from pystaged.chat.saved import read_conversation
 from pystaged.cli import turns
 from pystaged.cli.lines import Lines
 from pystaged.cli.options import Given
-from pystaged.cli.turns import Chat, read_conversation
+from pystaged.cli.turns import Chat
 from pystaged.platform.ctrl_c import Interrupts
 
 Capture = pytest.CaptureFixture[str]
@@ -65,7 +66,7 @@ def test_each_turn_goes_on(engine: Engine, session: Session, capsys: Capture) ->
         result = engine.chat(messages, max_tokens=6, temperature=1.0, seed=3)
         messages.append(result.message)
         assert capsys.readouterr().out == result.text + "\n"
-    assert made._so_far == messages
+    assert made.messages == messages
     assert made._last
     assert made._last.stats.reused_tokens > 0
     assert made._last.stats.prompt_tokens == result.stats.prompt_tokens
@@ -95,7 +96,7 @@ def test_retry_takes_the_next_seed(engine: Engine, session: Session, capsys: Cap
     made.take("/retry")
     result = engine.chat([asks(QUESTION)], max_tokens=6, temperature=1.0, seed=6)
     assert capsys.readouterr().out == result.text + "\n"
-    assert made._so_far == [asks(QUESTION), result.message]
+    assert made.messages == [asks(QUESTION), result.message]
     made.take("/seed 18446744073709551615")
     made.take("/retry")
     made.take("/retry")
@@ -112,7 +113,7 @@ def test_retry_after_undo(session: Session, tmp_path: Path) -> None:
     made.take(f"/save {tmp_path / 'kept'}")
 
     def asked() -> list[str]:
-        return [message["content"] for message in made._so_far[::2]]
+        return [message["content"] for message in made.messages[::2]]
 
     made.take("/undo")
     made.take("/retry")
@@ -138,13 +139,13 @@ def test_retry_without_chance(session: Session, monkeypatch: pytest.MonkeyPatch)
     """Is refused only where the answer is whole and nothing has changed."""
     made = session(max_tokens=8, temperature=1.0)
     made.take(QUESTION)
-    answer = made._so_far[1]["content"]
+    answer = made.messages[1]["content"]
     made.take("/set temperature 0")
     for line in (None, "/system Be brief.", "/set max_tokens 7", "/set stop_loops on"):
         if line:
             made.take(line)
         made.take("/retry")
-    assert made._so_far[1]["content"] != answer
+    assert made.messages[1]["content"] != answer
     assert made._last
     monkeypatch.setattr(made, "_last", replace(made._last, finish_reason="length"))
     made.take("/retry")
@@ -153,17 +154,17 @@ def test_retry_without_chance(session: Session, monkeypatch: pytest.MonkeyPatch)
         made.take("/retry")
     made.take("/set max_tokens 1")
     made.take("/retry")
-    assert len(made._so_far[1]["tokens"]) <= 1
+    assert len(made.messages[1]["tokens"]) <= 1
 
 
 def test_retry_of_a_question_that_did_not_fit(session: Session, engine: Engine) -> None:
     made = session()
     made.take(QUESTION)
-    kept = made._so_far
+    kept = made.messages
     for line in ("x " * engine.n_ctx, "/retry"):
-        with pytest.raises(ValueError, match=r"does not fit into the context .*, write /clear"):
+        with pytest.raises(ValueError, match=r"too small for what is asked: shorten the question, or write /clear"):
             made.take(line)
-        assert made._so_far == kept
+        assert made.messages == kept
     made.take("/clear")
     with pytest.raises(ValueError, match="no turn to take again"):
         made.take("/retry")
@@ -187,7 +188,7 @@ def test_stats_and_color(session: Session, capsys: Capture) -> None:
     with pytest.raises(ValueError, match="there is no answer yet"):
         made.take("/stats")
     for line in ("/stats maybe", "/color maybe"):
-        with pytest.raises(ValueError, match="write /"):
+        with pytest.raises(ValueError, match="must be on or off, not maybe"):
             made.take(line)
 
 
@@ -197,7 +198,7 @@ def test_a_full_context_is_said(random_gguf: Callable[..., Path], limit: list[st
     model = random_gguf(context=96)
     done = here("chat", model, "--draft", "none", *limit, stdin=b"x")
     assert done.returncode == 0, done.stderr
-    assert "cut: the context of 96 tokens is full\n" in done.stderr.decode()
+    assert "the context of 96 tokens is full\n" in done.stderr.decode()
 
 
 @pytest.mark.parametrize("drops", [True, False])
@@ -212,7 +213,7 @@ def test_a_full_context_loses_the_oldest_turns(capsys: Capture, drops: bool) -> 
         questions = [f"{number}: {'x ' * 12}" for number in range(4)]
         if not drops:
             made.take(questions[0])
-            with pytest.raises(ValueError, match="does not fit into the context of 96 tokens"):
+            with pytest.raises(ValueError, match="the context of 96 tokens is too small for what is asked"):
                 made.take("x " * 40)
             return
         for question in questions:
@@ -221,13 +222,13 @@ def test_a_full_context_loses_the_oldest_turns(capsys: Capture, drops: bool) -> 
             # The system message and the last question stay, and what is read are whole turns.
             assert messages[0] == {"role": "system", "content": "Go on."}
             assert messages[-1] == asks(questions[begun])
-            assert messages[1:] == made._so_far[2 * begun + 2 - len(messages) : 2 * begun + 1]
+            assert messages[1:] == made.messages[2 * begun + 2 - len(messages) : 2 * begun + 1]
             assert len(engine.chat_format.encode(messages)) <= 90
         assert len(given[-1]) < 8
         dropped, shown = made._num_dropped, capsys.readouterr().err
         assert f"the context of 96 tokens is full: the oldest {dropped} messages are no longer read" in shown
-        assert len(made._so_far) == 8
-        with pytest.raises(ValueError, match="does not fit"):
+        assert len(made.messages) == 8
+        with pytest.raises(ValueError, match="too small"):
             made.take("x " * 96)
         assert made._num_dropped == dropped
         made.take("/clear")
@@ -281,10 +282,10 @@ def test_what_is_set_is_shown(session: Session, capsys: Capture) -> None:
     shown = capsys.readouterr()
     made.take("/set max_tokens -1")  # no limit
     made.take("/show")
-    assert "max_tokens 0," in capsys.readouterr().err
+    assert "max_tokens 0\n" in capsys.readouterr().err
     assert "top-k 7" in shown.err
-    assert "max_tokens 31, stop_loops on" in shown.err
-    assert "system message: Hi,\n  you." in shown.err
+    assert "max_tokens 31\nstop_loops on\n" in shown.err
+    assert "system Hi,\n  you.\n" in shown.err
     assert shown.out == "Hi,\n  you.\n"
     made.take("/show system")
     shown = capsys.readouterr()
@@ -322,7 +323,7 @@ def test_nothing_in_quotes_is_a_command(session: Session, monkeypatch: pytest.Mo
     lines = ['"""/bye', 'x"""', '"""/etc/hosts"""', '"""', '"""', '"""exit"""', "exit how?", end, "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     turns.take_lines(made, made.interrupts)
-    assert [message["content"] for message in made._so_far[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
+    assert [message["content"] for message in made.messages[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
 
 
 def test_a_cut_answer_says_so(session: Session, capsys: Capture) -> None:
@@ -350,7 +351,9 @@ def test_a_saved_conversation_is_resumed(engine: Engine, tmp_path: Path) -> None
     expected = engine.chat([*messages, {"role": "user", "content": "Go on"}], max_tokens=6).text
     assert done.stdout.decode() == expected + "\n"
     assert b"loaded" in done.stderr
-    assert_refused(here("chat", "bundled", "--resume", tmp_path / "none.json", stdin=b"x"), "none.json")
+    for given in ((b"x", "bundled"), (b"", "no_such_model.gguf")):  # before the model is loaded
+        done = here("chat", given[1], "--resume", tmp_path / "none.json", stdin=given[0])
+        assert_refused(done, "none.json: no such saved conversation")
 
 
 def test_save_and_load(engine: Engine, session: Session, tmp_path: Path, capsys: Capture) -> None:
@@ -359,12 +362,12 @@ def test_save_and_load(engine: Engine, session: Session, tmp_path: Path, capsys:
     made.take(QUESTION)
     made.take(f"/save {file}")
     made.take("next")
-    expected, content = made._so_far, file.read_text("utf-8")
+    expected, content = made.messages, file.read_text("utf-8")
     other = session(temperature=1.0)
     other.take(f"/load {file}")
     assert "2 messages" in capsys.readouterr().err
     other.take("next")
-    assert other._so_far == expected
+    assert other.messages == expected
     third = session()
     with pytest.raises(ValueError, match=r"talk\.json is there already; the same command again replaces it"):
         third.take(f"/save {file}")
@@ -384,7 +387,7 @@ def test_save_and_load(engine: Engine, session: Session, tmp_path: Path, capsys:
         file.write_text(json.dumps(kept))
         with pytest.raises(ValueError, match=f"is not a conversation saved with /save: .*{error}"):
             made.take(f"/load {file}")
-        assert made._so_far == expected
+        assert made.messages == expected
     file.write_text(json.dumps(kept | {"vocabulary": "another"}))
     _, messages = read_conversation(file, engine.tokenizer)
     assert [sorted(message) for message in messages] == [["content", "role"]] * 2
@@ -407,7 +410,7 @@ def test_files_that_hold_none(tmp_path: Path, text: str, session: Session) -> No
     with pytest.raises(ValueError, match=r"talk\.json is not a conversation saved with /save: ") as caught:
         made.take(f"/load {file}")
     assert text not in ("", "{") or str(caught.value).endswith(": it is no JSON")
-    assert made._so_far == []
+    assert made.messages == []
     with pytest.raises(FileNotFoundError, match=r"nothing\.json: no such saved conversation; to change the"):
         made.take(f"/load {tmp_path / 'nothing.json'}")
 
@@ -614,5 +617,6 @@ def test_in_a_terminal(engine: Engine, tmp_path: Path) -> None:
 
 def test_the_help_names_all_commands() -> None:
     commands = [name.replace("_do_", "/") for name in dir(Chat) if name.startswith("_do_")]
+    commands += [f"/{name}" for name in turns._SHORT]
     assert len(commands) > 12
     assert all(name in turns._HELP for name in commands)

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import pystaged
 from pystaged import _core, cli
+from pystaged.chat.prompts import Asked
 from pystaged.cli import texts
-from pystaged.cli.prompts import Asked
 from pystaged.decoding.readers import Stream
 from pystaged.options.config import GenerationConfig
 
@@ -53,6 +53,10 @@ def test_a_full_context_is_told(path: Path, several: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     where = " in 2 of 2 texts" if several else ""
     assert f"the context of 2 tokens is full{where}; --n-ctx allows more, up to 96\n" in done.stderr.decode()
+    done = here("generate", "e", "--model", path, "--n-ctx", "2", "--verbose", "--temperature", "1", *several)
+    said = done.stderr.decode()
+    order = ["per second", f"is full{where}", "passes of the target in" if several else "of the prompt in"]
+    assert sorted(order, key=said.index) == order
     enough = here("generate", "e", "--model", path, "--json", "--max-tokens", "2", *several)
     assert b"is full" not in enough.stderr
 
@@ -183,7 +187,8 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not a JSON object"),
         ("a.jsonl", b'{"prompt": 1}\n', "a.jsonl, line 1: the prompt is not a string"),
         ("a.jsonl", b'{"messages": 1}\n', "a.jsonl, line 1: the messages are not a list"),
-        ("a.jsonl", b'{"messages": [{}]}\n', "a.jsonl, line 1: messages are answered with --chat"),
+        ("a.jsonl", b'{"messages": [{}]}\n', "a.jsonl, line 1: messages[0] has the role None; the roles are system, "),
+        ("a.jsonl", b'[{"role": "user", "content": "x"}]\n', "a.jsonl, line 1: messages are answered with --chat"),
     ],
 )
 def test_prompts_that_are_none(tmp_path: Path, path: Path, name: str, content: bytes, words: str) -> None:
@@ -303,6 +308,20 @@ def test_wrong_usage(arguments: list[str]) -> None:
     done = CliRunner().invoke(cli.app, arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "Usage: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x", "--prompts", "y"], "a prompt and --prompts cannot both be given"),
+        (["x", "--seed", "-2"], "Invalid value for '--seed': must be at least -1"),
+        (["x", "--seed", str(2**64)], f"Invalid value for '--seed': must be at most {2**64 - 1}"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_in_words(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(cli.app, ["generate", *arguments], env={"COLUMNS": "200"})
+    assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
 
 
 # ---- Standard streams ----

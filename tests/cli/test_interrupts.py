@@ -67,7 +67,7 @@ def interrupts() -> Iterator[Interrupts]:
 
 @pytest.fixture
 def made(engine: Engine, interrupts: Interrupts) -> Chat:
-    return Chat(engine, Given(GIVEN), interrupts, stats=True)
+    return Chat(engine, Given(GIVEN | {"stats": True}), interrupts)
 
 
 def text_of(made: Chat, capsys: pytest.CaptureFixture[str]) -> str:
@@ -118,7 +118,7 @@ def test_a_burst_beside_a_turn(
         with contextlib.suppress(KeyboardInterrupt), interrupts.allowed():
             pass
         made.take("b")
-    assert [message["role"] for message in made._so_far] == ["user", "assistant"] * 2
+    assert [message["role"] for message in made.messages] == ["user", "assistant"] * 2
     assert made._last is not None
     assert made._last.finish_reason == "length"
 

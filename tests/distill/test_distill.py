@@ -484,7 +484,7 @@ def test_a_model_without_a_chat_template_goes_on_from_the_start(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--type", "q2_k"], 2, "--type is one of q8_0"),
+        (["--type", "q2_k"], 2, "must be q8_0 or q4_0 or f16 or f32"),
         (["--device", "tpu"], 1, "torch has no device 'tpu' here"),
         (["--out", "nowhere/draft.gguf"], 1, "there is no folder"),
         (["--prompts", "missing.txt"], 1, "missing.txt"),

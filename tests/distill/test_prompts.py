@@ -17,10 +17,10 @@ MANY = '"a question"\n' * 25
     [
         ("few.txt", "one\ntwo\n\n", "few.txt has 2 prompts, one a line; at least 20 are needed"),
         ("bad.jsonl", MANY + "{", "bad.jsonl, line 26: "),
-        ("bad.jsonl", MANY + "3\n", 'line 26: neither a text nor messages with "role" and "content"'),
-        ("bad.jsonl", MANY + '{"answer": "x"}\n', 'line 26: an object with none of "messages"'),
-        ("bad.jsonl", MANY + '[{"role": "assistant", "content": "x"}]\n', "line 26: neither a text"),
-        ("bad.jsonl", MANY + '{"messages": [{"role": "user"}]}', "line 26: neither a text"),
+        ("bad.jsonl", MANY + "3\n", "line 26: not a JSON object with a 'prompt' or 'messages'"),
+        ("bad.jsonl", MANY + '{"answer": "x"}\n', "line 26: not a JSON object with a 'prompt' or 'messages'"),
+        ("bad.jsonl", MANY + '[{"role": "assistant", "content": "x"}]\n', "line 26: there is no text to answer"),
+        ("bad.jsonl", MANY + '{"messages": [{"role": "user"}]}', "line 26: messages[0] has no content"),
         ("bad.txt", b"\xff\xfe", "bad.txt, line 1: not UTF-8"),
     ],
 )

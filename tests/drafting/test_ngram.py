@@ -541,14 +541,15 @@ def interrupted(model: Path, *, is_early: bool, tokens: int = 1_000_000) -> subp
     """A build that Ctrl-C ends, before its first text or after some."""
     code = f"""
 import os, signal
-from pystaged.cli import main, ngram
+from pystaged.cli import main
+from pystaged.drafting import corpus
 def interrupting(model, start, *_, **__):
     honest = sample_documents(model, start, 10**6, temperature=1.5)
     for _ in range({0 if is_early else 20}):
         yield next(honest)
     signal.raise_signal(signal.SIGINT)
     raise AssertionError
-sample_documents, ngram.sample_documents = ngram.sample_documents, interrupting
+sample_documents, corpus.sample_documents = corpus.sample_documents, interrupting
 main()
 """
     command = [sys.executable, "-c", code, "ngram", "build", "--model", model, "--tokens", str(tokens)]

@@ -14,10 +14,9 @@ from support.commands import here
 from support.logits import engine_logits
 
 import pystaged
-from pystaged.cli.diff import _texts
 from pystaged.engine import Engine
 from pystaged.loading.quantize import quantize
-from pystaged.receipts.comparison import compare, figures
+from pystaged.receipts.comparison import compare, figures, text_rows
 
 PROMPTS = [np.arange(5 + i, 25 + 3 * i, dtype=np.int32) for i in range(10)]
 
@@ -98,10 +97,10 @@ def test_where_a_text_ends_counts(files: tuple[Path, Path], engines: tuple[Engin
         (text,) = compare(first, second, [prompt], 40)
         assert (text.tokens.tolist(), text.first) == (mine[: at + 1], at)
         assert text.choices_b[at] == theirs[at]
-        assert _texts([text], first)[1][3].endswith("(end)")
+        assert text_rows([text], first.tokenizer)[1][3].endswith("(end)")
         (text,) = compare(second, first, [prompt], 40)
         assert (text.tokens[: at + 1].tolist(), text.first) == (theirs[: at + 1], at)
-        assert _texts([text], first)[1][6].endswith("(end)")
+        assert text_rows([text], first.tokenizer)[1][6].endswith("(end)")
         (text,) = compare(first, first, [np.array([*prompt, *mine[:at]], np.int32)], 40)
         assert (text.tokens.tolist(), text.first) == ([mine[at]], None)  # it ends at once
 

@@ -296,7 +296,8 @@ def test_models_are_found_by_their_hashes_alone(
         lying = replace(sampled, model=replace(sampled.model, file=lie, name=lie))
         assert repeating.find_model(lying) == path
         lying = replace(lying, model=replace(lying.model, sha256="0" * 64))
-        assert repeating.find_model(lying) is None
+        with pytest.raises(FileNotFoundError, match="no model here has the receipt's SHA-256"):
+            repeating.find_model(lying)
 
 
 def test_which_versions_promise_it(sampled: Receipt) -> None:
