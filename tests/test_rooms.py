@@ -21,16 +21,16 @@ ROOMS = {
     "options": 1017,
     "sampling": 1237,
     "chat": 2565,
-    "decoding": 3101,
+    "decoding": 3028,
     "drafting": 2157,
     "backends": 357,
     "loading": 3986,
     "receipts": 646,
-    "server": 3880,
-    "integrations": 830,
+    "server": 3879,
+    "integrations": 829,
     "bench": 2567,
     "distill": 1637,
-    "cli": 3520,
+    "cli": 3519,
 }
 ROOT = 11  # files in no room
 
