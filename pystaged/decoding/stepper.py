@@ -115,7 +115,7 @@ class Stepper:
             spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
             rows = best_rows(trees, lambda n: cost(n, past), spent)
             for request, kept in zip(requests, rows, strict=True):
-                request.tree = request.tree.head(kept)
+                request.trim(kept)
 
     def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Verify]) -> None:
         """Set the rows of each prefill request beside these steps."""

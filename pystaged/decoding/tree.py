@@ -53,7 +53,7 @@ class TokenTree:
     @property
     def num_certain(self) -> int:
         """Number of the root and of the tokens that a grammar forces."""
-        return 1 + int(np.count_nonzero(self.stages == Stage.GRAMMAR))
+        return 1 + int(self.stages.tolist().count(Stage.GRAMMAR))
 
     def head(self, length: int) -> TokenTree:
         """The tree of the first `length` nodes."""
