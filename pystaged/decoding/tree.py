@@ -45,7 +45,8 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """A tree of one token."""
-        return TreeBuilder(token).build([])
+        tokens, parents = np.array([token], np.int32), np.array([-1], np.int32)
+        return cls(tokens, parents, np.array([1.0], np.float32), np.array([Stage.TARGET.value], np.uint8))
 
     def __len__(self) -> int:
         return len(self.tokens)
