@@ -1,4 +1,4 @@
-"""Statistics of one generation, and the terms of this package.
+"""Statistics of one generation, the stages that its tokens came from, and the terms of this package.
 
 The *target* is the model that decides; the *draft* is the smaller model that guesses; a *drafter* proposes tokens; a
 *stage* is a kind of proposer (target, draft, ngram, grammar). In a *step* of a text, one pass of the target, which
@@ -11,9 +11,10 @@ passes.
 
 from __future__ import annotations
 
+import codecs
 import operator
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
     from pystaged.decoding.requests import Verify
 
 _NAMES = tuple(stage.name.lower() for stage in Stage)  # by number
+STAGE_NAMES = {
+    Stage.TARGET: "target",
+    Stage.DRAFT: "draft",
+    Stage.NGRAM: "n-gram",
+    Stage.CONFIRMED: "confirmed",
+    Stage.GRAMMAR: "grammar",
+}
+STAGE_COLORS = {
+    Stage.TARGET: None,
+    Stage.DRAFT: "green",
+    Stage.NGRAM: "yellow",
+    Stage.CONFIRMED: "magenta",
+    Stage.GRAMMAR: "cyan",
+}
 
 
 class _Counts:
@@ -278,3 +293,41 @@ _FIGURES = (
     *("relative_weight_bytes", "python_share", "tokens_per_second", "speedup_estimate"),
     *("prefill_seconds", "decode_seconds", "target_seconds"),
 )
+
+
+def shown_stages(stats: GenerationStats) -> list[Stage]:
+    """The stages to show: grammar only if it forced tokens, confirmed n-grams only if there were any."""
+    usual = Stage.TARGET, Stage.DRAFT, Stage.NGRAM
+    return [stage for stage in STAGE_NAMES if stage in usual or stats.stages[stage.name.lower()].drafted]
+
+
+class StageSpans:
+    """Assigns parts of a text to the tokens they came from, although text may lag behind tokens."""
+
+    def __init__(self) -> None:
+        # Decodes as the stream does; a character belongs to the token that completes it.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._waiting: deque[tuple[str, Stage]] = deque()
+        self._last = Stage.TARGET
+
+    def split(self, text: str, words: Iterable[bytes], stages: Iterable[Stage]) -> Iterator[tuple[str, Stage]]:
+        """Split the next part of a text by token; yields each token's text and stage.
+
+        Args:
+            words: the bytes of the tokens that came with it.
+            stages: the stage that proposed each token.
+        """
+        for word, stage in zip(words, stages, strict=True):
+            self._last = stage
+            self._waiting.append((self._decoder.decode(word), stage))
+        while text:
+            if not self._waiting:
+                # The replacement of bytes that never became a character.
+                yield text, self._last
+                return
+            new, stage = self._waiting.popleft()
+            if len(new) > len(text):
+                self._waiting.appendleft((new[len(text) :], stage))
+            if taken := text[: len(new)]:
+                yield taken, stage
+            text = text[len(taken) :]

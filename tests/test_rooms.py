@@ -21,16 +21,16 @@ ROOMS = {
     "options": 1142,
     "sampling": 1237,
     "chat": 2723,
-    "decoding": 3101,
+    "decoding": 3028,
     "drafting": 2201,
     "backends": 357,
     "loading": 3994,
     "receipts": 718,
-    "server": 3879,
-    "integrations": 830,
+    "server": 3878,
+    "integrations": 829,
     "bench": 2632,
     "distill": 1612,
-    "cli": 3003,
+    "cli": 3002,
 }
 ROOT = 11  # files in no room
 

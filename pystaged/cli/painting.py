@@ -19,14 +19,13 @@ from rich.tree import Tree
 from pystaged.cli.console import errors, report
 from pystaged.cli.options import Given
 from pystaged.decoding.readers import Stream
-from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.text import Text as Written
 from pystaged.decoding.tree import Stage
 from pystaged.engine import Engine
 from pystaged.options.recommended import LOOP_WORDS
 from pystaged.platform.ctrl_c import Interrupts
 from pystaged.result import GenerationResult, Piece
-from pystaged.stats import GenerationStats
+from pystaged.stats import STAGE_COLORS, STAGE_NAMES, GenerationStats, StageSpans, shown_stages
 
 STAGE_STYLES = {stage: Style(color=color) for stage, color in STAGE_COLORS.items()}
 _TEXT_LINES = 4  # of an unfinished text, below its trees

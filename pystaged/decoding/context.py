@@ -62,16 +62,13 @@ class Context:
         meter: Meter | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.batch = batch or BatchLoad()
-        self.clocks = clocks or Clocks()
+        self.target, self.drafter = target, drafter
+        self.batch, self.clocks = batch or BatchLoad(), clocks or Clocks()
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
         self.tokens, self.num_bytes = np.zeros(0, np.int32), 0
-        self.partings = set[int]()
-        self.anchor = -1
+        self.partings, self.anchor = set[int](), -1
 
     @property
     def sessions(self) -> list[Session]:
@@ -86,14 +83,15 @@ class Context:
 
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""
-        tokens = [session.tokens for session in self.sessions]  # of all, to raise if any is in a call
-        self.tokens = tokens[0]
         self.num_bytes = sum(SPARE_CELLS * session.cell_bytes + session.num_bytes for session in self.sessions)
+        self.tokens = self.target.tokens
 
     def cut(self, length: int) -> None:
-        """Keep the first tokens of each session; a draft's may hold fewer."""
+        """Keep the first tokens of each session; a draft's may hold fewer. Raises as `rest`."""
+        self.tokens = self.tokens[:length]  # first, because Ctrl-C may come between two sessions
         for session in self.sessions:
             session.rewind(min(len(session.tokens), length))
+        self.rest()
 
     def reaches(self, tokens: NDArray[np.int32]) -> bool:
         """Whether an idle one can rewind to exactly these tokens."""
@@ -155,20 +153,19 @@ class ContextPool:
     def __init__(
         self, make: Callable[[Context | None, int], Context], memory: int | None = None, *, free: int = 0
     ) -> None:
-        self._make = make
+        self._make, self.closed = make, False
         self.prompts: Prompts | None = None
         self._lock = threading.RLock()  # the garbage collector may close an engine during a call
         first = make(None, 0)
+        first.rest()
+        self._lent, self._idle = list[Context](), [first]  # the least recently used first
         self._sessions = first.sessions  # like those of all contexts; they may be closed
+        self.n_ctx = first.target.n_ctx  # positions of each context
         kept_bytes = sum(session.kept_state_bytes for session in self._sessions)
         kept_room = (memory or free // FREE_DIVISOR) // _KEPT_DIVISOR
         self._num_kept = min(_MOST_KEPT, max(1, kept_room // kept_bytes)) if kept_bytes else 0
-        self.n_ctx = first.target.n_ctx  # positions of each context
         self.full_bytes = self._needed(self.n_ctx)
         self.memory = memory or max(free // FREE_DIVISOR, self.full_bytes)
-        self._lent, self._idle = list[Context](), [first]  # the least recently used first
-        first.rest()
-        self.closed = False
 
     def check_open(self) -> None:
         """Raise ValueError if the pool is closed."""
@@ -208,10 +205,11 @@ class ContextPool:
             if self._restore(wanted, length):
                 source, length, common = self._most_like(wanted)
             dropped = len(source.tokens) - length if source in self._idle else -1
-            survives = _survives(dropped, length)
-            if not survives:
+            itself = _is_nearly_all(length, dropped)
+            if not itself:
                 self._make_room(need, source if length else None)
-            if source in self._idle and (survives or self.num_bytes + need > self.memory):
+                itself = source in self._idle and self.num_bytes + need > self.memory
+            if source and itself:
                 self._idle.remove(source)
                 source.cut(length)
                 self._make_room(need)
@@ -292,28 +290,24 @@ class ContextPool:
         if self._lent and self.num_bytes + need > self.memory:
             return False
         context = self._begin(None, 0)
-        if is_read := self.prompts.load(path, context.sessions):
-            context.rest()
-            self._idle.append(context)
-        else:
-            context.close()
+        is_read = self.prompts.load(path, context.sessions)
+        context.rest()
+        self._idle.append(context)  # empty if the file cannot be used
         return is_read
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
         """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
         for context in self._idle.copy():
             # The bytes that a cut frees in layers with a sliding window are known only afterwards.
-            while context is not spared and context in self._idle:
+            while context in self._idle and context is not spared:
                 excess, target = self.num_bytes + need - self.memory, context.target
                 if excess <= 0:
                     return
                 length = target.reachable(max(0, len(context.tokens) - -(-excess // max(1, target.cell_bytes))))
                 if length < _LEAST_KEPT:
                     self._free(context)
-                    continue
-                context.tokens = context.tokens[:length]  # first, because a cut may fail
-                context.cut(length)
-                context.rest()
+                else:
+                    context.cut(length)
 
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
@@ -341,22 +335,21 @@ class ContextPool:
                 tokens = context.tokens if is_idle else context.target.tokens
                 common = common_prefix(tokens, prompt)
                 length, longest = context.target.reachable(common), max(longest, common)
-                if (rank := (length, is_idle, _survives(len(tokens) - length, length))) >= most:
+                if (rank := (length, is_idle, _is_nearly_all(length, len(tokens) - length))) >= most:
                     best, most = context, rank
         return best, most[0], longest
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
-        """Whether another text is prefilling so much more of a prompt that waiting for a copy is faster."""
+        """Whether another text is prefilling so much more of a prompt that waiting for a copy is faster. That one then
+        keeps a state where the prompts part."""
         for context in self._lent:
             common = common_prefix(context.tokens[:-1], prompt)
-            if common >= length + _WORTH_WAITING:
-                with suppress(*_OUT_OF_REACH):
-                    # It has read them already; if `length` is less, it cannot rewind to them.
-                    if common_prefix(context.target.tokens, prompt) >= common:
-                        continue
+            with suppress(*_OUT_OF_REACH):
+                # If it has read them already, and `length` is less, it cannot rewind to them.
+                if common >= length + _WORTH_WAITING and common_prefix(context.target.tokens, prompt) < common:
                     context.partings.add(common)
                     context.keep_states(self._num_kept)
-                return True
+                    return True
         return False
 
     def _needed(self, tokens: int) -> int:
@@ -370,6 +363,6 @@ class ContextPool:
         return needed
 
 
-def _survives(dropped: int, length: int) -> bool:
-    """Whether the first `length` tokens are nearly all that a context holds."""
+def _is_nearly_all(length: int, dropped: int) -> bool:
+    """Whether an idle context that keeps `length` tokens drops so few that it is lent itself; -1 if it is not idle."""
     return 0 <= dropped <= max(16, (length + dropped) // 16)

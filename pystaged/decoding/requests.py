@@ -37,6 +37,7 @@ class Request:
     Attributes:
         kind, arguments: the static method of Work that describes them, and what follows the session there.
         past: tokens that the session holds before the rows.
+        num_rows: number of rows.
         result: see the subclass. error: why there is none, or None.
         share: share of the pass's rows, above 0 and at most 1.
         pass_rows, pass_past: rows of the whole pass, and the mean number of tokens before each of them.
@@ -47,6 +48,7 @@ class Request:
     kind: ClassVar[str]
     session: Session
     past: int
+    num_rows: int = field(init=False)
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
     share: float = field(default=1.0, init=False)
@@ -54,10 +56,6 @@ class Request:
     pass_past: float = field(default=0.0, init=False)
     seconds: float = field(default=0.0, init=False)
     processor_seconds: float = field(default=0.0, init=False)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +68,6 @@ class Read(Request):
 
     kind = "read"
     tokens: NDArray[np.int32]
-    num_rows: int = field(init=False)
     hidden: HiddenRows | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -130,9 +127,8 @@ class Propose(Request):
     masks: NDArray[np.uint32] | None = None
     hidden: HiddenRows | None = None
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.tokens)
+    def __post_init__(self) -> None:
+        self.num_rows = len(self.tokens)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -156,13 +152,16 @@ class Verify(Request):
     num_candidates: int = 0
     masks: NDArray[np.uint32] | None = None
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.tree)
+    def __post_init__(self) -> None:
+        self.num_rows = len(self.tree)
+
+    def trim(self, num_rows: int) -> None:
+        """Keep the first nodes of the tree."""
+        self.tree, self.num_rows = self.tree.head(num_rows), num_rows
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        masks = None if self.masks is None else self.masks[: len(self.tree)]
+        masks = None if self.masks is None else self.masks[: self.num_rows]
         return self.tree.tokens, self.tree.parents, self.sampling, self.num_candidates, masks
 
     def take(self, found: Any) -> None:
@@ -193,9 +192,10 @@ _CLOCKS = Clocks()
 
 def make_pass(requests: Sequence[AnyRequest]) -> list[Any]:
     """A Make for requests that can share a pass, or for a single one."""
-    if len(requests) > 1:
-        return run([getattr(Work, each.kind)(each.session, *each.arguments) for each in requests])
-    return [perform(each.session, each.kind, *each.arguments) for each in requests]
+    first = requests[0]
+    if len(requests) == 1 and hasattr(first.session, "run"):
+        return [first.session.run(first.kind, *first.arguments)]
+    return run([getattr(Work, each.kind)(each.session, *each.arguments) for each in requests])
 
 
 def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make = make_pass) -> None:

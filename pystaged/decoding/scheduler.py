@@ -188,24 +188,23 @@ class Scheduler:
 
     def _admit_all(self) -> list[Text]:
         """Begin texts in the order of their arrival; returns those that can step."""
-        waiting = [text for text in self._texts if not text.context]
-        put_off = {*[text for text in waiting if text.wait is Wait.PROMPT][_MOST_ASKED:]}
-        for text in waiting:
-            if text not in put_off:
+        asked = 0
+        for text in [text for text in self._texts if not text.context]:
+            asked += text.wait is Wait.PROMPT
+            if text.wait is not Wait.PROMPT or asked <= _MOST_ASKED:
                 self._admit(text, must=False)
             # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
-            if not text.context and not text.is_over and text.wait is Wait.MEMORY:
+            if text.wait is Wait.MEMORY:
                 break
-        ready = self._ready()
-        waiting = [text for text in waiting if not text.context and not text.is_over]
-        if not ready and waiting:
+        waiting = [text for text in self._texts if text.wait]
+        if waiting and not self._ready():
             # All running texts wait for their readers, who may wait for this one.
             self._admit(waiting[0], must=True)
-            ready = self._ready()
-        return ready
+        return self._ready()
 
     def _admit(self, text: Text, *, must: bool) -> None:
         """Begin a text in a context, or store its reason to wait; with `must` it does not wait."""
+        text.wait = None
         try:
             context = self._contexts.take(
                 text.prompt_tokens, text.config.max_tokens, must=must, most_reused=text.most_reused
@@ -220,8 +219,7 @@ class Scheduler:
 
     def _ready(self) -> list[Text]:
         """The texts that have begun and have not ended, except those that are too far ahead of their readers."""
-        running = [text for text in self._texts if text.context and not text.is_over]
-        return [text for text in running if text.num_sent - text.num_read < text.most_unread]
+        return [text for text in self._texts if text.context and text.num_sent - text.num_read < text.most_unread]
 
     def _ring(self) -> None:
         """Wake the thread, if there is one, to read the inbox and the texts' flags."""

@@ -109,13 +109,14 @@ class Stepper:
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
-        if self._cost and len(requests) > 1:
-            cost, (_, past) = self._cost, mean_past(requests)
-            trees = [request.tree.scores.tolist() for request in requests]
-            spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
-            rows = best_rows(trees, lambda n: cost(n, past), spent)
-            for request, kept in zip(requests, rows, strict=True):
-                request.tree = request.tree.head(kept)
+        cost, guessed = self._cost, any(request.num_rows > 1 for request in requests)
+        if cost is None or not guessed or len(requests) < 2:
+            return
+        _, past = mean_past(requests)
+        spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
+        trees = [request.tree.scores.tolist() for request in requests]
+        for request, rows in zip(requests, best_rows(trees, lambda n: cost(n, past), spent), strict=True):
+            request.trim(rows)
 
     def _portion_prompts(self, requests: Sequence[Read], steps: Sequence[Verify]) -> None:
         """Set the rows of each prefill request beside these steps."""
@@ -156,7 +157,7 @@ def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
 
 def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
     """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
-    tokens = {text: float(request.tree.scores.sum()) for text, request in steps.items()}
+    tokens = {text: sum(request.tree.scores.tolist()) for text, request in steps.items()}
     all_rows, all_tokens = sum(request.num_rows for request in steps.values()), sum(tokens.values())
     for text in texts:
         assert text.context

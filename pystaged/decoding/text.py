@@ -361,7 +361,7 @@ class Text:
         meter.go_on()
         tree, (path, tokens, _, candidates) = verified.tree, verified.result
         experts = self._note_experts(tree.tokens)
-        begin = meter()
+        begin = meter() if self._drafts else 0.0
         if self._drafts and (recycled := self._drafts.recycled):
             before = tree.tokens[tree.parents]
             before[0] = self._before

@@ -45,7 +45,8 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """A tree of one token."""
-        return TreeBuilder(token).build([])
+        tokens, parents = np.array([token], np.int32), np.array([-1], np.int32)
+        return cls(tokens, parents, np.array([1.0], np.float32), np.array([Stage.TARGET.value], np.uint8))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,7 +54,7 @@ class TokenTree:
     @property
     def num_certain(self) -> int:
         """Number of the root and of the tokens that a grammar forces."""
-        return 1 + int(np.count_nonzero(self.stages == Stage.GRAMMAR))
+        return 1 + int(self.stages.tolist().count(Stage.GRAMMAR))
 
     def head(self, length: int) -> TokenTree:
         """The tree of the first `length` nodes."""

@@ -11,9 +11,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged.decoding.stages import STAGE_COLORS, STAGE_NAMES, StageSpans, shown_stages
 from pystaged.decoding.tree import Stage
-from pystaged.stats import GenerationStats
+from pystaged.stats import STAGE_COLORS, STAGE_NAMES, GenerationStats, StageSpans, shown_stages
 
 # Translucent backgrounds, readable on light and dark pages.
 _BACKGROUNDS = {

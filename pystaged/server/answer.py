@@ -18,7 +18,6 @@ from pydantic_core import from_json
 from pystaged.chat.history import begun_json
 from pystaged.chat.turn import Block, TurnReader
 from pystaged.decoding.async_stream import AsyncStream
-from pystaged.decoding.stages import STAGE_NAMES, StageSpans
 from pystaged.decoding.text import Text
 from pystaged.decoding.tree import Stage
 from pystaged.result import GenerationResult, Piece
@@ -28,7 +27,7 @@ from pystaged.server.figures import predicted, timings, usage
 from pystaged.server.models import State
 from pystaged.server.reply import Reply, as_json, encoded
 from pystaged.server.request_types import StreamOptions, TextRequest
-from pystaged.stats import GenerationStats
+from pystaged.stats import STAGE_NAMES, GenerationStats, StageSpans
 
 
 @dataclass(frozen=True)

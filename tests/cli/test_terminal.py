@@ -22,8 +22,8 @@ from pystaged._core import Tokenizer
 from pystaged.cli import console
 from pystaged.cli.painting import Wrap
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.stages import StageSpans
 from pystaged.loading import costs, names
+from pystaged.stats import StageSpans
 
 if sys.platform == "win32":
     pytest.skip("there are no pseudo-terminals", allow_module_level=True)

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import pystaged
 from pystaged import Score, Stage
-from pystaged.decoding.stages import STAGE_NAMES, shown_stages
 from pystaged.result import GenerationResult, Results
-from pystaged.stats import GenerationStats
+from pystaged.stats import STAGE_NAMES, GenerationStats, shown_stages
 
 HOSTILE = [
     "<script>alert(1)</script>",
