@@ -15,10 +15,7 @@ from pystaged.platform.process import orderly_end
 def pull(
     model: str = typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf."),
     quantization: str = option(
-        "",
-        f"One of {', '.join(FILE_TYPES)}; for a checkpoint {DEFAULT_TYPE} if not given.",
-        "--type",
-        callback=check_type,
+        "", f"One of {', '.join(FILE_TYPES)}; of a checkpoint {DEFAULT_TYPE}.", "--type", callback=check_type
     ),
 ) -> None:
     """Download a model into the cache and print its path. GGUF files are taken as they are; checkpoints
