@@ -17,18 +17,18 @@ import pystaged
 SOURCE = Path(pystaged.__file__).parent
 # The rooms of the package from the lowest up, with as many lines of Python as each may have.
 ROOMS = {
-    "platform": 854,
+    "platform": 859,
     "options": 1142,
     "sampling": 1237,
     "chat": 2723,
     "decoding": 3028,
-    "drafting": 2201,
+    "drafting": 2198,
     "backends": 357,
-    "loading": 3994,
+    "loading": 3996,
     "receipts": 718,
     "server": 3878,
     "integrations": 829,
-    "bench": 2632,
+    "bench": 2630,
     "distill": 1612,
     "cli": 2999,
 }

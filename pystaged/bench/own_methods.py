@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import ContextFactory
 from pystaged.options.config import GenerationConfig, SamplingConfig
 
-_LOOKING_UP = "staged", "n-grams"  # the methods that use recycled candidates
+_DRAFTING = "staged", "n-grams"  # the methods that use recycled candidates
 
 
 class _Ready(TreeDrafter):
@@ -40,8 +40,7 @@ class Runner:
 
     Args:
         setup: model, draft (path or None), threads, n_ctx; warm: prompts (lists of tokens) that are continued first, by
-            max_tokens each, by every method that drafts, which learns from them. Without any there are no recycled
-            candidates.
+            max_tokens each, to fill the recycled candidates. Without any there are no recycled candidates.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -58,7 +57,7 @@ class Runner:
         self._factory.draft_cost()
 
     def run(self, job: dict[str, Any]) -> Measurement:
-        if self._warm and job["way"] != "plain":
+        if self._warm and job["way"] in _DRAFTING:
             self._remember()
         key = job["way"], job["sampling"]
         if key not in self._contexts:
@@ -72,15 +71,14 @@ class Runner:
         self._recycled = self._bundle.recycled = None
 
     def _remember(self) -> None:
-        """Continue the prompts of `warm`; later, restore the recycled candidates to what they were then."""
+        """Fill the recycled candidates with the prompts of `warm`, or restore them to that state."""
         if self._recycled is None:
             recycled = self._bundle.recycled = RecycledCandidates()
-            ways = [*_LOOKING_UP, "tree"] if self._bundle.draft else _LOOKING_UP
-            for way, sampling in product(ways, SAMPLINGS.values()):
-                context = self._contexts[way, sampling] = self._context(way)
-                for prompt in self._warm:
-                    job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
-                    self._generate(context, job)
+            keys = list(product(_DRAFTING, SAMPLINGS.values()))
+            self._contexts |= {(way, sampling): self._context(way) for way, sampling in keys}
+            for prompt, (way, sampling) in zip(self._warm, cycle(keys), strict=False):
+                job = {"prompt": prompt, "sampling": sampling, "max_tokens": self._warm_tokens}
+                self._generate(self._contexts[way, sampling], job)
             at_first = RecycledCandidates()
             at_first.copy_from(recycled)
             self._recycled = recycled, at_first

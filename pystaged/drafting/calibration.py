@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -67,6 +66,7 @@ def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: 
     return {token: -score for score, token in ranked}
 
 
+# Counts are kept by sources and these bins: who changes them begins a new version in loading/recycled.py.
 _EDGES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.31, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.975, 0.99)
 _CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 _TEMPERATURE = 1.25  # of the softmax; separates hits from misses best for the bundled pair
@@ -114,17 +114,14 @@ class Calibration:
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
         self._covered: dict[Cell, float] = {}
 
-    def learnt(self) -> dict[str, Any]:
-        """What it has learnt, for JSON; another thread may learn meanwhile."""
-        counts = [[*cell, *numbers] for cell, numbers in list(self._counts.items())]
-        covered = [[*cell, chance] for cell, chance in list(self._covered.items())]
-        return {"held": self.held, "counts": counts, "covered": covered}
+    def counts(self) -> list[tuple[float, ...]]:
+        """Each cell with its decayed numbers of candidates and of hits, for JSON; another thread may learn meanwhile.
+        What judging adds begins anew in each program: if that seemed little, nothing would be judged again."""
+        return [(*cell, *numbers) for cell, numbers in self._counts.copy().items()]
 
-    def restore(self, learnt: dict[str, Any]) -> None:
-        """Go on from what `learnt` returned."""
-        self.held = learnt["held"]
-        self._covered = {(a, b, c, d): chance for a, b, c, d, chance in learnt["covered"]}
-        for a, b, c, d, tried, hits in learnt["counts"]:
+    def restore(self, counts: Iterable[tuple[int, int, int, int, float, float]]) -> None:
+        """Go on from what `counts` returned."""
+        for a, b, c, d, tried, hits in counts:
             self._counts[a, b, c, d] = tried, hits
             if not d:
                 self.rates[a, b, c, d] = _rate(tried, hits)

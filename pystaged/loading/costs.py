@@ -128,7 +128,7 @@ class Costs:
         machine = (platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
-        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path))))
+        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path).name)))
         cost = None if again else kept_cost(key)
         if cost is None or (compared and not all(cost.samples.values())):
             if compared:
@@ -170,5 +170,5 @@ def keep_cost(key: str, cost: PassCost) -> None:
 
 
 def _path(key: str) -> Path:
-    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:24]
     return cache_folder() / "costs" / f"{name}.json"

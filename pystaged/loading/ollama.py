@@ -71,12 +71,13 @@ def files() -> dict[str, Path]:
     """The files of its models by name, without those that `find` refuses."""
     found = {}
     for folder in _folders():
-        for path in sorted((folder / "manifests").glob("*/*/*/*")):
-            host, owner, name, tag = path.parts[-4:]
-            full = f"{'' if (host, owner) == (_HOST, _OWNER) else f'{host}/{owner}/'}{name}:{tag}"
-            with suppress(OSError, ValueError):
-                if file := find(full):
-                    found[full] = file
+        with suppress(OSError):  # another user's
+            for path in sorted((folder / "manifests").glob("*/*/*/*")):
+                host, owner, name, tag = path.parts[-4:]
+                full = f"{'' if (host, owner) == (_HOST, _OWNER) else f'{host}/{owner}/'}{name}:{tag}"
+                with suppress(OSError, ValueError):
+                    if file := find(full):
+                        found[full] = file
     return found
 
 

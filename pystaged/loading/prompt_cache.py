@@ -21,6 +21,7 @@ from pystaged.platform.files import cache_folder, check_room, expanded, open_reg
 
 _TITLE = b"pystaged prompt 1\n"
 _NAME = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}\.prompt")
+_FILES = (".bin", ".gguf", ".prompt", ".session")  # as llama.cpp's users name theirs
 _LEAST = 128  # tokens; prefill of fewer is quick
 _NEARLY = 7 / 8  # a conversation is written again when it has grown so much, not at every turn
 _MOST_WAITING = 2  # copies of texts that are or wait to be written
@@ -37,13 +38,13 @@ class KeptPrompts:
 
     Raises:
         OSError: the folder cannot be made.
-        ValueError: others can write into the folder, or it is a file, or is not there and has a file's suffix.
+        ValueError: others can write into the folder, or it is a file, or is named like one.
     """
 
     def __init__(self, folder: str | Path, content: str, most_bytes: int, report: Callable[[str], None]) -> None:
         self._folder = cache_folder() / "prompts" if folder == "auto" else expanded(folder)
-        if not self._folder.is_dir() and (self._folder.suffix or self._folder.exists()):
-            raise ValueError(f"{self._folder} looks like a file; name a folder that is there, or one without a suffix")
+        if not self._folder.is_dir() and (self._folder.suffix in _FILES or self._folder.exists()):
+            raise ValueError(f"{self._folder} looks like a file; name a folder")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not system.is_own(self._folder.stat()):
             raise ValueError(f"others can write into {self._folder}; name a folder that is yours alone (chmod 700)")

@@ -35,11 +35,11 @@ class KeptCandidates:
     def __init__(
         self, model: Path, vocabulary: str, draft: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._head = f"pystaged memory 2\n{SeenModel.now(model.absolute())} {vocabulary}\n".encode()
+        self._head = f"pystaged memory 2\n{SeenModel.now(model).name} {vocabulary}\n".encode()
         self._path, self._clock = RECYCLED.path(model), clock
-        self._draft = str(SeenModel.now(draft.absolute())) if draft else ""
+        self._draft = SeenModel.now(draft).name if draft else ""
         self.candidates, self.calibrations = RecycledCandidates(), {True: Calibration(), False: Calibration()}
-        self._learnt: dict[str, list[dict[str, Any]]] = {}  # by draft, the one used last at the end
+        self._learnt: dict[str, list[Any]] = {}  # by draft, the one used last at the end
         self._load()
         self._saved, self._saved_at = 0, clock()
         self._writer: threading.Thread | None = None
@@ -68,7 +68,7 @@ class KeptCandidates:
         learnt = self.candidates.num_learnt
         entries = self.candidates.entries().astype(_STORED).tobytes()
         self._learnt.pop(self._draft, None)
-        self._learnt[self._draft] = [each.learnt() for each in self.calibrations.values()]
+        self._learnt[self._draft] = [each.counts() for each in self.calibrations.values()]
         calibrations = json.dumps(dict([*self._learnt.items()][-_MOST_DRAFTS:])).encode()
         keep(self._path, self._head + calibrations + b"\n" + entries)
         self._saved, self._saved_at = learnt, self._clock()

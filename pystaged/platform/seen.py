@@ -46,6 +46,11 @@ class SeenModel(NamedTuple):
         files = tuple(SeenFile.of(each, each.stat()) for each in parts_of(path))
         return cls(path, sum(each.size for each in files), files)
 
+    @property
+    def name(self) -> str:
+        """What tells it from other models also after a copy or a restart: path, size and time of each file."""
+        return repr([(str(each.path.absolute()), each.size, each.stamp[-1]) for each in self.files])
+
     def sha256(self) -> str:
         """SHA-256 of the files' concatenated content, computed once a process. Raises OSError for a file that cannot be
         read, or has changed, and ValueError for one that is not regular."""

@@ -110,3 +110,11 @@ def test_without_ollama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     manifest.write_text(json.dumps({"layers": [{"mediaType": MODEL, "digest": "sha256:" + "3" * 64}]}))
     with pytest.raises(FileNotFoundError, match="lacks its file"):
         ollama.find("mine")
+
+
+def test_a_folder_that_may_not_be_entered_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert ollama.files() == {}
