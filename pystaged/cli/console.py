@@ -74,11 +74,12 @@ def size_words(num_bytes: int) -> str:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """Progress bars on standard error, one for each task."""
+def progress_bars(more: str = "") -> Iterator[Progress]:
+    """Progress bars on standard error, one for each task; more: what is said of a task after its bar."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
-    bars = rich_progress.Progress(console=errors)
+    columns = (*rich_progress.Progress.get_default_columns(), rich_progress.TextColumn(more))
+    bars = rich_progress.Progress(*columns, console=errors)
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pystaged import _core
 from pystaged.cli.command import Command, Group
-from pystaged.cli.console import late_bar, model_name, report
+from pystaged.cli.console import model_name, progress_bars, report
 from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option, usage
 from pystaged.drafting.corpus import check_sampling, sampled_texts
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
@@ -63,13 +63,14 @@ def build(
     try:
         with (
             sampled_texts(path, tokenizer, tokens, temperature, seed, threads, report) as texts,
-            late_bar("sampling", "{task.completed} of {task.total} tokens") as (show, _),
+            progress_bars("{task.completed} of {task.total} tokens") as progress,
         ):
             report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
+            progress("sampling", 0, tokens)
             for text in texts:
                 sampled.append(text[:left])
                 left -= len(sampled[-1])
-                show(tokens - left, tokens)
+                progress("sampling", tokens - left, tokens)
                 if not left:
                     break
     except KeyboardInterrupt:

@@ -103,13 +103,10 @@ class Chat:
         command = _ALSO.get(command.lower(), command.lower())
         name, words = command.removeprefix("/"), words.strip()
         run = getattr(self, f"_do_{name}", None)
-        is_known = run or name in _SHORT or name in _LEAVING
-        if line.strip() in _LEAVING:
+        if line.strip() in _LEAVING or (line.startswith("/") and name in _LEAVING):
             return False
-        if not line.startswith("/") or ("\n" in line and not is_known):
+        if not line.startswith("/") or ("\n" in line and not (run or name in _SHORT)):
             self.say(line)
-        elif name in _LEAVING:
-            return False
         elif run and not (name in _SHORT and words):
             run(words)
         elif name in _SHORT:
