@@ -8,13 +8,15 @@
 
 namespace pystaged {
 
-// Texts and numbers, side by side.
+// Texts, numbers, and what functions return, side by side.
 template <class... Parts>
 std::string say(const Parts&... parts) {
     std::string text;
     const auto add = [&](const auto& part) {
         if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
             text += std::to_string(part);
+        } else if constexpr (std::is_invocable_v<decltype(part)>) {
+            text += part();
         } else {
             text += part;
         }

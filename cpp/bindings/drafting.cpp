@@ -49,7 +49,7 @@ void add_drafting(py::module_& m) {
             [](RecycledCandidates& self, const Entries& entries) {
                 self.restore({entries.data(), entries.data() + entries.size()});
             },
-            py::arg("entries"));
+            py::arg("entries").noconvert());
 }
 
 }  // namespace pystaged

@@ -95,7 +95,7 @@ public:
             const LogCapture log;
             ReadAhead reader{file_};
             context_.reset(gguf_init_from_callback(ReadAhead::read, &reader, 0, bytes_here, {true, nullptr}));
-            require(context_ != nullptr, whats_wrong(log.first_error()));
+            require(context_ != nullptr, [&] { return whats_wrong(log.first_error()); });
         }
         const size_t start = gguf_get_data_offset(context_.get());
         for (int64_t i = 0; i < gguf_get_n_tensors(context_.get()); ++i) {
@@ -352,8 +352,7 @@ private:
                    "checkpoint";
         }
         // Without the function of ggml that says so.
-        const size_t colon = reason.starts_with("gguf_init") ? reason.find(": ") : std::string::npos;
-        const std::string words = colon == std::string::npos ? reason : reason.substr(colon + 2);
+        const std::string words = reason.substr(reason.starts_with("gguf_init") ? reason.find(": ") + 2 : 0);
         return "truncated or damaged, get it again" + (words.empty() ? "" : " (" + words + ")");
     }
 

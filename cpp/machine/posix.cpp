@@ -23,7 +23,8 @@
 namespace pystaged {
 
 void File::expect(bool holds, const char* what) const {
-    require<ModelError>(holds, path_, ": ", what, ": ", std::generic_category().message(errno));
+    require<ModelError>(holds, path_, ": ", what, ": ",
+                        [error = errno] { return std::generic_category().message(error); });
 }
 
 File::File(const std::string& path, Use use) : File(path) {
@@ -46,7 +47,6 @@ File::~File() {
     }
 }
 
-// Calls until all bytes are moved, or none is.
 size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
     const char* const what = to ? "cannot be read" : "cannot be written";
     size_t done = 0;

@@ -6,7 +6,6 @@
 #include <io.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <new>
 #include <system_error>
 #include <vector>
@@ -18,8 +17,8 @@
 namespace pystaged {
 
 void File::expect(bool holds, const char* what) const {
-    const int error = static_cast<int>(GetLastError());
-    require<ModelError>(holds, path_, ": ", what, ": ", std::system_category().message(error));
+    const auto why = [error = static_cast<int>(GetLastError())] { return std::system_category().message(error); };
+    require<ModelError>(holds, path_, ": ", what, ": ", why);
 }
 
 static HANDLE handle(int number) {
@@ -28,7 +27,9 @@ static HANDLE handle(int number) {
 
 File::File(const std::string& path, Use use) : File(path) {
     const bool reads = use == Use::kRead;
-    const std::filesystem::path name(std::u8string(path.begin(), path.end()));
+    std::wstring name(path.size() + 1, L'\0');  // as many units at most, and the end
+    expect(MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path.c_str(), -1, name.data(), int(name.size())),
+           "cannot open");
     const HANDLE file = CreateFileW(name.c_str(), reads ? GENERIC_READ : GENERIC_WRITE,
                                     FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr, OPEN_EXISTING,
                                     reads ? FILE_ATTRIBUTE_NORMAL : FILE_FLAG_OPEN_REPARSE_POINT, nullptr);
@@ -37,8 +38,7 @@ File::File(const std::string& path, Use use) : File(path) {
     if (GetFileType(file) == FILE_TYPE_DISK && GetFileInformationByHandle(file, &info)) {
         is_regular_ = true;
         size_ = static_cast<size_t>(uint64_t(info.nFileSizeHigh) << 32 | info.nFileSizeLow);
-        // In units of 100 ns.
-        const FILETIME& changed = info.ftLastWriteTime;
+        const FILETIME& changed = info.ftLastWriteTime;  // in units of 100 ns
         changed_ = static_cast<int64_t>((uint64_t(changed.dwHighDateTime) << 32 | changed.dwLowDateTime) * 100);
     }
     number_ = _open_osfhandle(reinterpret_cast<intptr_t>(file), reads ? _O_RDONLY | _O_BINARY : _O_BINARY);
@@ -55,7 +55,6 @@ File::~File() {
     }
 }
 
-// Calls until all bytes are moved, or none is.
 size_t File::move(void* to, const void* from, size_t bytes, size_t at) const {
     const char* const what = to ? "cannot be read" : "cannot be written";
     size_t done = 0;

@@ -103,9 +103,11 @@ def sequences_of(tokenizer: Tokenizer, text: str, pieces: list[bytes] | None = N
         raise ValueError("the text is empty")
     data, pieces = text.encode(), pieces or _pieces(tokenizer)
     rests = _rests(tokenizer, text, max(map(len, pieces)))
+    begins = tuple(data[:at] for at in rests)
     return [
         [token, *rest]
         for token, piece in enumerate(pieces)
+        if data in piece or piece.endswith(begins)  # of a large vocabulary few are
         for rest in ([[]] if data in piece else [rest for at, rest in rests.items() if piece.endswith(data[:at])])
     ]
 
