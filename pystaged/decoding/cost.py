@@ -292,7 +292,7 @@ def measure(
         clock: seconds, limits the time of sampling.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
-    deep = [(n, cells) for n in (1, rows[-1])] if cells else []
+    deep = [(n, cells) for n in dict.fromkeys((8, rows[-1], 1)) if n in rows] if cells else []
     order = [*dict.fromkeys((n, 0) for n in (1, 8, rows[-1]) if n in rows), *deep]
     order += [(n, 0) for n in (4, 16, 2, 24, 12, 6, 3) if n in rows and (n, 0) not in order]
     took: dict[tuple[int, int], list[float]] = {each: [] for each in order}
@@ -303,11 +303,14 @@ def measure(
             took[n, past].append(max(run_pass(n, past), _LEAST))
     samples = {n: len(took[n, 0]) for n in rows}
     cost = PassCost({n: min(took[n, 0], default=0.0) for n in rows}, samples=samples)
-    behind = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in deep if took[n, past]}
-    if not behind:
+    slopes = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in deep if took[n, past]}
+    if not slopes:
         return cost
-    slopes = np.interp(rows, list(behind), list(behind.values())).tolist()
-    return PassCost(cost.seconds, dict(zip(rows, slopes, strict=True)), samples)
+    known, slope = next(iter(slopes.items()))
+    for n in (1, rows[-1]):
+        slopes.setdefault(n, slope * n / known)  # attention takes each row about as long
+    filled = np.interp(rows, sorted(slopes), [slopes[n] for n in sorted(slopes)]).tolist()
+    return PassCost(cost.seconds, dict(zip(rows, filled, strict=True)), samples)
 
 
 def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:

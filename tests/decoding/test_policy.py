@@ -159,6 +159,19 @@ def test_sampling_tells_rows_from_cells() -> None:
     assert now[0] < 0.31
 
 
+def test_a_past_that_is_sampled_once_costs_each_row_as_much() -> None:
+    now = [0.0]
+
+    def run(n: int, cells: int) -> float:
+        took = 0.04 + 0.001 * n + 0.001 * n * cells / 1000
+        now[0] += took
+        return took
+
+    cost = measure(run, cells=2000, clock=lambda: now[0])
+    assert now[0] < 0.31
+    assert [1000 * cost.slopes[n] for n in (1, 4, 8, 16, 32)] == pytest.approx([1, 4, 8, 16, 32])
+
+
 @pytest.mark.parametrize(("alone", "sampled"), [(0.001, 10), (0.03, 5), (0.07, 3), (0.2, 1), (2.0, 1)])
 def test_a_large_model_is_sampled_less_and_the_rest_is_assumed(alone: float, sampled: int) -> None:
     now = [0.0]
