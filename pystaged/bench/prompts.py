@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Tokenizer
 from pystaged.chat.format import ChatFormat
-from pystaged.chat.prompts import Asked, read_prompts
+from pystaged.chat.prompts import read_prompts
 from pystaged.engine import Engine
 from pystaged.loading import names
 from pystaged.loading.metadata import read_metadata
+from pystaged.platform.files import lines_of, read_small
 
 OWN = Path(__file__).with_name("prompts.jsonl")
 MISLEADING = Path(__file__).with_name("misleading.jsonl")
 CODE = "code"
+_MOST_BYTES = 1 << 26  # of a file of prompts
 _CONVERSATION = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 # Spec-Bench's file gives the eight categories of its first kind, MT-Bench, in place of the kind.
 _KINDS = dict.fromkeys(_CONVERSATION, "conversation") | {
@@ -52,10 +56,23 @@ class Prompt:
 
 
 def load_questions(path: Path) -> list[Question]:
-    """Read questions from a file as in read_prompts, such as HumanEval's, of prompts, or Spec-Bench's, of messages with
-    a category. Errors as there.
+    """Read questions from a file of JSON objects, one a line, whatever its name: HumanEval's, with a `prompt`, or
+    Spec-Bench's, with a `category` and `turns`, of which the first is used.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is something else, there is none, or the file is not a regular one of at most 64 MiB.
     """
-    return [_question(each) for each in read_prompts(path)]
+    found = []
+    for where, line in lines_of(path, read_small(path, _MOST_BYTES)):
+        try:
+            found.append(_question(json.loads(line)))
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            words = "not a JSON object with a 'prompt', or with 'category' and 'turns'"
+            raise ValueError(f"{where}: {words}") from None
+    if not found:
+        raise ValueError(f"{path} has no prompts")
+    return found
 
 
 def choose(model: Path, file: Path | None, most: int | None = None) -> tuple[Path, list[Prompt]]:
@@ -93,11 +110,17 @@ def misleading(model: Path) -> list[Prompt]:
     return _encoded(load_questions(MISLEADING), model)
 
 
-def _question(asked: Asked) -> Question:
-    if asked.messages is None:
-        return Question(asked.prompt, CODE, is_message=False)
-    category = str(asked.more.get("category", "conversation"))
-    return Question(str(asked.messages[-1].get("content")), _KINDS.get(category, category), is_message=True)
+def _question(line: Any) -> Question:
+    if "prompt" in line:
+        return Question(_text(line["prompt"]), CODE, is_message=False)
+    category = _text(line["category"])
+    return Question(_text(line["turns"][0]), _KINDS.get(category, category), is_message=True)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 def _in_turn(questions: Iterable[Question]) -> list[Question]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -193,9 +193,9 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, Row]])
     return table
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's lines in Markdown, with numbers in all columns but the first."""
-    rule = "|---" + "|--:" * (len(headings) - 1) + "|"
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], worded: Collection[str] = ()) -> list[str]:
+    """A table's lines in Markdown, with numbers in all columns but the first and those with the headings `worded`."""
+    rule = "".join(["|---", *("|---" if heading in worded else "|--:" for heading in headings[1:]), "|"])
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in (headings, *rows))
     first, *others = (f"| {' | '.join(row)} |" for row in escaped)
     return [first, rule, *others]

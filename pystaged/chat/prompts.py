@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from pystaged.platform.files import lines_of
 
 _MOST_BYTES = 1 << 30
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_TEXTS = ("prompt", "question", "instruction", "text")  # names of a text in a line, the first one counts
+_MEMBERS = ("messages", "turns", "prompt", "question", "instruction", "text")  # the first that a line has is asked
+_ALONE = {"messages", "turns", "prompt"}
+_TEXTS = ("", "prompt", "text")  # others are a user's message
 _SHOWN = 40  # characters of a prompt that messages show
 
 
@@ -24,13 +27,12 @@ _SHOWN = 40  # characters of a prompt that messages show
 class Asked:
     """A prompt, or the messages of a conversation.
 
-    where: its place in a file of prompts; "" for one that is in no file. more: other members of its line.
+    where: its place in a file of prompts; "" for one that is in no file.
     """
 
     where: str
     prompt: str = ""
     messages: list[dict[str, Any]] | None = None
-    more: dict[str, Any] = field(default_factory=dict)
 
     def about(self, error: ValueError | TypeError) -> ValueError:
         """The error with the prompt's place."""
@@ -52,8 +54,9 @@ class Asked:
 
 def read_prompts(path: Path, report: Callable[[str], None] = lambda _: None) -> list[Asked]:
     """Read the prompts of a file or pipe, - for standard input: one per line. In a .jsonl file, or a pipe that begins
-    with such an object, a line is a text, a list of messages, or an object with "messages", "prompt", "question",
-    "instruction", "text", or Spec-Bench's "turns", of which the first one is asked. Blank lines are skipped.
+    with such an object, a line is a text, a list of messages, or an object with one of them as "prompt" or "text" or as
+    "messages", or with a user's message: "question", "instruction", or the first of Spec-Bench's "turns". Blank lines
+    are skipped.
 
     Args:
         report: called with a line that names the members that are not used.
@@ -64,44 +67,54 @@ def read_prompts(path: Path, report: Callable[[str], None] = lambda _: None) -> 
         name, data = "standard input", sys.stdin.read().encode("utf-8", "surrogateescape")
     else:
         with path.open("rb") as file:
-            name, data = str(path), file.read(_MOST_BYTES + 1)
+            about = os.fstat(file.fileno())
+            size = min(about.st_size, _MOST_BYTES) if stat.S_ISREG(about.st_mode) else _MOST_BYTES
+            name, data = str(path), file.read(size + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
-    first = _parsed(data.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)[0])
-    begins = isinstance(first, dict) and not first.keys().isdisjoint(("messages", "turns", *_TEXTS))
-    in_json = path.suffix.lower() in _JSON_LINES or (not path.suffix and begins)
-    found = [_asked(where, line) if in_json else Asked(where, line) for where, line in lines_of(name, data)]
-    if not found:
+    lines = list(lines_of(name, data))
+    if not lines:
         raise ValueError(f"{name} has no prompts")
-    if unused := {member for each in found for member in each.more}:
-        report(f"{name}: only 'prompt' or 'messages' of a line is used, not {', '.join(map(repr, sorted(unused)))}")
+    first = None if path.suffix else _parsed(lines[0][1])
+    begins = isinstance(first, dict) and not first.keys().isdisjoint(_MEMBERS)
+    if not begins and path.suffix.lower() not in _JSON_LINES:
+        return [Asked(where, line) for where, line in lines]
+    unused = set[str]()
+    found = [_asked(where, line, unused) for where, line in lines]
+    if unused:
+        report(f"{name}: members of its lines that are not used: {', '.join(map(repr, sorted(unused)))}")
     return found
 
 
-def _parsed(line: bytes | str) -> Any:
+def _parsed(line: str) -> Any:
     """The value of a line of JSON, None of another line."""
     with suppress(ValueError, RecursionError):
         return json.loads(line)
     return None
 
 
-def _asked(where: str, line: str) -> Asked:
-    value, more = _parsed(line), {}
-    if isinstance(value, dict) and isinstance(value.get("turns"), list):
-        value["messages"] = [{"role": "user", "content": turn} for turn in value.pop("turns")[:1]]
+def _asked(where: str, line: str, unused: set[str]) -> Asked:
+    """The prompt in a line of JSON. The names of members that are not used are added to `unused`."""
+    value, name = _parsed(line), ""
     if isinstance(value, dict):
-        name = next((name for name in ("messages", *_TEXTS) if name in value), "")
-        more = {member: each for member, each in value.items() if member != name}
-        value = value.get(name)
-        if name in _TEXTS and not isinstance(value, str):
-            raise ValueError(f"{where}: the prompt is not a string")
-        if name == "messages" and not isinstance(value, list):
-            raise ValueError(f"{where}: the messages are not a list of objects with 'role' and 'content'")
-    if isinstance(value, str):
-        return Asked(where, value, more=more)
+        if len(_ALONE & value.keys()) > 1:
+            raise ValueError(f"{where}: only one of 'prompt', 'messages' and 'turns' can be asked")
+        name = next((member for member in _MEMBERS if member in value), "")
+        unused |= value.keys() - {name}
+        value = value[name] if name else None
+    if name == "turns":
+        name, value = "first turn", value[0] if isinstance(value, list) and value else None
+    if isinstance(value, str) and name != "messages":
+        if name in _TEXTS:
+            return Asked(where, value)
+        value = [{"role": "user", "content": value}]
+    elif name not in ("", "messages"):
+        raise ValueError(f"{where}: the {name} is not a string")
+    if name and not isinstance(value, list):
+        raise ValueError(f"{where}: the messages are not a list of objects with 'role' and 'content'")
     if not isinstance(value, list):
         raise ValueError(f"{where}: not a JSON object with a 'prompt' or 'messages'")
-    asked = Asked(where, messages=value, more=more)
+    asked = Asked(where, messages=value)
     try:
         marked_messages(value)
     except (ValueError, TypeError) as error:

@@ -17,7 +17,7 @@ from pystaged.bench import methods, models, pairs
 from pystaged.bench import passes as curve
 from pystaged.bench import texts as texts_bench
 from pystaged.bench.benchmark import BENCH, Benchmark
-from pystaged.bench.prompts import choose
+from pystaged.bench.prompts import choose, load_questions
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import draft_name, late_bar, print_table, progress_bars, report
 from pystaged.cli.options import DEFAULT_MODEL, Adapts, Given, Json, check, option, takes, usage
@@ -70,19 +70,19 @@ def bench(
             raise typer.BadParameter(f"write the options of {context.invoked_subcommand} after its name")
         return
     given["llama_cpp"] = [*map(Path, given.get("llama_cpp", []))]
+    _check(given)
+    with usage():
+        methods.baselines({"draft": None if given["draft"] == "none" else ""}, given["llama_cpp"], given["baselines"])
+    if out:
+        out.mkdir(parents=True, exist_ok=True)  # fails now, not after the measurements
     given |= {"draft": draft_name(given["draft"]), "quantization": given["quantization"].upper()}
     benchmark = Benchmark(**given)
-    _model_file(given)
-    setup = {"draft": models.find_draft(benchmark.model, benchmark.draft, report)}
-    with usage():
-        methods.baselines(setup, benchmark.llama_cpp, benchmark.baselines)
-    if out:
-        # Fails now, not after the measurements.
-        out.mkdir(parents=True, exist_ok=True)
-    with late_bar("{task.fields[doing]}", "{task.fields[about]}", doing="", about="") as (show, _):
+    models.find(benchmark.model, benchmark.quantization, report)
+    models.find_draft(benchmark.model, benchmark.draft, report)
+    with late_bar("{task.fields[doing]}", "{task.elapsed:.0f} s{task.fields[about]}", doing="", about="") as (show, _):
 
         def progress(doing: str, done: float, left: float) -> None:
-            words = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left" if left else ""
+            words = f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left" if left else ""
             show(done, done + left if left else None, doing=doing, about=words)
 
         found = benchmark.run(progress)
@@ -208,10 +208,17 @@ def _open(given: Given, limit: int | None) -> tuple[Bundle, list[NDArray[np.int3
     return bundle, [prompt.tokens for prompt in choose(path, given.get("prompts"), limit)[1]]
 
 
-def _model_file(given: Given) -> Path:
-    """The file of a model, made first if necessary."""
+def _check(given: Given) -> None:
+    """Refuse a type or a file of prompts that cannot be used, before a model is made."""
     with usage():
         models.check_type(given["model"], given["quantization"].upper())
+    if "prompts" in given:
+        load_questions(given["prompts"])
+
+
+def _model_file(given: Given) -> Path:
+    """The file of a model, made first if necessary."""
+    _check(given)
     return models.find(given["model"], given["quantization"].upper(), report)
 
 

@@ -7,38 +7,24 @@ from pathlib import Path
 
 import typer
 
-from pystaged.cli.options import (
-    GRAMMARS,
-    LIMIT_HELP,
-    MODEL_ARGUMENT,
-    MODEL_TOO,
-    OF_LOADING,
-    SHOWN,
-    Given,
-    either,
-    one_of,
-    option,
-    takes,
-)
+from pystaged.cli import options
+from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Given, either, one_of, option
 from pystaged.options.table import SAMPLING, TEXT, Option
 from pystaged.platform.files import expanded
 
 _OVERFLOW = Option("drop", "In a full context: forget the oldest turns, or stop the conversation.", type=str)
 _STATS = Option(
-    False,
-    "Show after each answer its speed, and how much faster than plain decoding it was.",
-    flags=("--stats/--no-stats", "--verbose"),
-    type=bool,
+    False, "Show answers' speed and gain over plain decoding.", flags=("--stats/--no-stats", "--verbose"), type=bool
 )
 
 
-@takes(
-    SHOWN
-    | {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *GRAMMARS)}
+@options.takes(
+    options.SHOWN
+    | {name: TEXT[name] for name in ("max_tokens", "stop", "stop_loops", *options.GRAMMARS)}
     | SAMPLING
-    | {"context_overflow": _OVERFLOW, "stats": _STATS, **OF_LOADING},
+    | {"context_overflow": _OVERFLOW, "stats": _STATS, **options.OF_LOADING},
     context_overflow={"metavar": "drop|stop"} | one_of("drop", "stop"),
-    max_tokens={"help": f"{LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
+    max_tokens={"help": f"{options.LIMIT_HELP}; 2048 unless given.", "callback": None, "show_default": False},
 )
 def chat(
     model: str | None = MODEL_ARGUMENT,

@@ -25,10 +25,7 @@ class Command(TyperCommand):
         formatter.write(help.help_of(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if help.ALL in args:
-            typer.echo(help.help_of(self, ctx, everything=True), nl=False)
-            ctx.exit()
-        options = dict.fromkeys(ctx.help_option_names, False)
+        options = dict.fromkeys((*ctx.help_option_names, help.ALL), False)
         for each in self.params:
             if each.param_type_name == "option":
                 options |= dict.fromkeys((*each.opts, *each.secondary_opts), not getattr(each, "is_flag", False))
@@ -44,6 +41,9 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, words)
         except UsageError as error:
+            if getattr(error, "option_name", "") == help.ALL:  # neither another option's value nor after --
+                typer.echo(help.help_of(self, ctx, everything=True), nl=False)
+                ctx.exit()
             if hasattr(error, "possibilities"):
                 raise UsageError(unknown(error.option_name, options), ctx) from None
             error.message = plainly(error.message)

@@ -39,8 +39,12 @@ errors = _Errors(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty()
 
 
 def print_table(table: Table | Text) -> None:
-    """Print a line, or a table without borders to standard output; the terminal wraps long lines, and none is cut."""
-    Console(width=_ANY_WIDTH, soft_wrap=True, highlight=False).print(table)
+    """Print a line, or a table without borders, to standard output; none is cut. In a terminal a line breaks between
+    words, and a table where the terminal breaks it."""
+    out = Console(highlight=False)
+    if not (isinstance(table, Text) and out.is_terminal):
+        out = Console(width=_ANY_WIDTH, soft_wrap=True, highlight=False)
+    out.print(table)
 
 
 def report(line: str) -> None:
@@ -98,16 +102,16 @@ def progress_bars(more: str = "") -> Iterator[Progress]:
 @contextmanager
 def late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..., None], Callable[[], None]]]:
     """A bar between words with fields of its task, shown after a second if standard error is a terminal. Yields a
-    function that takes what is done, the total and fields, and one that hides the bar until the next call."""
+    function that takes what is done, the total or None, and fields, and one that hides the bar until the next call."""
     from rich import progress as rich_progress  # noqa: PLC0415
 
     columns = (rich_progress.TextColumn(words), rich_progress.BarColumn(), rich_progress.TextColumn(more))
     bar = rich_progress.Progress(
         *columns, console=errors, transient=True, disable=not errors.is_terminal, redirect_stdout=False
     )
-    task, begin = bar.add_task("", **fields), time.monotonic()
+    task, begin = bar.add_task("", total=None, **fields), time.monotonic()
 
-    def show(done: int, total: int, **fields: Any) -> None:
+    def show(done: float, total: float | None, **fields: Any) -> None:
         if time.monotonic() - begin > _LONG:
             bar.update(task, completed=done, total=total, **fields)
             bar.start()

@@ -17,7 +17,7 @@ from pystaged.bench.report import markdown_table
 from pystaged.cli.console import open_engine, print_table, progress_bars, report
 from pystaged.cli.options import ContextLength, Given, Json, KeysAndValues, Threads, one_of, option
 from pystaged.platform.files import destination, whole_file
-from pystaged.receipts.comparison import compare, figure_rows, figures, text_rows
+from pystaged.receipts.comparison import WORDED, compare, figure_rows, figures, text_rows
 
 
 def diff(
@@ -25,9 +25,7 @@ def diff(
     b: str = typer.Argument(help="The model that is compared with it; may be the same.", metavar="B"),
     prompts: Path | None = option(None, "File of prompts as in generate; else the packaged ones."),
     limit: int = option(20, "Maximum number of prompts.", min=1),
-    max_tokens: int = option(
-        64, "Maximum tokens that A writes to each prompt; 0 compares the prompts themselves.", min=0
-    ),
+    max_tokens: int = option(64, "Maximum tokens that A writes to a prompt; 0 compares the prompts themselves.", min=0),
     kv: KeysAndValues = "f16",
     kv_b: str = option("", "Type of B's KV cache; by default that of A's, --kv.", **one_of("", "f16", "q8_0")),
     n_ctx: ContextLength = 0,
@@ -80,6 +78,6 @@ def diff(
     if out:
         # Indented, Markdown leaves the prompts as they are.
         shown = [f"## Text {number + 1}\n\n{indent(text, '    ', lambda _: True)}" for number, text in read.items()]
-        pages = ["\n".join(markdown_table(headings, rows)) for headings, *rows in tables.values()]
+        pages = ["\n".join(markdown_table(headings, rows, WORDED)) for headings, *rows in tables.values()]
         with whole_file(out) as part:
             part.write_text("\n\n".join([f"# {title}", *pages, *shown]) + "\n", "utf-8")

@@ -34,9 +34,7 @@ def distill(
     folder: Path | None = option(None, "Folder of answers and checkpoint; by default in the cache."),
     quantization: str = option("q8_0", f"Quantization of the draft: {', '.join(_TYPES)}.", "--type", **one_of(*_TYPES)),
     block: int | None = option(None, "Tokens that the draft guesses in one pass.", min=2, max=16, show_default="8"),
-    rows: int | None = option(
-        None, "Size of the draft's vocabulary: the most common tokens.", min=256, show_default="16384"
-    ),
+    rows: int | None = option(None, "The draft's vocabulary: so many common tokens.", min=256, show_default="16384"),
     device: str = option("auto", "Where torch trains: auto (a GPU if it has one), cpu, cuda or mps."),
     threads: Threads = 0,
 ) -> None:

@@ -24,9 +24,7 @@ def generate(
         "Continue the prompts of a file or - for standard input: one per line, in a .jsonl file an object with a "
         "'prompt' or, for --chat, 'messages'.",
     ),
-    n: int | None = option(
-        None, "Number of texts per prompt, with consecutive seeds (-n is --max-tokens).", "--n", min=1
-    ),
+    n: int | None = option(None, "Texts per prompt, with consecutive seeds (-n is --max-tokens).", "--n", min=1),
     model: str | None = MODEL_OPTION,
     chat: bool = option(
         False, "Answer the prompt, after what is piped in, as a question, with the model's chat template.", "--chat"
@@ -38,9 +36,7 @@ def generate(
     verbose: bool = option(False, "Show statistics of each stage.", "--verbose", "-v"),
     as_json: Json = False,
     receipt: Path | None = option(
-        None,
-        "Write a receipt, with which `pystaged verify FILE` generates the text again and compares.",
-        metavar="FILE",
+        None, "Write a receipt, with which `pystaged verify` generates the text again and compares.", metavar="FILE"
     ),
 ) -> None:
     """Continue a prompt, or several at once.

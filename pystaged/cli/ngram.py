@@ -29,11 +29,7 @@ def build(
     named: str | None = MODEL_TOO,
     out: Path | None = option(None, "File to write; by default beside the model's file, where generate finds it."),
     tokens: int = option(
-        1_000_000,
-        "Tokens to sample; the last text is cut there. On two cores SmolLM2 writes half a million an hour, larger "
-        "models proportionally fewer.",
-        min=1,
-        max=MOST_TOKENS,
+        1_000_000, "Tokens to sample; SmolLM2 writes half a million an hour on two cores.", min=1, max=MOST_TOKENS
     ),
     temperature: float | None = option(None, "Sampling temperature.", show_default="1.5, or 1 where the model chats"),
     seed: int = option(0, "Same seed, same table.", callback=None),
@@ -82,13 +78,9 @@ def build(
         raise typer.Exit(130)
     table.save(target)
     report(f"{table.num_tokens} tokens counted, {target.stat().st_size / 1e6:.2f} MB in {target}")
-    if target == table_path(path).resolve():
-        report(f"it is used for targets with exactly this vocabulary: when {path.name} drafts, or n-grams draft for it")
-    else:
-        report(
-            f"to be found without being named it must lie at {table_path(path)}; "
-            "it is for targets with exactly this vocabulary"
-        )
+    report(f"it is for targets with exactly this vocabulary: when {path.name} drafts, or n-grams draft for it")
+    if target != table_path(path).resolve():
+        report(f"to be found without being named it must lie at {table_path(path)}")
     if left:
         report("stopped early: the table counts the texts until then")
         raise typer.Exit(130)

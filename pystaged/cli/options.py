@@ -43,6 +43,13 @@ def token_limit(tokens: int | None) -> int | None:
     return NO_LIMIT if check(tokens) in (0, -1) else tokens
 
 
+def check_seed(seed: int | None) -> int | None:
+    """Refuse what is neither a seed nor -1, which draws one."""
+    if seed is not None and not -1 <= seed < 2**64:
+        raise typer.BadParameter(f"must be at least -1 and at most {2**64 - 1}")
+    return seed
+
+
 @contextmanager
 def usage() -> Iterator[None]:
     """Turn errors about options into usage errors."""
@@ -100,12 +107,12 @@ def either(model: str | None, named: str | None, needed: str = "") -> str | None
 
 def models_like(incomplete: str) -> list[str]:
     """For completion: the models here and usual names of others, GGUF files and folders that begin like a word."""
-    from pystaged.loading import cache, names  # noqa: PLC0415
+    from pystaged.loading import names  # noqa: PLC0415
     from pystaged.options.aliases import MODELS  # noqa: PLC0415
 
     here = glob(f"{escape(incomplete)}*")  # noqa: PTH207  Path would drop ./
     paths = [f"{path}/" if Path(path).is_dir() else path for path in here]
-    found = [*names.packaged(), *cache.files(), *MODELS, *(path for path in paths if path.endswith((".gguf", "/")))]
+    found = [*names.here(), *MODELS, *(path for path in paths if path.endswith((".gguf", "/")))]
     return [name for name in found if name.startswith(incomplete)]
 
 
@@ -118,7 +125,7 @@ _TYPER: dict[str, dict[str, Any]] = {
     "kv_memory": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None},
     "prompt_cache": {"metavar": "FOLDER|auto"},
     "prompt_cache_size": {"metavar": "SIZE", "parser": size_of, "callback": None, "min": None, "show_default": "8G"},
-    "seed": {"callback": None, "min": -1, "max": 2**64 - 1},
+    "seed": {"callback": check_seed},
     "dry_sequence_breakers": {"show_default": "a new line, a colon, a quote and an asterisk"},
     "max_tokens": {"min": -1, "callback": token_limit},
     "stop_loops": {"show_default": "on for answers"},

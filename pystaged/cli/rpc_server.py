@@ -12,9 +12,7 @@ from pystaged.cli.options import HOST, Threads, check_device, option
 def rpc_server(
     host: str = HOST,
     port: int = option(50052, "Port to listen on.", min=1, max=65535),
-    device: str = option(
-        "ggml-cpu", "Device to lend: ggml-cpu, metal, gpu, or a name from info.", callback=check_device
-    ),
+    device: str = option("ggml-cpu", "Device to lend: ggml-cpu, metal, gpu, or a name of info.", callback=check_device),
     threads: Threads = 0,
 ) -> None:
     """Run layers of models for other machines, which use it with --device rpc:HOST:PORT.

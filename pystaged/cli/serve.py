@@ -35,12 +35,11 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
     },
     recycle={
         "default": False,
-        "help": "Draft from likely tokens of all users' earlier texts; the speed of a text may then reveal others' "
-        "texts.",
+        "help": "Draft from likely tokens of all users' earlier texts; the speed of one may then reveal others.",
     },
     n_ctx={
-        "help": "Context length in tokens, prompt and new text together; 0 for the model's own, but at most 32768, "
-        "16384 or 8192, the largest that fits into a quarter of the free memory."
+        "help": "Context length in tokens of prompt and new text, the last aside; 0 for the model's own, but at most "
+        "32768, 16384 or 8192, the largest that fits into a quarter of the free memory."
     },
 )
 def serve(

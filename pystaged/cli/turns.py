@@ -103,9 +103,10 @@ class Chat:
         command = _ALSO.get(command.lower(), command.lower())
         name, words = command.removeprefix("/"), words.strip()
         run = getattr(self, f"_do_{name}", None)
-        if line.strip() in _LEAVING or (line.startswith("/") and name in _LEAVING):
+        is_asked = not line.startswith("/") or ("\n" in line and not (run or name in _SHORT))
+        if line.strip() in _LEAVING or (name in _LEAVING and not is_asked):
             return False
-        if not line.startswith("/") or ("\n" in line and not (run or name in _SHORT)):
+        if is_asked:
             self.say(line)
         elif run and not (name in _SHORT and words):
             run(words)
@@ -287,17 +288,11 @@ class Chat:
         errors.print(self._speed(self._last).append(f"; seed {self._last.seed}"))
         errors.print(stats_table(self._last.stats))
 
-    def _do_system(self, _words: str) -> None:
-        if self.given["system"]:
-            typer.echo(self.given["system"])
-        else:
-            report("there is no system message")
-
     def _do_show(self, words: str) -> None:
         if words in ("info", "license", "modelfile", "template"):
             raise ValueError(f"/show {words}: pystaged info MODEL says what there is to know of a model")
         if words == "system":
-            self._do_system("")
+            self._set("system", "")
             return
         report(described(self.given.sampling(self.engine)))
         report(f"a context of {self.engine.n_ctx} tokens")
@@ -306,19 +301,27 @@ class Chat:
                 report(f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}")
 
     def _do_set(self, words: str) -> None:
-        name, _, value = words.removeprefix("parameter ").partition(" ")  # as in Ollama
+        name, *values = words.removeprefix("parameter ").split(maxsplit=1) or [""]  # as in Ollama
+        value = "".join(values)
         if name in ("think", "nothink"):
             name, value = "think", "off" if name == "nothink" else value or "on"
         if name in SETTINGS:
             raise ValueError(f"/set {name}: {SETTINGS[name]}")
-        self._set(name, value.strip(), "/set ")
+        if not name:
+            raise ValueError("write /set NAME VALUE, such as /set temperature 0.8")
+        self._set(name, value, "/set ")
 
     def _set(self, name: str, words: str, command: str = "/") -> None:
-        """Change a setting, which is written in words. command: what stands before its name."""
+        """Change a setting, which is written in words; without any the system message is shown. command: what stands
+        before its name."""
         name = _our_name(name)
         kind = _SETTABLE[name]
+        if name == "system" and not words:
+            typer.echo(self.given["system"]) if self.given["system"] else report("there is no system message")
+            return
         if not words:
-            raise ValueError(f"write {command}{name} VALUE, {_KINDS[kind]}")
+            more = "; -1 draws one" if name == "seed" else ""
+            raise ValueError(f"write {command}{name} VALUE, {_KINDS[kind]}{more}")
         try:
             value = _SWITCH[words] if kind is bool else kind(words)
         except (KeyError, ValueError):
@@ -336,7 +339,10 @@ class Chat:
         given = Given(self.given | {name: None if (name, value) == ("seed", -1) else value})
         sampling = given.sampling(self.engine)
         self.given = given
-        report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {words}")
+        if name == "system":
+            report("the system message is set" if value else "there is no system message any more")
+        else:
+            report(described(sampling) if name in SAMPLING and name != "seed" else f"{name} {words}")
 
 
 def _answer(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -386,7 +392,7 @@ def converse(model: str | None, question: str | None, given: Given, resume: Path
         engine.stream(" ", **cast(TextOptions, given.only([*GRAMMARS, *SAMPLING]) | {"min_tokens": 0}))
         session = Chat(engine, given, interrupts)
         if resume is not None:
-            session.take(f"/load {resume}")
+            session._do_load(str(resume))
         if question is None:
             toy = toy_words(engine.tokenizer.metadata, loadable_memory())
             report("\n".join(filter(None, [session.greeting(model), toy])))

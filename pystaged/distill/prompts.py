@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pystaged.chat import prompts
+from pystaged.platform.files import open_regular
 
 Messages = list[dict[str, Any]]
 
@@ -51,8 +52,9 @@ def read_prompts(path: Path) -> list[Messages]:
     """The prompts of a file, as messages; what a line may be, and errors, as in chat.prompts.read_prompts.
 
     Raises:
-        ValueError: a line has no message before an answer, or there are too few lines.
+        ValueError: a line has no message before an answer, there are too few lines, or the file is not a regular one.
     """
+    open_regular(path).close()  # a pipe has nothing left for who resumes the work
     found: list[Messages] = []
     for asked in prompts.read_prompts(path):
         messages = asked.conversation()

@@ -16,6 +16,7 @@ from pystaged.decoding.requests import perform
 from pystaged.engine import Engine
 
 Row = tuple[str, ...]
+WORDED = ("then A has", "and B")  # headings of columns of words in `text_rows`
 
 _ROWS = 32  # evaluated at once: the logits of so many tokens are in memory
 _END = -1  # in place of A's end token, which results of generate do not have
@@ -186,7 +187,8 @@ def text_rows(texts: Sequence[TextComparison], tokenizer: Tokenizer) -> list[Row
         text = repr(tokenizer.token_bytes(token, True).decode("utf-8", "replace"))
         return f"{text} (end)" if tokenizer.is_end(token) else text
 
-    rows: list[Row] = [("text", "tokens", "same for", "then A has", "p in A", "p in B", "and B", "p in B", "KL")]
+    first, then = WORDED
+    rows: list[Row] = [("text", "tokens", "same for", first, "p in A", "p in B", then, "p in B", "KL")]
     for each in texts:
         at, divergence = each.first, f"{each.divergence.mean():.5g}"
         differs: Row = ("all", *[""] * 5)

@@ -34,8 +34,8 @@ class Difference:
 
 
 def find_model(receipt: Receipt) -> Path:
-    """Find a receipt's model in the package or the cache by its hash, ignoring its name. Nothing is downloaded. Raises
-    FileNotFoundError if it is not there."""
+    """Find a receipt's model by its hash, ignoring its name, among those here: of packages, in the cache, and Ollama's.
+    Nothing is downloaded. Raises FileNotFoundError if it is not there."""
     record = receipt.model
     for path in names.here().values():
         with suppress(OSError):  # removed, or another user's
@@ -132,7 +132,8 @@ def described(difference: Difference | None, receipt: Receipt, tokenizer: Tokeni
     if difference.what == "end":
         return f"differs: the {count} tokens are the same, but the end is not: {receipt.finish_reason!r} in the receipt"
     if difference.what == "text":
-        return f"differs: the {count} tokens are the same, but the receipt has another text: {receipt.text_sha256}"
+        another = f"another text, SHA-256 {receipt.text_sha256}"
+        return f"differs: the {count} tokens are the same, but the receipt has {another}"
     two = f"{spelled(difference.receipt)} in the receipt and {spelled(difference.here)} here"
     apart = f"; the model's log-probabilities of the two are {abs(difference.gap):.2g} apart"
     apart = "" if math.isnan(difference.gap) else apart

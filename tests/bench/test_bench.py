@@ -343,6 +343,28 @@ def test_a_file_in_the_format_of_spec_bench(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": [{"role": "user", "content": "Who?"}], "category": "qa"},
+        {"question": "Who?"},
+        {"turns": []},
+        {"category": "qa", "turns": [None]},
+        {"prompt": None},
+        "the prompt",
+    ],
+    ids=str,
+)
+def test_questions_that_are_none(tmp_path: Path, line: Any) -> None:
+    """Files of objects are such whatever their names."""
+    path = tmp_path / "questions.txt"
+    path.write_text('{"prompt": "def f():"}\n' + json.dumps(line))
+    with pytest.raises(
+        ValueError, match=r"questions\.txt, line 2: not a JSON object with a 'prompt', or with 'category'"
+    ):
+        prompts.load_questions(path)
+
+
 @pytest.mark.slow
 def test_messages_are_written_by_the_template_of_the_model(
     bundled_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -470,6 +492,28 @@ def test_refusals(arguments: list[str], words: str) -> None:
     done = here("bench", "--model", "bundled", *arguments)
     assert (done.returncode, done.stdout) == (1, b"")
     assert words in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--type", "q9"], "llama1b cannot be made in the type 'Q9'"),
+        (["--baselines", "nobody"], "no baseline's name begins with nobody"),
+        (["--llama-cpp", "."], "there is no llama-server in ."),
+        (["--out", "pyproject.toml"], "pyproject.toml"),
+        (["--prompts", "pyproject.toml"], "pyproject.toml, line 1: not a JSON object with a 'prompt', or"),
+        (["--prompts", "-"], "No such file or directory: '-'"),
+        (["--prompts", "/dev/null"], "/dev/null is no regular file"),
+        (["texts", "--prompts", "/dev/null"], "/dev/null is no regular file"),
+        (["parts", "--prompts", "/dev/null"], "/dev/null is no regular file"),
+    ],
+    ids=str,
+)
+def test_refusals_before_a_model_is_made(monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:
+    monkeypatch.setattr(models, "find", lambda *_: pytest.fail("a model is made"))
+    done = here("bench", *arguments, "--model", "llama1b")
+    assert (done.returncode in (1, 2), done.stdout) == (True, b"")
+    assert words in " ".join(done.stderr.decode().replace("│", " ").split())
 
 
 @pytest.mark.slow

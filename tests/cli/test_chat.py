@@ -23,7 +23,7 @@ import pystaged
 from pystaged import Engine
 from pystaged.chat.messages import Message
 from pystaged.chat.saved import read_conversation
-from pystaged.cli import turns
+from pystaged.cli import lines, turns
 from pystaged.cli.lines import Lines
 from pystaged.cli.options import Given
 from pystaged.cli.turns import Chat
@@ -261,12 +261,24 @@ def test_what_cannot_be_set(session: Session, line: str, words: str) -> None:
     assert made.given == before
 
 
+@pytest.mark.parametrize("between", [" ", "\t", "  ", "\n"])
+def test_settings_may_be_written_with_any_space(session: Session, capsys: Capture, between: str) -> None:
+    made = session()
+    for line in ("temperature{}0.5", "parameter top_k{}7", "system{}Be brief."):
+        made.take(f"/set {line.format(between)}")
+    assert (made.given["temperature"], made.given["top_k"], made.given["system"]) == (0.5, 7, "Be brief.")
+    capsys.readouterr()
+    made.take("/set system")
+    assert capsys.readouterr().out == "Be brief.\n"
+
+
 def test_a_system_message_can_be_taken_back(session: Session, capsys: Capture) -> None:
     made = session()
     made.take("/system Be brief.")
+    assert capsys.readouterr().err == "the system message is set\n"
     made.take('/system ""')
     assert made.given["system"] == ""
-    capsys.readouterr()
+    assert capsys.readouterr().err == "there is no system message any more\n"
     made.take("/system")
     assert capsys.readouterr().err == "there is no system message\n"
 
@@ -326,6 +338,13 @@ def test_nothing_in_quotes_is_a_command(session: Session, monkeypatch: pytest.Mo
     assert [message["content"] for message in made.messages[::2]] == ["/bye\nx", "/etc/hosts", "exit", "exit how?"]
 
 
+@pytest.mark.parametrize("begin", ["/bye", "/quit", "/exit"])
+def test_a_message_of_several_lines_is_asked_however_it_begins(session: Session, begin: str) -> None:
+    made, message = session(max_tokens=2), f"{begin} was what he typed,\nand the chat ended."
+    assert made.take(message)
+    assert made.messages[0] == asks(message)
+
+
 def test_a_cut_answer_says_so(session: Session, capsys: Capture) -> None:
     made = session(max_tokens=2)
     made.take(QUESTION)
@@ -344,7 +363,7 @@ def test_a_seed_that_was_drawn_is_told(session: Session, capsys: Capture) -> Non
 
 
 def test_a_saved_conversation_is_resumed(engine: Engine, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
+    file = tmp_path / " talk.json "
     messages: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     file.write_text(json.dumps({"system": "", "messages": messages}))
     done = here("chat", "bundled", "--resume", file, "--temperature", "0", "-n", "6", stdin=b"Go on")
@@ -558,6 +577,36 @@ def test_pastes_that_libedit_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert [reader.read(), reader.read()] == [("Fix a\n\nb!", False), ("next", False)]
     assert history == ["before", "Fix a\n\nb!", "next"]
+
+
+def test_chats_at_once_keep_the_lines_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readline = pytest.importorskip("readline")
+    if not hasattr(readline, "append_history_file"):
+        pytest.skip("this readline cannot append to its history")
+    monkeypatch.setattr(lines, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("PYSTAGED_NOHISTORY", raising=False)
+
+    def history() -> list[str]:
+        return [readline.get_history_item(1 + i) for i in range(readline.get_current_history_length())]
+
+    def begun(interrupts: Interrupts, *typed: str) -> Lines:
+        """A chat as in a process of its own, in which lines have been typed."""
+        readline.clear_history()
+        made = Lines(interrupts)
+        for line in typed:
+            readline.add_history(line)
+        return made
+
+    with Interrupts() as interrupts:
+        begun(interrupts, "before").keep()
+        first, second = begun(interrupts, "of the first"), begun(interrupts, "of the second")
+        second.keep()
+        readline.replace_history_item(1, "of the first")
+        first.keep()
+        begun(interrupts)
+        assert history() == ["before", "of the second", "of the first"]
+        readline.clear_history()
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])

@@ -164,7 +164,7 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["prompt"] for each in found] == [PROMPT, "her hat\u2028é"]
-    assert (f"{file}: only 'prompt' or 'messages' of a line is used, not 'id'" in done.stderr.decode()) == in_json
+    assert (f"{file}: members of its lines that are not used: 'id'\n" in done.stderr.decode()) == in_json
     again = here("generate", "--prompts", "-", *options, stdin=file.read_bytes())
     command = ["bash", "-c", '"$@" --prompts <(cat "$0")', file, *PROGRAM, "generate", *options]
     piped = subprocess.run(command, capture_output=True, check=False, env=environment(), timeout=600)
@@ -189,6 +189,8 @@ def test_files_of_prompts(tmp_path: Path, path: Path, name: str) -> None:
         ("a.jsonl", b'{"messages": 1}\n', "a.jsonl, line 1: the messages are not a list"),
         ("a.jsonl", b'{"messages": [{}]}\n', "a.jsonl, line 1: messages[0] has the role None; the roles are system, "),
         ("a.jsonl", b'[{"role": "user", "content": "x"}]\n', "a.jsonl, line 1: messages are answered with --chat"),
+        ("a.jsonl", b'{"question": "x"}\n', "a.jsonl, line 1: messages are answered with --chat"),
+        ("a.jsonl", b'{"prompt": "x", "messages": []}\n', "a.jsonl, line 1: only one of 'prompt', 'messages' and "),
     ],
 )
 def test_prompts_that_are_none(tmp_path: Path, path: Path, name: str, content: bytes, words: str) -> None:
@@ -314,8 +316,10 @@ def test_wrong_usage(arguments: list[str]) -> None:
     ("arguments", "words"),
     [
         (["x", "--prompts", "y"], "a prompt and --prompts cannot both be given"),
-        (["x", "--seed", "-2"], "Invalid value for '--seed': must be at least -1"),
-        (["x", "--seed", str(2**64)], f"Invalid value for '--seed': must be at most {2**64 - 1}"),
+        (["x", "--seed", "-2"], f"Invalid value for '--seed': must be at least -1 and at most {2**64 - 1}"),
+        (["x", "--seed", str(2**64)], f"Invalid value for '--seed': must be at least -1 and at most {2**64 - 1}"),
+        (["--prompts", "y", "x", "--stop", "--help-all", "-n", "1"], "a prompt and --prompts cannot both be given"),
+        (["--prompts", "y", "--", "--help-all"], "a prompt and --prompts cannot both be given"),
     ],
     ids=str,
 )
@@ -451,6 +455,8 @@ def test_help_fits_on_a_page(command: list[str]) -> None:
     words = [line for line in lines if not line.startswith("  pystaged ")]  # commands to copy stay whole
     assert (len(lines) <= 40, max(map(len, words)) <= 80) == (True, True), short
     if command == ["generate"]:
+        assert CliRunner().invoke(cli.app, ["generate", "--help-all", "--stop", "x"]).stdout == whole
+        assert str(2**64 - 1) not in whole
         assert "--help-all" in lines[-1]
         assert [word in whole for word in ("Model and drafts:\n", "--typical-p X ", "[default: 64")] == [True] * 3
         assert not any(word in short for word in ("Model and drafts:\n", "--typical-p", "default:"))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.style import Style
+from rich.text import Text
 
 import pystaged
 from pystaged import Stage
@@ -253,6 +254,31 @@ def test_a_bar_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch, is_t
         assert "per second" in shown
     else:
         assert shown == ""
+
+
+def test_a_bar_of_what_nobody_knows_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(console, "errors", Console(file=out, force_terminal=True, width=100, no_color=True))
+    monkeypatch.setattr(console, "_LONG", 0.0)
+    with console.late_bar("{task.fields[doing]}", "{task.elapsed:.0f} s", doing="") as (show, _):
+        show(90.0, None, doing="measuring")
+        assert "measuring" in out.getvalue()
+        assert " 0 s" in out.getvalue()
+        assert 20 * BAR not in out.getvalue()  # a part of it moves
+        show(90.0, 100.0)
+    assert f"{36 * BAR}" in out.getvalue()  # of 40
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, ["spoken words keep", "their letters"]), (False, None)])
+def test_a_line_breaks_between_words(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, lines: Any) -> None:
+    out, text = io.StringIO(), "spoken words keep their letters"
+    monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    for name, value in environment(COLUMNS="20").items():
+        monkeypatch.setenv(name, value)
+    console.print_table(Text(text, "dim"))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+    assert [line.rstrip() for line in shown] == (lines or [text])
 
 
 # ---- Trees ----

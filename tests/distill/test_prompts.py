@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,13 @@ def test_prompts_that_cannot_be(tmp_path: Path, name: str, text: str | bytes, wo
     with pytest.raises(ValueError, match=name) as failure:
         read_prompts(tmp_path / name)
     assert words in str(failure.value)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have no names among files there")
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no regular file"):
+        read_prompts(tmp_path / "pipe")
 
 
 def test_prompts_of_every_form(tmp_path: Path) -> None:

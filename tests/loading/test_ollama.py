@@ -14,7 +14,9 @@ from support.families import CASES
 from support.random_models import write
 
 import pystaged
-from pystaged.loading import names, ollama
+from pystaged.cli.options import models_like
+from pystaged.loading import cache, names, ollama
+from pystaged.loading.kept import PACKED
 
 MODEL = "application/vnd.ollama.image.model"
 
@@ -64,9 +66,24 @@ def test_they_are_listed_and_stay(keep: Callable[..., Path], random_gguf: Callab
     keep(random_gguf("Q4_0"), "registry.ollama.ai/library/gone/latest").unlink()
     listed = [line.split() for line in here("models").stdout.decode().splitlines() if "Ollama's" in line]
     assert [(name, size) for name, size, *_ in listed] == [("mine:latest", f"{blob.stat().st_size / 1e6:.1f}")]
-    for name in ("mine", "mine:latest"):
+    assert models_like("min") == ["mine:latest"]
+    # The cache has a model of the name that Ollama has from the hub.
+    hubs, ours = "hf.co/someone/tiny-GGUF", cache.folder("someone/tiny-GGUF") / "tiny.Q4_0.gguf"
+    keep(random_gguf("F16"), f"{hubs}/Q4_0")
+    ours.parent.mkdir(parents=True)
+    ours.touch()
+    for name in ("mine", "mine:latest", f"{hubs}:Q4_0"):
         assert_refused(here("rm", name), f"{name} is Ollama's; remove it with: ollama rm {name}")
     assert blob.exists()
+    assert ours.exists()
+    assert here("rm", "someone/tiny-GGUF:Q4_0").returncode == 0
+    assert not ours.exists()
+    for name in ("mine", "mine:latest"):
+        packed = PACKED.path(blob)
+        packed.parent.mkdir(exist_ok=True)
+        packed.touch()
+        assert here("rm", "--packed", name).returncode == 0
+        assert not packed.exists()
 
 
 def test_a_blob_is_a_model(keep: Callable[..., Path], random_gguf: Callable[..., Path]) -> None:

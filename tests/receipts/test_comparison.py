@@ -131,6 +131,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert b"A: bundled, kv f16; B: bundled, kv q8_0; texts: 2, tokens: 12" in done.stdout
     said = page.read_text("utf-8")
     assert "| same likeliest token | " in said
+    assert "| text | tokens | same for | then A has | p in A | p in B | and B | p in B | KL |\n" in said
+    assert "\n|---|--:|--:|---|--:|--:|---|--:|--:|\n" in said  # words begin at the left
     assert said.endswith("## Text 1\n\n    def f(n):\n\n## Text 2\n\n    class A:\n")
     short = here(*command, "--n-ctx", "2")
     assert b"the context holds 2; " in short.stderr

@@ -239,6 +239,8 @@ def test_where_and_how_far_it_differs(engine: Engine, sampled: Receipt) -> None:
         text = pystaged.repeat(engine, replace(sampled, text_sha256=text_hash("another")), speculate=speculate)
         assert text is not None
         assert (text.index, text.what) == (len(tokens), "text")
+        said = repeating.described(text, replace(sampled, text_sha256="abc"), engine.tokenizer)
+        assert said.endswith("tokens are the same, but the receipt has another text, SHA-256 abc")
 
 
 def test_a_difference_ends_the_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
