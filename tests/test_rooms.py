@@ -24,7 +24,7 @@ ROOMS = {
     "decoding": 3031,
     "drafting": 2198,
     "backends": 357,
-    "loading": 3996,
+    "loading": 3997,
     "receipts": 721,
     "server": 3878,
     "integrations": 829,

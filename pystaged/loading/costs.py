@@ -84,7 +84,8 @@ def measure_passes(
         took = clock() - start
         if read and not hidden:  # the first pass is over one row
             hidden = session.hidden_of([0])
-        unions[num_rows] = session.experts[1]
+        if not cells:  # after a past that is no text the experts are others
+            unions[num_rows] = session.experts[1]
         session.discard()
         return took
 

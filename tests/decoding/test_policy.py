@@ -163,8 +163,7 @@ def test_a_past_that_is_sampled_once_costs_each_row_as_much() -> None:
     now = [0.0]
 
     def run(n: int, cells: int) -> float:
-        took = 0.04 + 0.001 * n + 0.001 * n * cells / 1000
-        now[0] += took
+        now[0] += (took := 0.04 + 0.001 * n * (1 + cells / 1000))
         return took
 
     cost = measure(run, cells=2000, clock=lambda: now[0])

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.commands import assert_refused, here
@@ -130,8 +131,5 @@ def test_without_ollama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_folder_that_may_not_be_entered_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "glob", refuse)
+    monkeypatch.setattr(Path, "glob", Mock(side_effect=PermissionError))
     assert ollama.files() == {}
