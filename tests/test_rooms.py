@@ -21,16 +21,16 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 3031,
+    "decoding": 3032,
     "drafting": 2198,
     "backends": 357,
     "loading": 3997,
     "receipts": 721,
     "server": 3878,
     "integrations": 829,
-    "bench": 2653,
+    "bench": 2656,
     "distill": 1614,
-    "cli": 2996,
+    "cli": 2997,
 }
 ROOT = 11  # files in no room
 

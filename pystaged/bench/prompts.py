@@ -114,12 +114,15 @@ def _question(line: Any) -> Question:
     if "prompt" in line:
         return Question(_text(line["prompt"]), CODE, is_message=False)
     category = _text(line["category"])
+    if not isinstance(line["turns"], list):
+        raise TypeError
     return Question(_text(line["turns"][0]), _KINDS.get(category, category), is_message=True)
 
 
 def _text(value: object) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         raise TypeError
+    value.encode()
     return value
 
 

@@ -68,8 +68,8 @@ def read_prompts(path: Path, report: Callable[[str], None] = lambda _: None) -> 
     else:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
-            size = min(about.st_size, _MOST_BYTES) if stat.S_ISREG(about.st_mode) else _MOST_BYTES
-            name, data = str(path), file.read(size + 1)
+            is_small = stat.S_ISREG(about.st_mode) and about.st_size <= _MOST_BYTES  # else reading takes so much memory
+            name, data = str(path), file.read(-1 if is_small else _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{name} is larger than {_MOST_BYTES / 1e6:.0f} MB")
     lines = list(lines_of(name, data))

@@ -113,7 +113,8 @@ def late_bar(words: str, more: str, **fields: Any) -> Iterator[tuple[Callable[..
 
     def show(done: float, total: float | None, **fields: Any) -> None:
         if time.monotonic() - begin > _LONG:
-            bar.update(task, completed=done, total=total, **fields)
+            bar.tasks[0].total = total  # update takes no None
+            bar.update(task, completed=done, **fields)
             bar.start()
 
     def hide() -> None:

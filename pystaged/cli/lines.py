@@ -26,7 +26,7 @@ class Lines:
         self._marked: Any = None  # the module readline if it marks pastes
         self._prompt = ""  # of the line that is being read
         self._history: Any = None  # the module readline where lines are kept for later chats
-        self._before = 0  # lines of earlier chats
+        self._typed: list[str] = []  # in this chat
         self._file = cache_folder() / "history"
         with contextlib.suppress(ImportError):
             import readline  # noqa: PLC0415  gives `input` editing and a history where there is one
@@ -42,7 +42,6 @@ class Lines:
                 readline.set_history_length(_MOST_KEPT)
                 with contextlib.suppress(OSError):
                     readline.read_history_file(self._file)
-                self._before = readline.get_current_history_length()
             if hasattr(signal, "SIGCONT"):  # after Ctrl-Z and fg the prompt would be missing
                 typed = readline.get_line_buffer
                 signal.signal(signal.SIGCONT, lambda *_: typer.echo(self._prompt and self._prompt + typed(), nl=False))
@@ -53,12 +52,11 @@ class Lines:
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._file.touch(0o600)
-                # Another chat may have ended meanwhile, so what is there stays.
-                new = self._history.get_current_history_length() - self._before
-                if hasattr(self._history, "append_history_file"):
-                    self._history.append_history_file(max(new, 0), self._file)
-                else:  # some builds with libedit
-                    self._history.write_history_file(self._file)
+                self._history.clear_history()
+                self._history.read_history_file(self._file)  # another chat may have ended meanwhile
+                for line in filter(None, self._typed):
+                    self._history.add_history(line)
+                self._history.write_history_file(self._file)
 
     def read(self) -> tuple[str, bool] | None:
         """A line, or several that are pasted, that \\ joins or that stand between triple quotes, and whether they are
@@ -92,7 +90,8 @@ class Lines:
     def _input(self, prompt: str) -> str:
         self._prompt = prompt
         try:
-            return self._marked_lines(prompt) if self._marked else input(prompt)
+            self._typed.append(self._marked_lines(prompt) if self._marked else input(prompt))
+            return self._typed[-1]
         finally:
             self._prompt = ""
 

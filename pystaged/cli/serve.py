@@ -35,7 +35,7 @@ _KV_SHARE = 8  # the keys and values of each of several models get the free memo
     },
     recycle={
         "default": False,
-        "help": "Draft from likely tokens of all users' earlier texts; the speed of one may then reveal others.",
+        "help": "Draft from likely tokens of all users' earlier texts; a text's speed may then reveal other texts.",
     },
     n_ctx={
         "help": "Context length in tokens of prompt and new text, the last aside; 0 for the model's own, but at most "

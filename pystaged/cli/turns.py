@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ _HELP = '''A line you type is asked, and the model answers; exit, quit or bye al
                    back, without TEXT it is shown
 /think on, off     whether a model that can think does so first
 Pasted lines are one message, and so are lines between """ and """; a line
-that ends with \\ continues on the next one. Only a message in """ may begin
-with /. Ctrl-C ends the model's turn and keeps what it wrote.
+that ends with \\ continues on the next one. A line alone may begin with / only
+in """. Ctrl-C ends the model's turn and keeps what it wrote.
 /clear             forget the conversation
 /undo              take the last turn back
 /retry             the last turn again, with the next seed
@@ -99,7 +100,7 @@ class Chat:
 
     def take(self, line: str) -> bool:
         """Run a line; False when it says to leave. Raises ValueError, TypeError, OSError."""
-        command, _, words = line.strip().partition(" ")
+        command, words = [*re.split("[ \t]", line.strip(), maxsplit=1), ""][:2]
         command = _ALSO.get(command.lower(), command.lower())
         name, words = command.removeprefix("/"), words.strip()
         run = getattr(self, f"_do_{name}", None)
@@ -301,7 +302,7 @@ class Chat:
                 report(f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}")
 
     def _do_set(self, words: str) -> None:
-        name, *values = words.removeprefix("parameter ").split(maxsplit=1) or [""]  # as in Ollama
+        name, *values = re.sub(r"^parameter(\s+|$)", "", words).split(maxsplit=1) or [""]  # as in Ollama
         value = "".join(values)
         if name in ("think", "nothink"):
             name, value = "think", "off" if name == "nothink" else value or "on"

@@ -308,7 +308,8 @@ def measure(
         return cost
     known, slope = next(iter(slopes.items()))
     for n in (1, rows[-1]):
-        slopes.setdefault(n, slope * n / known)  # attention takes each row about as long
+        # Attention takes each row about as long; one row's difference is mostly noise.
+        slopes.setdefault(n, slope * n / known if known > 1 else slope)
     filled = np.interp(rows, sorted(slopes), [slopes[n] for n in sorted(slopes)]).tolist()
     return PassCost(cost.seconds, dict(zip(rows, filled, strict=True)), samples)
 

@@ -581,8 +581,6 @@ def test_pastes_that_libedit_marks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chats_at_once_keep_the_lines_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readline = pytest.importorskip("readline")
-    if not hasattr(readline, "append_history_file"):
-        pytest.skip("this readline cannot append to its history")
     monkeypatch.setattr(lines, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.delenv("PYSTAGED_NOHISTORY", raising=False)
@@ -594,15 +592,13 @@ def test_chats_at_once_keep_the_lines_of_each(tmp_path: Path, monkeypatch: pytes
         """A chat as in a process of its own, in which lines have been typed."""
         readline.clear_history()
         made = Lines(interrupts)
-        for line in typed:
-            readline.add_history(line)
+        made._typed += typed
         return made
 
     with Interrupts() as interrupts:
         begun(interrupts, "before").keep()
         first, second = begun(interrupts, "of the first"), begun(interrupts, "of the second")
         second.keep()
-        readline.replace_history_item(1, "of the first")
         first.keep()
         begun(interrupts)
         assert history() == ["before", "of the second", "of the first"]

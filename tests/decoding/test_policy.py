@@ -159,16 +159,17 @@ def test_sampling_tells_rows_from_cells() -> None:
     assert now[0] < 0.31
 
 
-def test_a_past_that_is_sampled_once_costs_each_row_as_much() -> None:
+@pytest.mark.parametrize(("alone", "slopes"), [(0.04, [1, 4, 8, 16, 32]), (0.13, [1] * 5)])
+def test_a_past_that_is_sampled_once_costs_each_row_as_much(alone: float, slopes: list[float]) -> None:
     now = [0.0]
 
     def run(n: int, cells: int) -> float:
-        now[0] += (took := 0.04 + 0.001 * n * (1 + cells / 1000))
+        now[0] += (took := alone + 0.001 * n * (1 + cells / 1000))
         return took
 
     cost = measure(run, cells=2000, clock=lambda: now[0])
     assert now[0] < 0.31
-    assert [1000 * cost.slopes[n] for n in (1, 4, 8, 16, 32)] == pytest.approx([1, 4, 8, 16, 32])
+    assert [1000 * cost.slopes[n] for n in (1, 4, 8, 16, 32)] == pytest.approx(slopes)
 
 
 @pytest.mark.parametrize(("alone", "sampled"), [(0.001, 10), (0.03, 5), (0.07, 3), (0.2, 1), (2.0, 1)])
