@@ -42,7 +42,7 @@ public:
 
     // Cells [first, last) may be used from now on. Throws std::bad_alloc.
     void commit(int first, int last) {
-        for_ranges(first, last, [&](size_t begin, size_t end) { memory_.commit(begin, end); });
+        for_ranges(first, padded(last, kLanes), [&](size_t begin, size_t end) { memory_.commit(begin, end); });
     }
     // Write one head's key, head_dim floats, or value, value_dim floats, into a cell.
     void store_key(const Kernel& kernel, int head, int cell, const float* key) {
