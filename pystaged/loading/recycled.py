@@ -66,11 +66,11 @@ class KeptCandidates:
 
     def _write(self) -> None:
         learnt = self.candidates.num_learnt
-        entries = self.candidates.entries().astype(_STORED).tobytes()
+        entries = self.candidates.entries().astype(_STORED)
         self._learnt.pop(self._draft, None)
         self._learnt[self._draft] = [each.counts() for each in self.calibrations.values()]
         calibrations = json.dumps(dict([*self._learnt.items()][-_MOST_DRAFTS:])).encode()
-        keep(self._path, self._head + calibrations + b"\n" + entries)
+        keep(self._path, b"".join((self._head, calibrations, b"\n", entries.data)))
         self._saved, self._saved_at = learnt, self._clock()
 
     def _load(self) -> None:
