@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 from pystaged._core import DeviceError
 from pystaged.decoding.context import ContextPool, Wait
-from pystaged.decoding.requests import own_copy
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Queue, Text
 from pystaged.result import Piece
@@ -24,8 +23,6 @@ _FORKED = (
 )
 _IN_STEP = "a policy cannot generate with its own engine, which waits for it; load the model a second time"
 _MOST_ASKED = 8  # at most so many texts that wait for a shared prompt are tried again in a round
-# CPython preallocates 16 MemoryErrors for when memory is short and aborts if all are in use, so texts share these.
-_OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc",))}
 
 
 class Scheduler:
@@ -144,7 +141,7 @@ class Scheduler:
             self._fault = RuntimeError(_ENDS)
         if self._fault is not None:
             for text in self._texts:
-                self._end(text, own_copy(self._fault))
+                self._end(text, self._fault)
             self._fault = None
         while not self._inbox.empty():
             text = self._inbox.get()
@@ -178,9 +175,6 @@ class Scheduler:
         if isinstance(text.error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
             told = RuntimeError(f"{type(text.error).__name__} was raised while a text was decoded")
             told.__cause__, text.error = text.error, told
-        if isinstance(text.error, MemoryError) and text.error.args in _OUT_OF_MEMORY:
-            text.error = _OUT_OF_MEMORY[text.error.args]
-            text.error.__traceback__ = text.error.__context__ = None
         text.is_over = True  # first, because Ctrl-C may keep its reader from what is in the queue
         if text.queue:
             text.queue.put((text, None))

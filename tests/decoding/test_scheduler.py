@@ -309,12 +309,9 @@ def test_a_fault_of_the_scheduler_ends_its_texts_and_no_others(engine: Engine, m
             raise AssertionError("a fault")
 
         patch.setattr(Stepper, "step", fail)
-        errors = []
         for stream in streams:
-            with pytest.raises(AssertionError, match="a fault") as caught:
+            with pytest.raises(AssertionError, match="a fault"):
                 stream.finish()
-            errors.append(caught.value)
-    assert errors[0] is not errors[1]  # each reader adds to the traceback of its own
     assert engine.generate(PROMPTS[0], max_tokens=30).tokens == alone
 
 
