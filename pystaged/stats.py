@@ -57,7 +57,8 @@ class _Counts:
 
     def _with(self, combined: Callable[[Any, Any], Any], other: Self) -> Self:
         names: tuple[str, ...] = tuple(type(self).__slots__)  # much faster than dataclasses.fields, once for each pass
-        return type(self)(*[combined(getattr(self, name), getattr(other, name)) for name in names])
+        values: Callable[[Self], tuple[Any, ...]] = operator.attrgetter(*names)
+        return type(self)(*map(combined, values(self), values(other)))
 
 
 @dataclass(slots=True)

@@ -84,11 +84,16 @@ class Stepper:
 
     def _count(self, requests: Sequence[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        made = [request for request in requests if request.error is None]
-        steps = [request.num_rows for request in made if isinstance(request, Verify)]
-        passes = round(sum(request.share for request in made))  # of one pass, or each request's own
-        seconds, rows = sum(each.share * each.seconds for each in made), sum(each.num_rows for each in made)
-        more = PassStats(passes, seconds, rows, rows - sum(steps), sum(steps) - len(steps), len(steps))
+        passes = seconds = 0.0
+        rows = step_rows = steps = 0
+        for request in requests:
+            if request.error is None:
+                passes += request.share  # of one pass, or each request's own
+                seconds += request.share * request.seconds
+                rows += request.num_rows
+                if isinstance(request, Verify):
+                    steps, step_rows = steps + 1, step_rows + request.num_rows
+        more = PassStats(round(passes), seconds, rows, rows - step_rows, step_rows - steps, steps)
         self.passes = self.passes.plus(more)
 
     def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> list[Text]:
@@ -109,8 +114,8 @@ class Stepper:
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
-        cost, guessed = self._cost, any(request.num_rows > 1 for request in requests)
-        if cost is None or not guessed or len(requests) < 2:
+        cost = self._cost
+        if cost is None or len(requests) < 2 or all(request.num_rows == 1 for request in requests):
             return
         _, past = mean_past(requests)
         spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads

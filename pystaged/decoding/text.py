@@ -210,21 +210,39 @@ class Text:
 
     def ask(self) -> None:
         """Go on to the next pass that it needs, which is then `request`; or to its end, or an error."""
-        if self.request is not None or self.error is not None:
-            return
         try:
-            if self._phase not in (Phase.STEP, Phase.TREE):
-                if request := self._next_read():
-                    self.request = request
-                    return
-                if self.constraint is not None and self.constraint.is_complete:
-                    self.finish = "stop"
-                    return
-            if self._phase is Phase.STEP:
-                self._begin_tree()
-            self.request = (self._drafts.request() if self._drafts else None) or self._verify()
+            while not (self.request or self.finish or self.error is not None):
+                if self._drafter and self._phase is not Phase.STEP:
+                    self.request = self._drafter.request()  # it reads what the target has read, or grows its tree
+                self.request = self.request or self._go_on()
         except BaseException as error:
             self.error = error
+
+    def _go_on(self) -> AnyRequest | None:
+        """The target's next pass; None if the text goes on to another phase."""
+        assert self.context
+        prompt, drafter, account = self.prompt_tokens, self._drafter, self.context.account
+        if self._phase is Phase.TREE:
+            return self._verify()
+        if self._phase is Phase.STEP:
+            self._begin_tree()
+        elif self._phase is Phase.PREFILL:
+            if self._length < len(prompt) - 1:
+                return self._piece_of_prompt()
+            # The drafter begins, and reads the prompt as far as its account allows.
+            self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
+            greedy = self.sampling.is_greedy
+            if drafter:
+                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
+            account.open(drafter, len(prompt), self._length - self.reused, greedy)
+            self._phase = Phase.CATCH_UP
+        else:
+            account.opened()
+            self.stats.reused_tokens += self.reused
+            self.stats.prefill_seconds += self.context.clocks.wall() - self._began
+            self.finish = "stop" if self.constraint is not None and self.constraint.is_complete else None
+            self._phase = Phase.STEP
+        return None
 
     @property
     def wants_draft(self) -> bool:
@@ -281,29 +299,6 @@ class Text:
         if self.config.progress and self.queue:
             of = len(self.prompt_tokens) - 1 - self.reused
             self.queue.put((self, PrefillProgress(self.config.progress, tokens, of)))
-
-    def _next_read(self) -> AnyRequest | None:
-        """The next pass that reads the prompt; None when it is read."""
-        assert self.context
-        prompt, drafter, account = self.prompt_tokens, self._drafter, self.context.account
-        if drafter and (request := drafter.request()):  # reads what the target has read
-            return request
-        if self._phase is Phase.PREFILL:
-            if self._length < len(prompt) - 1:
-                return self._piece_of_prompt()
-            # The drafter begins, and reads the prompt as far as its account allows.
-            self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
-            greedy = self.sampling.is_greedy
-            if drafter:
-                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
-            self._phase = Phase.CATCH_UP
-            account.open(drafter, len(prompt), self._length - self.reused, greedy)
-            return self._next_read()
-        account.opened()
-        self.stats.reused_tokens += self.reused
-        self.stats.prefill_seconds += self.context.clocks.wall() - self._began
-        self._phase = Phase.STEP
-        return None
 
     def _piece_of_prompt(self) -> Read:
         """The pass that reads the next piece of the prompt."""
@@ -391,8 +386,9 @@ class Text:
             self.constraint.advance(tokens)
             finish = "stop" if self.constraint.is_complete else finish
         for count, token in enumerate(tokens, 1):
-            self.pieces.append(self.token_bytes(token))
-            text += self._buffer.push(self.pieces[-1])
+            piece = self.tokenizer.token_bytes(token, special=token in self.roles.spelled) if self.tokenizer else b""
+            self.pieces.append(piece)
+            text += self._buffer.push(piece)
             if self._buffer.met is not None:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):

@@ -78,10 +78,11 @@ _texts = WeakKeyDictionary[Context, Any]()
 def started(context: Context, prompt: NDArray[np.int32], **options: Any) -> int:
     """Read a prompt; returns the number of tokens that the context held already."""
     text = _texts[context] = text_of(prompt, queue=Said(), **options).begin(context)
-    while request := text._next_read():
-        fulfil([request], context.clocks)
-        text.request = request
-        text.take()
+    while text._phase is not Phase.STEP:
+        if request := (text._drafter and text._drafter.request()) or text._go_on():
+            fulfil([request], context.clocks)
+            text.request = request
+            text.take()
         if text.error is not None:
             raise text.error
     return text.reused
