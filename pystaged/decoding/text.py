@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,20 +37,9 @@ from pystaged.stats import DrafterStats, GenerationStats
 _SCORED_ROWS = 64  # rows of a pass that scores; few, because each row has logits
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """Progress of prefill: tokens done, `of` tokens in all, for the function `progress`. The reader calls it, because
-    the thread that steps texts must not wait."""
-
-    progress: Callable[[int, int], object]
-    tokens: int
-    of: int
-
-    def report(self) -> None:
-        try:
-            self.progress(self.tokens, self.of)
-        except (StopIteration, StopAsyncIteration) as error:  # a reader would take it for the end
-            raise RuntimeError(f"{type(error).__name__} was raised by `progress`") from error
+Item = Piece | Callable[[], object] | None
+"""What a text has for its reader: pieces; calls of the function `progress`, which the reader makes because the thread
+that steps texts must not wait; and None at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ USUAL = TokenRoles()
 class Queue(Protocol):
     """Where a reader waits. `put` must not block."""
 
-    def put(self, item: tuple[Text, Piece | PrefillProgress | None], /) -> None: ...
+    def put(self, item: tuple[Text, Item], /) -> None: ...
 
 
 class Phase(Enum):
@@ -112,7 +102,7 @@ class Text:
         reused: tokens of the prompt that it need not read again.
         request: the pass that it needs.
         wait: why it waits for a context.
-        queue: takes (text, item), where the items are PrefillProgress, pieces, and last None.
+        queue: takes (text, item).
         num_sent, num_read: tokens put into the queue, and those read; it pauses at a difference of most_unread.
         is_open, is_cancelled, is_over: whether the scheduler has it; should end it; has ended it.
 
@@ -298,7 +288,7 @@ class Text:
         """Tell how far the prompt is read."""
         if self.config.progress and self.queue:
             of = len(self.prompt_tokens) - 1 - self.reused
-            self.queue.put((self, PrefillProgress(self.config.progress, tokens, of)))
+            self.queue.put((self, partial(self.config.progress, tokens, of)))
 
     def _piece_of_prompt(self) -> Read:
         """The pass that reads the next piece of the prompt."""

@@ -24,7 +24,7 @@ from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.readers import Stream, pieces
 from pystaged.decoding.scheduler import MOST_UNREAD, Scheduler
 from pystaged.decoding.stepper import Stepper
-from pystaged.decoding.text import PrefillProgress, Text
+from pystaged.decoding.text import Text
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 
@@ -427,8 +427,8 @@ class Listening:
 
     @staticmethod
     def put(item: Any) -> None:
-        if isinstance(item[1], PrefillProgress):
-            item[1].report()
+        if callable(item[1]):
+            item[1]()
 
 
 def test_who_is_told_of_a_prompt_may_wait_for_another_text(path: Path) -> None:
