@@ -199,36 +199,31 @@ def make_pass(requests: Sequence[AnyRequest]) -> list[Any]:
 def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make = make_pass) -> None:
     """Make one pass for requests, and store what came of it; if it fails, which changes no session, one for each, so
     that only the request at fault fails."""
-    if len(requests) > 1 and not any(hasattr(request.session, "run") for request in requests):  # on other machines
-        try:
-            return _share(requests, clocks, make)
-        except MemoryError as error:  # perhaps for the result of a pass that was made, which cannot be repeated
-            for request in requests:
-                request.error = error
-            return None
-        except Exception:
-            pass
-    for request in requests:
-        try:
-            _share([request], clocks, make)
-        except BaseException as error:
-            request.error = error
-    return None
-
-
-def _share(requests: Sequence[AnyRequest], clocks: Clocks, make: Make) -> None:
-    """Make one pass for requests and store their results. Raises the pass's error."""
+    several = len(requests) > 1
+    if several and any(hasattr(request.session, "run") for request in requests):  # on other machines
+        for request in requests:
+            fulfil([request], clocks, make)
+        return
     # On the CPU, processor time of the calling thread, which takes part in all of the work: interruptions do not count,
     # and its part is the same on a busy machine. A device computes outside this process's threads.
     processor = clocks.wall if getattr(requests[0].session, "on_device", True) else clocks.processor
-    begin, processor_begin = clocks.wall(), processor()
-    found = make(requests)
-    seconds, cost = clocks.wall() - begin, processor() - processor_begin
-    rows, past = mean_past(requests)
-    for request, each in zip(requests, found, strict=True):
-        request.take(each)
-        request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
-        request.seconds, request.processor_seconds = seconds, cost
+    found = None
+    try:
+        begin, processor_begin = clocks.wall(), processor()
+        found = make(requests)
+        seconds, cost = clocks.wall() - begin, processor() - processor_begin
+        rows, past = mean_past(requests)
+        for request, each in zip(requests, found, strict=True):
+            request.take(each)
+            request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
+            request.seconds, request.processor_seconds = seconds, cost
+    except BaseException as error:
+        is_made = found is not None or isinstance(error, MemoryError)  # which may be for what a pass has found
+        for request in requests:
+            if several and not is_made:
+                fulfil([request], clocks, make)
+            else:
+                request.error = error
 
 
 def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:

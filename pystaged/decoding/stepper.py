@@ -73,7 +73,8 @@ class Stepper:
 
         # Verify: one pass of the target over all rows.
         requests = [text.request for text in asked if text.request]
-        fulfil(requests, self._clocks, self._make)
+        if requests:
+            fulfil(requests, self._clocks, self._make)
         self._last = self._clocks.processor()
         self._count(requests)
         note_batch(asked, trees)
