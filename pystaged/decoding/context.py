@@ -210,7 +210,7 @@ class ContextPool:
             return source
 
     def give_back(self, context: Context) -> None:
-        """Let a context be idle, unless another one can rewind to its tokens; if the pool is closed, free it."""
+        """Let a context be idle in place of those whose tokens it can rewind to; if the pool is closed, free it."""
         with self._lock:
             if context in self._lent:
                 self._lent.remove(context)
@@ -224,10 +224,6 @@ class ContextPool:
             for other in self._idle.copy():
                 if context.reaches(other.target.tokens):
                     self._free(other)
-                elif other.reaches(context.target.tokens):
-                    context.close()
-                    self._idle.remove(other)
-                    context = other
             self._idle.append(context)
             for oldest in self._idle[:-_MOST_IDLE]:
                 self._free(oldest)
