@@ -365,6 +365,17 @@ def test_progress_cannot_end_a_reader_silently(engine: Engine) -> None:
         engine.generate([i % 250 for i in range(400)], max_tokens=3, progress=lambda *_: next(iter(())))
 
 
+def test_progress_may_read_its_own_stream_and_close_it(engine: Engine) -> None:
+    prompt, pieces = [i % 250 for i in range(400)], list[str]()
+    stream: Stream = engine.stream(prompt, max_tokens=30, progress=lambda *_: pieces.append(next(stream)))
+    pieces += stream
+    assert "".join(pieces) == stream.result.text
+    assert len(stream.result.tokens) == 30
+    closed: Stream = engine.stream(prompt, reuse=False, progress=lambda *_: closed.close())
+    assert list(closed) == []
+    assert closed.result.finish_reason == "cancelled"
+
+
 def test_running_texts_stay_counted_when_others_are_forgotten(engine: Engine) -> None:
     with engine.stream("def f(", max_tokens=100) as stream:
         next(stream)
