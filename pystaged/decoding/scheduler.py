@@ -23,6 +23,8 @@ _FORKED = (
 )
 _IN_STEP = "a policy cannot generate with its own engine, which waits for it; load the model a second time"
 _MOST_ASKED = 8  # at most so many texts that wait for a shared prompt are tried again in a round
+# CPython preallocates 16 MemoryErrors for when memory is short and aborts if all are in use, so texts share these.
+_OUT_OF_MEMORY = {words: MemoryError(*words) for words in ((), ("std::bad_alloc",))}
 
 
 class Scheduler:
@@ -177,6 +179,9 @@ class Scheduler:
         if isinstance(text.error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
             told = RuntimeError(f"{type(text.error).__name__} was raised while a text was decoded")
             told.__cause__, text.error = text.error, told
+        if isinstance(text.error, MemoryError) and text.error.args in _OUT_OF_MEMORY:
+            text.error = _OUT_OF_MEMORY[text.error.args]
+            text.error.__traceback__ = text.error.__context__ = None
         text.is_over = True  # first, because Ctrl-C may keep its reader from what is in the queue
         if text.queue:
             text.queue.put((text, None))
