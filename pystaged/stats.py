@@ -57,7 +57,8 @@ class _Counts:
 
     def _with(self, combined: Callable[[Any, Any], Any], other: Self) -> Self:
         names: tuple[str, ...] = tuple(type(self).__slots__)  # much faster than dataclasses.fields, once for each pass
-        return type(self)(*[combined(getattr(self, name), getattr(other, name)) for name in names])
+        values: Callable[[Self], tuple[Any, ...]] = operator.attrgetter(*names)
+        return type(self)(*map(combined, values(self), values(other)))
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ class GenerationStats:
         accepted = len(path) - 1
         self.new_tokens += len(emitted)
         self.steps += 1
-        self.rows += len(tree)
+        self.rows += verified.num_rows
         self.pass_rows += verified.pass_rows
         self.pass_texts += texts
         self.target_seconds += verified.seconds
@@ -192,7 +193,7 @@ class GenerationStats:
         for depth in range(1, len(path)):
             self.offered[depth] += 1
             self.taken[depth] += 1
-        if len(tree) > 1 and path[-1] in tree.parents:
+        if verified.num_rows > 1 and path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
     def cut(self, stages: Sequence[Stage]) -> None:

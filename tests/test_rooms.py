@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 3032,
+    "decoding": 2921,
     "drafting": 2198,
     "backends": 357,
     "loading": 3997,

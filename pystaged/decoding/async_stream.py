@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncIterator
 
 from pystaged.decoding.scheduler import Scheduler
-from pystaged.decoding.text import PrefillProgress, Text
+from pystaged.decoding.text import Item, Text
 from pystaged.result import GenerationResult, Piece
 
 
@@ -17,9 +17,9 @@ class LoopQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.items = asyncio.Queue[Piece | PrefillProgress | None]()
+        self.items = asyncio.Queue[Item]()
 
-    def put(self, item: tuple[Text, Piece | PrefillProgress | None], /) -> None:
+    def put(self, item: tuple[Text, Item], /) -> None:
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item[1])
         except RuntimeError:
@@ -55,9 +55,8 @@ class AsyncStream(AsyncIterator[Piece]):
                 self._queue = LoopQueue(asyncio.get_running_loop())
                 weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
                 self._scheduler.open(self.text, self._queue)
-            while isinstance(item := await self._next(self._queue), PrefillProgress):
-                told = item.progress(item.tokens, item.of)
-                if inspect.isawaitable(told):
+            while callable(item := await self._next(self._queue)):
+                if inspect.isawaitable(told := item()):
                     await told
         except BaseException:
             self._scheduler.cancel(self.text)
@@ -97,7 +96,7 @@ class AsyncStream(AsyncIterator[Piece]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _next(self, queue: LoopQueue) -> Piece | PrefillProgress | None:
+    async def _next(self, queue: LoopQueue) -> Item:
         """The next item of the text."""
         if queue.loop is not asyncio.get_running_loop():
             raise RuntimeError(

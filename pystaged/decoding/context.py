@@ -4,12 +4,11 @@ keeps the KV caches of ended texts for prompts with the same prefix."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from heapq import nlargest
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,6 @@ SPARE_CELLS = 64  # positions counted per session besides its tokens, for the cu
 BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
 _WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another text's and copy it
-_LOADED_DIVISOR = 16  # a text on disk is read if that saves the prefill of a 16th of its tokens
-_LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 FREE_DIVISOR = 4  # contexts get a quarter of the free memory
 _KEPT_DIVISOR, _MOST_KEPT = 16, 8  # states kept of a text: in a 16th of the memory of contexts, and no more than 8
 _OUT_OF_REACH = (DeviceError, ValueError, RuntimeError)  # errors of a session that is lost, closed, or in a call
@@ -46,7 +43,7 @@ class Context:
         meter: measures the time of drafting; shared with the drafter.
 
     Attributes:
-        tokens: int32[n], the prompt of the text that has it; of an idle one, what its target holds.
+        prompt: int32[n], of the text that has it, or had it last.
         num_bytes: that this text can fill, or that an idle one holds.
         partings: after how many tokens other texts are known to differ from the prompt.
         anchor: where the last user turn began, -1 for unknown; recurrent layers keep a state there.
@@ -67,7 +64,7 @@ class Context:
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
         self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
-        self.tokens, self.num_bytes = np.zeros(0, np.int32), 0
+        self.prompt, self.num_bytes = np.zeros(0, np.int32), 0
         self.partings, self.anchor = set[int](), -1
 
     @property
@@ -84,24 +81,16 @@ class Context:
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""
         self.num_bytes = sum(SPARE_CELLS * session.cell_bytes + session.num_bytes for session in self.sessions)
-        self.tokens = self.target.tokens
-
-    def cut(self, length: int) -> None:
-        """Keep the first tokens of each session; a draft's may hold fewer. Raises as `rest`."""
-        self.tokens = self.tokens[:length]  # first, because Ctrl-C may come between two sessions
-        for session in self.sessions:
-            session.rewind(min(len(session.tokens), length))
-        self.rest()
 
     def reaches(self, tokens: NDArray[np.int32]) -> bool:
-        """Whether an idle one can rewind to exactly these tokens."""
+        """Whether it can rewind to exactly these tokens."""
         length = len(tokens)
-        return np.array_equal(tokens, self.tokens[:length]) and self.target.reachable(length) == length
+        return np.array_equal(tokens, self.target.tokens[:length]) and self.target.reachable(length) == length
 
     def keep_states(self, most: int) -> None:
         """Let the recurrent layers keep so many states that later prompts may go on from."""
         # A prefill keeps all of them until it ends, so their number is limited here, too.
-        wanted = [*nlargest(most, self.partings), *(len(self.tokens) - 1 - before for before in BEFORE_END)]
+        wanted = [*nlargest(most, self.partings), *(len(self.prompt) - 1 - before for before in BEFORE_END)]
         for session in self.sessions:
             if session.kept_state_bytes:
                 session.keep_states(wanted, most, self.anchor)
@@ -119,21 +108,12 @@ class Wait(Enum):
     PROMPT = "another text's prefill of the same tokens"
 
 
-class Prompts(Protocol):
-    """Ended texts that are kept on disk; see KeptPrompts."""
-
-    def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None: ...
-    def load(self, path: Path, sessions: Sequence[Session]) -> bool: ...
-    def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None: ...
-    def close(self) -> None: ...
-
-
 class ContextPool:
     """Lends each context to one text at a time and keeps its KV cache for prompts with the same prefix.
 
     The KV caches of all contexts take at most `memory` bytes. A text counts with its prompt and max_tokens, an idle
     context with its contents. A text may exceed the bound if no other can step. Idle contexts make room, the least
-    recently used first, each from its end.
+    recently used first.
 
     A recurrent layer can only go back to states that it has kept: shortly before the end of each prompt, where a prompt
     turned out to differ from another one, and where the last user turn began; as many as a share of `memory` holds.
@@ -147,14 +127,14 @@ class ContextPool:
         free: free bytes of this machine's memory.
 
     Attributes:
-        prompts: keeps ended texts on disk; None for none.
+        prompts: a KeptPrompts, which keeps ended texts on disk; None for none.
     """
 
     def __init__(
         self, make: Callable[[Context | None, int], Context], memory: int | None = None, *, free: int = 0
     ) -> None:
         self._make, self.closed = make, False
-        self.prompts: Prompts | None = None
+        self.prompts: Any = None
         self._lock = threading.RLock()  # the garbage collector may close an engine during a call
         first = make(None, 0)
         first.rest()
@@ -204,14 +184,15 @@ class ContextPool:
                 return Wait.PROMPT
             if self._restore(wanted, length):
                 source, length, common = self._most_like(wanted)
-            dropped = len(source.tokens) - length if source in self._idle else -1
-            itself = _is_nearly_all(length, dropped)
+            dropped = len(source.target.tokens) - length if source in self._idle else -1
+            itself = 0 <= dropped <= max(16, (length + dropped) // 16)
             if not itself:
                 self._make_room(need, source if length else None)
                 itself = source in self._idle and self.num_bytes + need > self.memory
             if source and itself:
                 self._idle.remove(source)
-                source.cut(length)
+                for session in source.sessions:
+                    session.rewind(min(len(session.tokens), length))
                 self._make_room(need)
             else:
                 try:
@@ -223,13 +204,13 @@ class ContextPool:
             # While prompts extend the whole text, as after tool calls, the user's turn is the same.
             if source.anchor < 0 or not 0 <= dropped <= BEFORE_END[0]:
                 source.anchor = len(prompt) - 1 - BEFORE_END[0]
-            source.tokens, source.num_bytes, source.partings = prompt, need, {common}
+            source.prompt, source.num_bytes, source.partings = prompt, need, {common}
             self._lent.append(source)
             source.keep_states(self._num_kept)
             return source
 
     def give_back(self, context: Context) -> None:
-        """Let a context be idle, unless another one can rewind to its tokens; if the pool is closed, free it."""
+        """Let a context be idle in place of those whose tokens it can rewind to; if the pool is closed, free it."""
         with self._lock:
             if context in self._lent:
                 self._lent.remove(context)
@@ -241,12 +222,8 @@ class ContextPool:
                 context.close()
                 return
             for other in self._idle.copy():
-                if context.reaches(other.tokens):
+                if context.reaches(other.target.tokens):
                     self._free(other)
-                elif other.reaches(context.tokens):
-                    context.close()
-                    self._idle.remove(other)
-                    context = other
             self._idle.append(context)
             for oldest in self._idle[:-_MOST_IDLE]:
                 self._free(oldest)
@@ -277,37 +254,26 @@ class ContextPool:
                 self.prompts.keep(context.sessions, last=last)
 
     def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
-        """Read a text from disk into an idle context, if that saves enough prefill; returns whether it did.
+        """Read a text from disk into an idle context, if that is worth it; returns whether it did.
         length: tokens of the prompt that a context here can supply."""
-        if self.prompts is None or (found := self.prompts.find(prompt, self.n_ctx)) is None:
-            return False
-        path, tokens = found
-        need, least = self._needed(len(tokens)), max(_WORTH_WAITING, len(tokens) // _LOADED_DIVISOR)  # all is read
-        is_here = any(np.array_equal(context.tokens[: len(tokens)], tokens) for context in self._idle)
-        if common_prefix(tokens, prompt) - length < least or is_here:  # and cannot rewind so far
-            return False
+        found = self.prompts.find(prompt, self.n_ctx, length) if self.prompts else None
+        if found is None or any(np.array_equal(context.target.tokens, found[1]) for context in self._idle):
+            return False  # one that is here cannot rewind so far
+        need = self._needed(len(found[1]))  # all of it is read
         self._make_room(need)
         if self._lent and self.num_bytes + need > self.memory:
             return False
         context = self._begin(None, 0)
-        is_read = self.prompts.load(path, context.sessions)
+        self.prompts.load(found[0], context.sessions)
         context.rest()
         self._idle.append(context)  # empty if the file cannot be used
-        return is_read
+        return True
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
-        """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
+        """Free idle contexts until `need` more bytes are within the bound."""
         for context in self._idle.copy():
-            # The bytes that a cut frees in layers with a sliding window are known only afterwards.
-            while context in self._idle and context is not spared:
-                excess, target = self.num_bytes + need - self.memory, context.target
-                if excess <= 0:
-                    return
-                length = target.reachable(max(0, len(context.tokens) - -(-excess // max(1, target.cell_bytes))))
-                if length < _LEAST_KEPT:
-                    self._free(context)
-                else:
-                    context.cut(length)
+            if context is not spared and self.num_bytes + need > self.memory:
+                self._free(context)
 
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
@@ -325,25 +291,22 @@ class ContextPool:
 
     def _most_like(self, prompt: NDArray[np.int32]) -> tuple[Context | None, int, int]:
         """The context that can rewind to the longest prefix of the prompt, that prefix's length, and the length of the
-        longest prefix that any context holds. Among equal contexts: an idle one, then one that the prefix nearly fills,
-        then the one used last."""
+        longest prefix that any context holds. Of equal contexts, the one used last, and an idle one before a lent."""
         best: Context | None = None
-        most, longest = (0, False, False), 0
-        for i, context in enumerate((*self._lent, *self._idle)):
+        most = longest = 0
+        for context in (*self._lent, *self._idle):
             with suppress(*_OUT_OF_REACH):
-                is_idle = i >= len(self._lent)
-                tokens = context.tokens if is_idle else context.target.tokens
-                common = common_prefix(tokens, prompt)
+                common = common_prefix(context.target.tokens, prompt)
                 length, longest = context.target.reachable(common), max(longest, common)
-                if (rank := (length, is_idle, _is_nearly_all(length, len(tokens) - length))) >= most:
-                    best, most = context, rank
-        return best, most[0], longest
+                if length >= most:
+                    best, most = context, length
+        return best, most, longest
 
     def _is_being_read(self, prompt: NDArray[np.int32], length: int) -> bool:
         """Whether another text is prefilling so much more of a prompt that waiting for a copy is faster. That one then
         keeps a state where the prompts part."""
         for context in self._lent:
-            common = common_prefix(context.tokens[:-1], prompt)
+            common = common_prefix(context.prompt[:-1], prompt)
             with suppress(*_OUT_OF_REACH):
                 # If it has read them already, and `length` is less, it cannot rewind to them.
                 if common >= length + _WORTH_WAITING and common_prefix(context.target.tokens, prompt) < common:
@@ -361,8 +324,3 @@ class ContextPool:
             needed += session.cell_bytes * (SPARE_CELLS + held)
             needed -= session.windowed_cell_bytes * max(0, held - session.most_windowed)
         return needed
-
-
-def _is_nearly_all(length: int, dropped: int) -> bool:
-    """Whether an idle context that keeps `length` tokens drops so few that it is lent itself; -1 if it is not idle."""
-    return 0 <= dropped <= max(16, (length + dropped) // 16)

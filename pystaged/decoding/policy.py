@@ -165,7 +165,7 @@ class GainPolicy:
         others, (key, known) = self._batch.rows, self._known
         known = known if key == (others, cells) else []
         if len(known) < rows:
-            known = [*known, *(self._target_cost(others + n, cells) for n in range(len(known) + 1, rows + 1))]
+            known = known + [self._target_cost(others + n, cells) for n in range(len(known) + 1, rows + 1)]
             self._known = (others, cells), known
         return known
 

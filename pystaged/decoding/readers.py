@@ -12,7 +12,7 @@ from math import inf
 from queue import SimpleQueue
 
 from pystaged.decoding.scheduler import Scheduler
-from pystaged.decoding.text import PrefillProgress, Text
+from pystaged.decoding.text import Item, Text
 from pystaged.result import GenerationResult, Piece
 
 MOST_AT_ONCE = 64  # texts; more gain no speed and take memory
@@ -32,30 +32,22 @@ class Stream(Iterator[Piece]):
         # The scheduler holds the text, never the stream, so that a stream is freed as soon as it is dropped.
         self.text = text
         self._scheduler: Scheduler = text.scheduler
-        self._queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
+        self._queue = SimpleQueue[tuple[Text, Item]]()
         self._then = weakref.finalize(self, then)
-        self._turn = threading.Lock()
-        self._reader: int | None = None  # id of the thread that is reading
+        self._turn = threading.RLock()  # a signal handler may read or close it while its thread does
         self._over = False
 
     def __next__(self) -> Piece:
         self._scheduler.check_caller()
-        if self._reader == threading.get_ident():
-            raise RuntimeError("`progress` or a signal handler reads the stream while its thread does")
         try:
             with self._turn:
-                self._reader = threading.get_ident()
-                try:
-                    if self._over:
-                        raise StopIteration
-                    while isinstance(item := self._get(), PrefillProgress):
-                        item.report()
-                    if item is None:
-                        self._over = True
-                        raise StopIteration if self.text.error is None else self.text.error
-                    self._scheduler.note_read(self.text, item)
-                finally:
-                    self._reader = None
+                if self._over:
+                    raise StopIteration
+                while callable(item := self._get()):
+                    report(item)
+                if item is None:
+                    raise StopIteration if self.text.error is None else self.text.error
+                self._scheduler.note_read(self.text, item)
         except BaseException:
             self.close()
             raise
@@ -63,14 +55,17 @@ class Stream(Iterator[Piece]):
             self.close()
         return item
 
-    def _get(self) -> Piece | PrefillProgress | None:
+    def _get(self) -> Item:
         """The next item of the text."""
         if not self.text.is_open:
             weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
             self._scheduler.open(self.text, self._queue)
-        if self.text.is_over and self._queue.empty():  # Ctrl-C interrupted an earlier read of the end
-            return None
-        return self._queue.get()[1]
+        # If an earlier read of the end was interrupted, there is no item any more.
+        item = None if self.text.is_over and self._queue.empty() else self._queue.get()[1]
+        if item is None:
+            self._over = True
+            self._queue.put((self.text, None))  # for a read that this one has interrupted
+        return item
 
     @property
     def result(self) -> GenerationResult:
@@ -95,7 +90,7 @@ class Stream(Iterator[Piece]):
         if self._scheduler.can_wait and self._turn.acquire(blocking=False):
             try:
                 while (self.text.queue or self.text.is_over) and not self._over:  # once it was opened
-                    self._over = self._get() is None
+                    self._get()
                 self._over = True
             finally:
                 self._turn.release()
@@ -107,6 +102,14 @@ class Stream(Iterator[Piece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def report(progress: Callable[[], object]) -> None:
+    """Call the user's function."""
+    try:
+        progress()
+    except (StopIteration, StopAsyncIteration) as error:  # a reader would take it for the end
+        raise RuntimeError(f"{type(error).__name__} was raised by `progress`") from error
 
 
 def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Text, Piece | None], None, None]:
@@ -124,7 +127,7 @@ def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Te
         RuntimeError: as Scheduler.check_caller.
     """
     waiting, running = iter(texts), set[Text]()
-    queue = SimpleQueue[tuple[Text, Piece | PrefillProgress | None]]()
+    queue = SimpleQueue[tuple[Text, Item]]()
     try:
         while True:
             for text in islice(waiting, (most or MOST_AT_ONCE) - len(running)):
@@ -134,8 +137,8 @@ def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Te
                 return
             next(iter(running)).scheduler.check_caller()
             text, item = queue.get()
-            if isinstance(item, PrefillProgress):
-                item.report()
+            if callable(item):
+                report(item)
                 continue
             if item is None:
                 running.discard(text)

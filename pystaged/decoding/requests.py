@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -192,46 +191,39 @@ _CLOCKS = Clocks()
 
 def make_pass(requests: Sequence[AnyRequest]) -> list[Any]:
     """A Make for requests that can share a pass, or for a single one."""
-    first = requests[0]
-    if len(requests) == 1 and hasattr(first.session, "run"):
-        return [first.session.run(first.kind, *first.arguments)]
+    if len(requests) == 1:
+        return [perform(requests[0].session, requests[0].kind, *requests[0].arguments)]
     return run([getattr(Work, each.kind)(each.session, *each.arguments) for each in requests])
 
 
 def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make = make_pass) -> None:
-    """Make one pass for requests, and store what came of it; if it fails, one for each, so that only the request at
-    fault fails."""
-    if len(requests) > 1 and not any(hasattr(request.session, "run") for request in requests):  # on other machines
-        before = [_extent(request) if isinstance(request, Propose) else request.past for request in requests]
-        try:
-            _share(requests, clocks, make)
-        except Exception as error:
-            for request, extent in zip(requests, before, strict=True):
-                if _extent(request) in (extent, -1):
-                    fulfil([request], clocks, make)
-                else:  # memory for the result was short: a pass that has changed its session cannot be repeated
-                    request.error = own_copy(error)
+    """Make one pass for requests, and store what came of it; if it fails, which changes no session, one for each, so
+    that only the request at fault fails."""
+    several = len(requests) > 1
+    if several and any(hasattr(request.session, "run") for request in requests):  # on other machines
+        for request in requests:
+            fulfil([request], clocks, make)
         return
-    for request in requests:
-        try:
-            _share([request], clocks, make)
-        except BaseException as error:
-            request.error = error
-
-
-def _share(requests: Sequence[AnyRequest], clocks: Clocks, make: Make) -> None:
-    """Make one pass for requests and store their results. Raises the pass's error."""
     # On the CPU, processor time of the calling thread, which takes part in all of the work: interruptions do not count,
     # and its part is the same on a busy machine. A device computes outside this process's threads.
     processor = clocks.wall if getattr(requests[0].session, "on_device", True) else clocks.processor
-    begin, processor_begin = clocks.wall(), processor()
-    found = make(requests)
-    seconds, cost = clocks.wall() - begin, processor() - processor_begin
-    rows, past = mean_past(requests)
-    for request, each in zip(requests, found, strict=True):
-        request.take(each)
-        request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
-        request.seconds, request.processor_seconds = seconds, cost
+    found = None
+    try:
+        begin, processor_begin = clocks.wall(), processor()
+        found = make(requests)
+        seconds, cost = clocks.wall() - begin, processor() - processor_begin
+        rows, past = mean_past(requests)
+        for request, each in zip(requests, found, strict=True):
+            request.take(each)
+            request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
+            request.seconds, request.processor_seconds = seconds, cost
+    except BaseException as error:
+        is_made = found is not None or isinstance(error, MemoryError)  # which may be for what a pass has found
+        for request in requests:
+            if several and not is_made:
+                fulfil([request], clocks, make)
+            else:
+                request.error = error
 
 
 def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:
@@ -241,27 +233,3 @@ def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:
         rows += request.num_rows
         past += request.num_rows * request.past
     return rows, past / rows
-
-
-def _extent(request: AnyRequest) -> int:
-    """What a pass changes: the pending rows of a draft's session, or the tokens of the target's. -1 if it is closed, in
-    a call, or its device lost, which its own pass raises; -2 if memory is too short even for the tokens."""
-    try:
-        return request.session.num_pending if isinstance(request, Propose) else len(request.session.tokens)
-    except MemoryError:
-        return -2
-    except (ValueError, RuntimeError, OSError):
-        return -1
-
-
-def own_copy(error: BaseException) -> BaseException:
-    """A copy of an error that ends several texts, for one of them; each reader that raises an exception adds to its
-    traceback. Errors that cannot be copied are returned themselves."""
-    if isinstance(error, MemoryError):  # there may be no memory for it
-        return error
-    try:
-        copied = copy.copy(error)
-    except Exception:  # its constructor takes other arguments
-        return error
-    copied.__cause__ = error.__cause__
-    return copied.with_traceback(error.__traceback__)

@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 from pystaged._core import DeviceError
 from pystaged.decoding.context import ContextPool, Wait
-from pystaged.decoding.requests import own_copy
 from pystaged.decoding.stepper import Stepper
 from pystaged.decoding.text import Queue, Text
 from pystaged.result import Piece
@@ -106,8 +105,10 @@ class Scheduler:
 
     def check_caller(self) -> None:
         """Raise RuntimeError if the caller cannot wait for a text."""
-        if not self.can_wait:
-            raise RuntimeError(_FORKED if self.is_forked else _IN_STEP)
+        if os.getpid() != self._process:
+            raise RuntimeError(_FORKED)
+        if self._thread is threading.current_thread():
+            raise RuntimeError(_IN_STEP)
 
     def cancel(self, text: Text) -> None:
         """End a text after the current pass. Does not wait."""
@@ -144,7 +145,7 @@ class Scheduler:
             self._fault = RuntimeError(_ENDS)
         if self._fault is not None:
             for text in self._texts:
-                self._end(text, own_copy(self._fault))
+                self._end(text, self._fault)
             self._fault = None
         while not self._inbox.empty():
             text = self._inbox.get()
@@ -188,18 +189,19 @@ class Scheduler:
 
     def _admit_all(self) -> list[Text]:
         """Begin texts in the order of their arrival; returns those that can step."""
-        asked = 0
-        for text in [text for text in self._texts if not text.context]:
-            asked += text.wait is Wait.PROMPT
-            if text.wait is not Wait.PROMPT or asked <= _MOST_ASKED:
-                self._admit(text, must=False)
-            # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
-            if text.wait is Wait.MEMORY:
-                break
-        waiting = [text for text in self._texts if text.wait]
-        if waiting and not self._ready():
-            # All running texts wait for their readers, who may wait for this one.
-            self._admit(waiting[0], must=True)
+        if new := [text for text in self._texts if not text.context]:
+            asked = 0
+            for text in new:
+                asked += text.wait is Wait.PROMPT
+                if text.wait is not Wait.PROMPT or asked <= _MOST_ASKED:
+                    self._admit(text, must=False)
+                # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
+                if text.wait is Wait.MEMORY:
+                    break
+            waiting = [text for text in new if text.wait]
+            if waiting and not self._ready():
+                # All running texts wait for their readers, who may wait for this one.
+                self._admit(waiting[0], must=True)
         return self._ready()
 
     def _admit(self, text: Text, *, must: bool) -> None:

@@ -10,7 +10,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -59,42 +59,48 @@ class Stepper:
             text.ask()
         have_read = set[Text]()  # texts whose drafts have read a piece in this step
         while asked := self._drafts(texts, have_read):
-            fulfil([text.request for text in asked if text.request], self._clocks, self._make)
+            fulfil([*asked.values()], self._clocks, self._make)
             for text in asked:
                 text.take()
                 text.ask()
 
         # Choose rows: the best nodes of all trees, and pieces of prompts.
-        asked = [text for text in texts if text.request and not text.wants_draft]
-        trees = {text: text.request for text in asked if isinstance(text.request, Verify)}
+        asked = {text: text.request for text in texts if text.request and not text.wants_draft}
+        trees = {text: request for text, request in asked.items() if isinstance(request, Verify)}
+        prompts = [request for request in asked.values() if isinstance(request, Read)]
         self._trim_trees([*trees.values()])
-        self._portion_prompts([text.request for text in asked if isinstance(text.request, Read)], [*trees.values()])
-        asked = [text for text in asked if text.request and text.request.num_rows]
+        self._portion_prompts(prompts, [*trees.values()])
+        asked = {text: request for text, request in asked.items() if request.num_rows}
 
         # Verify: one pass of the target over all rows.
-        requests = [text.request for text in asked if text.request]
-        fulfil(requests, self._clocks, self._make)
+        if asked:
+            fulfil([*asked.values()], self._clocks, self._make)
         self._last = self._clocks.processor()
-        self._count(requests)
-        note_batch(asked, trees)
+        self._count(asked.values())
+        note_batch([*asked], trees)
 
         # Accept: each text takes its path and the bonus token, and tells its drafter.
         for text in asked:
             text.take()
 
-    def _count(self, requests: Sequence[AnyRequest]) -> None:
+    def _count(self, requests: Iterable[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        made = [request for request in requests if request.error is None]
-        steps = [request.num_rows for request in made if isinstance(request, Verify)]
-        passes = round(sum(request.share for request in made))  # of one pass, or each request's own
-        seconds, rows = sum(each.share * each.seconds for each in made), sum(each.num_rows for each in made)
-        more = PassStats(passes, seconds, rows, rows - sum(steps), sum(steps) - len(steps), len(steps))
+        passes = seconds = 0.0
+        rows = step_rows = steps = 0
+        for request in requests:
+            if request.error is None:
+                passes += request.share  # of one pass, or each request's own
+                seconds += request.share * request.seconds
+                rows += request.num_rows
+                if isinstance(request, Verify):
+                    steps, step_rows = steps + 1, step_rows + request.num_rows
+        more = PassStats(round(passes), seconds, rows, rows - step_rows, step_rows - steps, steps)
         self.passes = self.passes.plus(more)
 
-    def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> list[Text]:
-        """The texts whose drafts have a pass to make; a draft that has more to read than a piece waits then. Pieces of
+    def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> dict[Text, AnyRequest]:
+        """The passes that drafts want to make; a draft that has more to read than a piece waits then. Pieces of
         drafts that read the target's hidden states are larger, as they take a small part of its time."""
-        found = []
+        found = {}
         for text in texts:
             request = text.request
             if request is None or not text.wants_draft or text in have_read:
@@ -104,13 +110,13 @@ class Stepper:
                     request.num_rows = min(request.num_rows, _DRAFT_PIECE)
                 if request.num_rows < len(request.tokens):
                     have_read.add(text)
-            found.append(text)
+            found[text] = request
         return found
 
     def _trim_trees(self, requests: Sequence[Verify]) -> None:
         """Trim each tree to the nodes that are worth verifying."""
-        cost, guessed = self._cost, any(request.num_rows > 1 for request in requests)
-        if cost is None or not guessed or len(requests) < 2:
+        cost = self._cost
+        if cost is None or len(requests) < 2 or all(request.num_rows == 1 for request in requests):
             return
         _, past = mean_past(requests)
         spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import codecs
 import sys
-from array import array
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,59 +89,28 @@ class _Finder:
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
-        self._stops = _stops(strings)
+        self._strings = strings
+        self._first, self._longest = {each[0] for each in strings}, max(map(len, strings), default=0)
         self.restart()
 
     def restart(self) -> None:
         """Forget what has begun."""
-        self._state, self.certain = 0, sys.maxsize
+        self._begun, self.certain = "", sys.maxsize  # the longest end of the text that begins one of the strings
 
     def find(self, text: str, begin: int) -> tuple[int, int] | None:
         """Where the leftmost string begins and ends, at the same place the shortest, if one ends in a part.
 
         begin: the number of characters before the part.
         """
-        found: tuple[int, int] | None = None
-        for end, character in enumerate(text if self._stops.longest[-1] else "", begin + 1):  # any strings
-            self._state = self._stops.after(self._state, character)
-            length = self._stops.longest[self._state]
-            if length and (found is None or end - length < found[0]):
-                found = end - length, end
-        self.certain = begin + len(text) - self._stops.depth[self._state]
-        return found
-
-
-class _Stops:
-    """Finds strings in a stream of characters by the automaton of Aho and Corasick. Its state is the longest suffix of
-    the text that is a prefix of a string.
-
-    depth: by state, the length of that suffix; longest: by state, that of the longest string that it ends with, or 0.
-    """
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self._next: dict[int, int] = {}  # by state and character
-        self._shorter = array("i", [0])  # by state, the state of its longest proper suffix (failure link)
-        self.depth, self.longest = array("i", [0]), array("i", [0])
-        states = dict.fromkeys(strings, 0)
-        for depth in range(1, max(map(len, strings), default=0) + 1):
-            states = {string: state for string, state in states.items() if len(string) >= depth}
-            for string, before in states.items():
-                key = before << 21 | ord(string[depth - 1])
-                if key not in self._next:
-                    shorter = self.after(self._shorter[before], string[depth - 1]) if before else 0
-                    self._next[key] = len(self.depth)
-                    self._shorter.append(shorter)
-                    self.depth.append(depth)
-                    self.longest.append(self.longest[shorter])
-                states[string] = state = self._next[key]
-                if len(string) == depth:
-                    self.longest[state] = depth
-
-    def after(self, state: int, character: str) -> int:
-        """The state after one more character."""
-        while (found := self._next.get(state << 21 | ord(character))) is None and state:
-            state = self._shorter[state]
-        return found or 0
-
-
-_stops = lru_cache(8)(_Stops)  # shared by the texts of one request
+        text, begin, end = self._begun + text, begin - len(self._begun), begin + len(text)
+        if self._first.isdisjoint(text):
+            self._begun, self.certain = "", end
+            return None
+        found = [(begin + at, begin + at + len(each)) for each in self._strings if (at := text.find(each)) >= 0]
+        self._begun = ""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if text[-length] in self._first and any(each.startswith(text[-length:]) for each in self._strings):
+                self._begun = text[-length:]
+                break
+        self.certain = end - len(self._begun)
+        return min(found, default=None)

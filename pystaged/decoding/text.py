@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,20 +37,9 @@ from pystaged.stats import DrafterStats, GenerationStats
 _SCORED_ROWS = 64  # rows of a pass that scores; few, because each row has logits
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """Progress of prefill: tokens done, `of` tokens in all, for the function `progress`. The reader calls it, because
-    the thread that steps texts must not wait."""
-
-    progress: Callable[[int, int], object]
-    tokens: int
-    of: int
-
-    def report(self) -> None:
-        try:
-            self.progress(self.tokens, self.of)
-        except (StopIteration, StopAsyncIteration) as error:  # a reader would take it for the end
-            raise RuntimeError(f"{type(error).__name__} was raised by `progress`") from error
+Item = Piece | Callable[[], object] | None
+"""What a text has for its reader: pieces; calls of the function `progress`, which the reader makes because the thread
+that steps texts must not wait; and None at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ USUAL = TokenRoles()
 class Queue(Protocol):
     """Where a reader waits. `put` must not block."""
 
-    def put(self, item: tuple[Text, Piece | PrefillProgress | None], /) -> None: ...
+    def put(self, item: tuple[Text, Item], /) -> None: ...
 
 
 class Phase(Enum):
@@ -112,7 +102,7 @@ class Text:
         reused: tokens of the prompt that it need not read again.
         request: the pass that it needs.
         wait: why it waits for a context.
-        queue: takes (text, item), where the items are PrefillProgress, pieces, and last None.
+        queue: takes (text, item).
         num_sent, num_read: tokens put into the queue, and those read; it pauses at a difference of most_unread.
         is_open, is_cancelled, is_over: whether the scheduler has it; should end it; has ended it.
 
@@ -210,21 +200,39 @@ class Text:
 
     def ask(self) -> None:
         """Go on to the next pass that it needs, which is then `request`; or to its end, or an error."""
-        if self.request is not None or self.error is not None:
-            return
         try:
-            if self._phase not in (Phase.STEP, Phase.TREE):
-                if request := self._next_read():
-                    self.request = request
-                    return
-                if self.constraint is not None and self.constraint.is_complete:
-                    self.finish = "stop"
-                    return
-            if self._phase is Phase.STEP:
-                self._begin_tree()
-            self.request = (self._drafts.request() if self._drafts else None) or self._verify()
+            while not (self.request or self.finish or self.error is not None):
+                if self._drafter and self._phase is not Phase.STEP:
+                    self.request = self._drafter.request()  # it reads what the target has read, or grows its tree
+                self.request = self.request or self._go_on()
         except BaseException as error:
             self.error = error
+
+    def _go_on(self) -> AnyRequest | None:
+        """The target's next pass; None if the text goes on to another phase."""
+        assert self.context
+        prompt, drafter, account = self.prompt_tokens, self._drafter, self.context.account
+        if self._phase is Phase.TREE:
+            return self._verify()
+        if self._phase is Phase.STEP:
+            self._begin_tree()
+        elif self._phase is Phase.PREFILL:
+            if self._length < len(prompt) - 1:
+                return self._piece_of_prompt()
+            # The drafter begins, and reads the prompt as far as its account allows.
+            self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
+            greedy = self.sampling.is_greedy
+            if drafter:
+                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
+            account.open(drafter, len(prompt), self._length - self.reused, greedy)
+            self._phase = Phase.CATCH_UP
+        else:
+            account.opened()
+            self.stats.reused_tokens += self.reused
+            self.stats.prefill_seconds += self.context.clocks.wall() - self._began
+            self.finish = "stop" if self.constraint is not None and self.constraint.is_complete else None
+            self._phase = Phase.STEP
+        return None
 
     @property
     def wants_draft(self) -> bool:
@@ -280,30 +288,7 @@ class Text:
         """Tell how far the prompt is read."""
         if self.config.progress and self.queue:
             of = len(self.prompt_tokens) - 1 - self.reused
-            self.queue.put((self, PrefillProgress(self.config.progress, tokens, of)))
-
-    def _next_read(self) -> AnyRequest | None:
-        """The next pass that reads the prompt; None when it is read."""
-        assert self.context
-        prompt, drafter, account = self.prompt_tokens, self._drafter, self.context.account
-        if drafter and (request := drafter.request()):  # reads what the target has read
-            return request
-        if self._phase is Phase.PREFILL:
-            if self._length < len(prompt) - 1:
-                return self._piece_of_prompt()
-            # The drafter begins, and reads the prompt as far as its account allows.
-            self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
-            greedy = self.sampling.is_greedy
-            if drafter:
-                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
-            self._phase = Phase.CATCH_UP
-            account.open(drafter, len(prompt), self._length - self.reused, greedy)
-            return self._next_read()
-        account.opened()
-        self.stats.reused_tokens += self.reused
-        self.stats.prefill_seconds += self.context.clocks.wall() - self._began
-        self._phase = Phase.STEP
-        return None
+            self.queue.put((self, partial(self.config.progress, tokens, of)))
 
     def _piece_of_prompt(self) -> Read:
         """The pass that reads the next piece of the prompt."""
@@ -391,8 +376,9 @@ class Text:
             self.constraint.advance(tokens)
             finish = "stop" if self.constraint.is_complete else finish
         for count, token in enumerate(tokens, 1):
-            self.pieces.append(self.token_bytes(token))
-            text += self._buffer.push(self.pieces[-1])
+            piece = self.tokenizer.token_bytes(token, special=token in self.roles.spelled) if self.tokenizer else b""
+            self.pieces.append(piece)
+            text += self._buffer.push(piece)
             if self._buffer.met is not None:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):

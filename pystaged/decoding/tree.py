@@ -125,7 +125,7 @@ class TreeBuilder:
     def build(self, kept: Sequence[int]) -> TokenTree:
         """The tree of the root and these nodes in this order; a node's parent must be the root or an earlier node."""
         index = {0: 0} | {node: i for i, node in enumerate(kept, 1)}
-        nodes = [self.nodes[0], *(self.nodes[node] for node in kept)]
+        nodes = [self.nodes[node] for node in (0, *kept)]
         return TokenTree(
             np.array([node.token for node in nodes], np.int32),
             np.array([-1] + [index[node.parent] for node in nodes[1:]], np.int32),

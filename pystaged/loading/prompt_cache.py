@@ -60,22 +60,22 @@ class KeptPrompts:
         self._thread = 0  # the writing thread
         self._has_failed = False  # the last one that was written
 
-    def find(self, prompt: NDArray[np.int32], n_ctx: int) -> tuple[Path, NDArray[np.int32]] | None:
-        """The file and the tokens of the text of at most n_ctx tokens that begins most like a prompt; None for none."""
+    def find(self, prompt: NDArray[np.int32], n_ctx: int, length: int) -> tuple[Path, NDArray[np.int32]] | None:
+        """The file and the tokens of the text of at most n_ctx tokens that begins most like a prompt; None if it is
+        faster to prefill what that has of the prompt after `length` tokens."""
         self._look()
         fitting = [each for each in self._texts.items() if len(each[1]) <= n_ctx]
-        return max(fitting, key=lambda each: common_prefix(each[1], prompt), default=None)
+        path, text = max(fitting, key=lambda each: common_prefix(each[1], prompt), default=(None, prompt[:0]))
+        is_worth = common_prefix(text, prompt) - length >= max(_LEAST // 2, len(text) // 16)  # all of it is read
+        return (path, text) if path and is_worth else None
 
-    def load(self, path: Path, sessions: Sequence[Session]) -> bool:
-        """Read a text that `find` returned into the empty sessions of a context. A file that cannot be used is removed;
-        then the sessions stay empty."""
+    def load(self, path: Path, sessions: Sequence[Session]) -> None:
+        """Read a text that `find` returned into empty sessions; a file that cannot be used is removed then."""
         try:
             read_texts(os.fsencode(path), self._head(self._texts[path]), sessions)
             os.utime(path)
         except OSError as error:
             self._drop(path, str(error))
-            return False
-        return True
 
     def keep(self, sessions: Sequence[Session], *, last: bool = False) -> None:
         """Write the text of a context in the background, unless nearly all of it is kept, or too many are being

@@ -22,6 +22,7 @@ from pystaged.decoding.context import Context
 from pystaged.decoding.cost import ExpertCost, PassCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
+from pystaged.decoding.text import Phase
 from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
 from pystaged.options.config import SamplingConfig
 from pystaged.stats import DrafterStats
@@ -199,8 +200,9 @@ class Text:
         sampling = SamplingConfig(temperature=0.0 if greedy else 1.0)
         self.text = text_of(np.zeros(prompt_tokens, np.int32), sampling, 10**9, speculate=speculate)
         self.text.begin(self.decoder)
-        while request := self.text._next_read():
-            self._pass(request)
+        while self.text._phase is not Phase.STEP:
+            if request := (self.text._drafter and self.text._drafter.request()) or self.text._go_on():
+                self._pass(request)
 
     def step(self, behaviour: Behaviour) -> int:
         """Returns the number of tokens."""

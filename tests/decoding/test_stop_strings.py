@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pystaged.decoding.stop_strings import TextBuffer, _Stops
+from pystaged.decoding.stop_strings import TextBuffer
 from pystaged.options.config import GenerationConfig
 
 # Few characters, so that stop strings are met; whole ones, torn ones, and bytes that no text has.
@@ -59,25 +59,6 @@ def twin(chunks: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:
 @example(chunks=[b"\xf0\x9f", b"\xa6"], stop=("\ufffd",))
 def test_pieces_are_the_twins(chunks: list[bytes], stop: tuple[str, ...]) -> None:
     assert pieces_of(chunks, stop) == twin(chunks, stop)
-
-
-def test_stop_strings_take_a_step_for_each_character() -> None:
-    """Not one for each of their beginnings."""
-    longest, steps = 1 << 12, 0
-
-    class Counting(_Stops):
-        def after(self, state: int, character: str) -> int:
-            nonlocal steps
-            steps += 1
-            return super().after(state, character)
-
-    buffer = TextBuffer(("x",))
-    buffer._anywhere._stops = Counting((" " * longest, " " * (longest - 1) + "x"))
-    steps = 0
-    assert [buffer.push(b" ") for _ in range(longest - 1)] == [""] * (longest - 1)
-    assert steps == longest - 1
-    assert buffer.push(b"x") == ""
-    assert buffer.met == " " * (longest - 1) + "x"
 
 
 @settings(max_examples=300)

@@ -114,7 +114,7 @@ def prompt(folder: Path) -> State:
         raise ValueError(line)
 
     kept, session = _prompts(folder, refuse)
-    found = kept.find(np.array(PROMPT, np.int32), session.n_ctx)
+    found = kept.find(np.array(PROMPT, np.int32), session.n_ctx, 0)
     if found:
         kept.load(found[0], [session])
     return session.tokens.tolist() or None

@@ -16,7 +16,7 @@ from pystaged.decoding.context import Context
 from pystaged.decoding.drafter import Drafter, fulfil_all
 from pystaged.decoding.requests import Clocks, fulfil
 from pystaged.decoding.stepper import Stepper
-from pystaged.decoding.text import Phase, PrefillProgress, TokenRoles
+from pystaged.decoding.text import Phase, TokenRoles
 from pystaged.decoding.tree import TokenTree
 from pystaged.drafting.table import NgramTable
 from pystaged.options.config import GenerationConfig, SamplingConfig
@@ -66,8 +66,8 @@ class Said:
         self.pieces: list[Piece] = []
 
     def put(self, item: Any) -> None:
-        if isinstance(item[1], PrefillProgress):
-            item[1].report()
+        if callable(item[1]):
+            item[1]()
         else:
             self.pieces.append(item[1])
 
@@ -78,10 +78,11 @@ _texts = WeakKeyDictionary[Context, Any]()
 def started(context: Context, prompt: NDArray[np.int32], **options: Any) -> int:
     """Read a prompt; returns the number of tokens that the context held already."""
     text = _texts[context] = text_of(prompt, queue=Said(), **options).begin(context)
-    while request := text._next_read():
-        fulfil([request], context.clocks)
-        text.request = request
-        text.take()
+    while text._phase is not Phase.STEP:
+        if request := (text._drafter and text._drafter.request()) or text._go_on():
+            fulfil([request], context.clocks)
+            text.request = request
+            text.take()
         if text.error is not None:
             raise text.error
     return text.reused
