@@ -40,7 +40,7 @@ CPP_ROOMS = {
     "kernels": 3005,
     "machine": 1473,
     "files": 411,
-    "weights": 922,
+    "weights": 918,
     "llama": 638,
     "model": 2428,
     "state": 899,

@@ -156,13 +156,16 @@ ALWAYS_INLINE LaneBlock read_block(Packing packing, const uint8_t* in, int index
     }
 }
 
-// Moves the quants of one lane to their places in a packed block, and back. Beyond the lower bits, which are four or
+// Moves what one lane has to its places in a packed block, and quants back. Beyond their lower bits, which are four or
 // else two, there are none, one or two.
-ALWAYS_INLINE void store_quants(const Layout& l, const uint32_t* words, int lane, uint8_t* out) {
-    out += 4 * lane;
+ALWAYS_INLINE void store_block(const Layout& l, const LaneBlock& block, int lane, uint8_t* out) {
+    for (int i = 0; i < l.factors; ++i) {
+        std::memcpy(out + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes, l.factor_bytes);
+    }
+    out += l.factors_bytes + 4 * lane;
     if (l.bits == 8) {
         for (int i = 0; i < 8; ++i) {
-            store_word(out + 4 * kLanes * i, words[i]);
+            store_word(out + 4 * kLanes * i, block.words[i]);
         }
         return;
     }
@@ -170,7 +173,7 @@ ALWAYS_INLINE void store_quants(const Layout& l, const uint32_t* words, int lane
         for (int plane = 0, count = width == 1 ? 8 : 4; plane < width; ++plane) {
             uint32_t bits = 0;
             for (int i = 0; i < count; ++i) {
-                bits |= (words[plane * count + i] >> at & (width == 1 ? kOnes : 3 * kOnes)) << width * i;
+                bits |= (block.words[plane * count + i] >> at & (width == 1 ? kOnes : 3 * kOnes)) << width * i;
             }
             store_word(out + 4 * kLanes * (at + plane), bits);
         }
@@ -181,7 +184,7 @@ ALWAYS_INLINE void store_quants(const Layout& l, const uint32_t* words, int lane
         return;
     }
     for (int i = 0; i < 4; ++i) {
-        store_word(out + 4 * kLanes * i, (words[i] & kNibbles) | (words[i + 4] & kNibbles) << 4);
+        store_word(out + 4 * kLanes * i, (block.words[i] & kNibbles) | (block.words[i + 4] & kNibbles) << 4);
     }
     store_bits(4, l.bits - 4);
 }
@@ -225,8 +228,9 @@ void pack_floats(const uint8_t* const* rows, int cols, uint8_t* out) {
     }
 }
 
-template <Packing kPacking>
-void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
+// The indices are those of the blocks that share a header.
+template <Packing kPacking, int... kIndices>
+void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out, std::integer_sequence<int, kIndices...>) {
     constexpr Layout l = layout_of(kPacking);
     // Where in a block of the file its F16 numbers for all of ours stand.
     constexpr Packing q6 = Packing::q6_k, q3 = Packing::q3_k, q2 = Packing::q2_k;
@@ -241,16 +245,8 @@ void pack_blocks(const uint8_t* const* rows, int cols, uint8_t* out) {
             for (int i = 0; i < l.headers; ++i) {
                 std::memcpy(out + 2 * (i * kLanes + lane), in + at + 2 * i, 2);
             }
-#pragma GCC unroll 8
-            for (int index = 0; index < l.blocks; ++index) {
-                uint8_t* to = out + l.header_bytes + index * l.block_bytes;
-                const LaneBlock block = read_block(kPacking, in, index);
-                for (int i = 0; i < l.factors; ++i) {
-                    std::memcpy(to + (i * kLanes + lane) * l.factor_bytes, block.factors + i * l.factor_bytes,
-                                l.factor_bytes);
-                }
-                store_quants(l, block.words, lane, to + l.factors_bytes);
-            }
+            uint8_t* blocks = out + l.header_bytes;
+            (store_block(l, read_block(kPacking, in, kIndices), lane, blocks + kIndices * l.block_bytes), ...);
         }
     }
 }
@@ -262,7 +258,7 @@ void pack(const uint8_t* const* rows, int cols, uint8_t* out) {
     } else if constexpr (kPacking < Packing::q8_0) {
         pack_floats<uint16_t>(rows, cols, out);
     } else {
-        pack_blocks<kPacking>(rows, cols, out);
+        pack_blocks<kPacking>(rows, cols, out, std::make_integer_sequence<int, layout_of(kPacking).blocks>());
     }
 }
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.families import CASES
 from support.random_models import write
-from support.remote import Wire, over
+from support.remote import Turncoat, Wire, over
 from support.steps import evaluate, prefill
 
 import pystaged
@@ -225,6 +225,36 @@ def test_a_server_that_hangs(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
             engine.generate(PROMPT, max_tokens=8)
     with pytest.raises(DeviceError, match="does not answer within 1 seconds"):
         pystaged.load("bundled", device=f"rpc:{endpoint}")
+
+
+@needs_rpc
+@pytest.mark.parametrize(
+    "turned",
+    [lambda _: b"", lambda data: os.urandom(len(data)), lambda data: bytes(len(data))],
+    ids=["silence", "noise", "zeros"],
+)
+@pytest.mark.parametrize("case", ["qwen3moe", "lfm2"])
+def test_another_program_in_mid_generation(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, turned: Callable[[bytes], bytes]
+) -> None:
+    """In the place of the second server, which was frozen, or whose port another program has now."""
+    monkeypatch.setenv("PYSTAGED_RPC_TIMEOUT", "3")
+    monkeypatch.setattr(rpc, "_CONNECT_SECONDS", 1.0)
+    (one, _), (two, _) = start(), start()
+    turncoat, prompt = Turncoat(two), [5, 6, 7] * 4
+    device = f"rpc:{one},{turncoat.endpoint}"
+    path = write(tmp_path / "model.gguf", CASES[case])
+    with pystaged.load(path, device=device, draft=None, num_threads=1, policy=TREE) as engine:
+        stream = engine.stream(prompt, max_tokens=100, ignore_eos=True)
+        pieces = [next(stream) for _ in range(3)]
+        turncoat.turn(turned)
+        with pytest.raises(DeviceLostError, match=re.escape(turncoat.endpoint)) as lost:
+            pieces.extend(stream)
+        assert lost.value.text == "".join(pieces)
+        assert lost.value.tokens == [token for piece in pieces for token in piece.tokens]
+        with pytest.raises(DeviceError, match=re.escape(turncoat.endpoint)):
+            engine.generate(prompt)
+    turncoat.close()
 
 
 def impostor(answer: bytes) -> str:
