@@ -65,12 +65,7 @@ class Reply(StreamingResponse):
 
     async def event(self, data: Any) -> None:
         """Send one event of a stream."""
-        name = f"event: {data['type']}\n".encode() if self.names_events else b""
-        await self._pass(self._framed(name, encoded(data)))
-
-    async def end(self, mark: bytes) -> None:
-        """Send the end of a stream."""
-        await self._pass(mark, more=False)
+        await self.part(self._framed(data.get("type"), encoded(data)))
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
@@ -78,13 +73,14 @@ class Reply(StreamingResponse):
         if not self._status:
             await self.whole(error.response(path))
         elif self._is_in_parts:  # nothing can follow a whole answer
-            name = b"event: error\n" if self.names_events else b""
-            await self._part(self._framed(name, self.error_event(error, path)), more=False)
+            await self._send(self._framed("error", self.error_event(error, path)), more=False)
 
-    def _framed(self, name: bytes, data: bytes) -> bytes:
+    def _framed(self, kind: str, data: bytes) -> bytes:
+        name = f"event: {kind}\n".encode() if self.names_events else b""
         return data + b"\n" if self._in_lines else name + b"data: " + data + b"\n\n"
 
-    async def _pass(self, data: bytes, *, more: bool = True) -> None:
+    async def part(self, data: bytes, *, more: bool = True) -> None:
+        """Send a part of a stream, unless it is behind the last, as soon as its client reads."""
         if not self._status:
             self._status, self._is_in_parts = 200, True
             kind = b"application/x-ndjson" if self._in_lines else b"text/event-stream"
@@ -93,22 +89,21 @@ class Reply(StreamingResponse):
         await self._unsent.put((data, more))
         self._last = time.monotonic()
 
-    async def _part(self, data: bytes, *, more: bool) -> None:
+    async def _send(self, data: bytes, *, more: bool) -> None:
         self._is_in_parts = more
         await self._asgi[2]({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def _send(self) -> None:
-        """Send the parts of a stream as fast as its client reads; those behind the last are dropped."""
+    async def _send_all(self) -> None:
         while True:
             data, more = await self._unsent.get()
             if self._is_in_parts:
-                await self._part(data, more=more)
+                await self._send(data, more=more)
             self._unsent.task_done()
 
     async def stream_response(self, send: Send) -> None:
         del send  # as _asgi has it
         async with anyio.create_task_group() as group:
-            group.start_soon(self._send)
+            group.start_soon(self._send_all)
             if self._pings:
                 group.start_soon(self._ping)
             await self._answer()
@@ -118,7 +113,7 @@ class Reply(StreamingResponse):
         while True:
             await anyio.sleep(max(0.0, self._last + _PING - time.monotonic()) or _PING)
             if time.monotonic() - self._last >= _PING and not self._in_lines:
-                await self._pass(b":\n\n")  # a comment, which clients ignore; lines have none
+                await self.part(b":\n\n")  # a comment, which clients ignore; lines have none
 
     async def _answer(self) -> None:
         try:

@@ -307,6 +307,7 @@ def test_a_failure_in_the_middle_is_an_event(
         data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
         last = data.rstrip().split("\n\n")[-1]
         assert words in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert '"text":"x"' in data  # what was written before it
         assert "secret" not in data
         assert "[DONE]" not in data
 
