@@ -301,7 +301,7 @@ def test_a_failure_in_the_middle_is_an_event(
             calls.append(1)
             if len(calls) > 2:
                 raise error
-            return {"index": 0, "text": "x", "logprobs": None, "finish_reason": None}
+            return [{"index": 0, "text": "x", "logprobs": None, "finish_reason": None}]
 
         monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.parts", fail)
         data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
