@@ -425,6 +425,26 @@ def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
     assert lines[2].startswith("/tokenize 200 ")
 
 
+def test_many_requests_keep_no_lists_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads."""
+    go_on, begun = threading.Event(), []
+
+    def start(*_: object) -> None:
+        begun.append(1)
+        assert go_on.wait(600)
+        raise ValueError("no")
+
+    monkeypatch.setattr(engine, "start", start)
+    with live(engine, queue=100) as server, ThreadPoolExecutor(48) as pool:
+        try:
+            texts = [pool.submit(server.ask, PATH, body(i)) for i in range(48)]
+            wait_until(lambda: len(begun) == 40)
+            assert [server.ask(path)[0] for path in ("/health", "/v1/models", "/api/ps")] == [200] * 3
+        finally:
+            go_on.set()
+        assert {each.result()[0] for each in texts} == {400}
+
+
 FORMED: list[dict[str, Any]] = [
     {"grammar": 'root ::= "a"'},
     {"json_schema": {"const": 1}},
