@@ -83,7 +83,7 @@ def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> li
         if not word:
             raise ValueError(f"an empty name in {names!r}; name baselines with single commas between them")
         if not any(each.key.startswith(word) for each in found):
-            there = ", ".join(each.key for each in found)
+            there = "; ".join(each.key for each in found)
             raise ValueError(f"no baseline's name begins with {word}; there are {there}")
     return [each for each in found if each.key.startswith(words)]
 

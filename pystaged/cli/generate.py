@@ -17,7 +17,7 @@ from pystaged.options.table import SAMPLING, TEXT
     logprobs={"help": f"With --json. {TEXT['logprobs'].help}"},
 )
 def generate(
-    prompt: str | None = typer.Argument(None, help="Text to continue; - reads it from standard input."),
+    prompt: str | None = typer.Argument(None, metavar="PROMPT", help="Text to continue; - reads standard input."),
     *,
     prompts: Path | None = option(
         None,

@@ -13,7 +13,7 @@ from pystaged.platform.process import orderly_end
 
 
 def pull(
-    model: str = typer.Argument(help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf."),
+    model: str = typer.Argument(metavar="MODEL", help="Hub id: owner/name, owner/name:TYPE or owner/name:FILE.gguf."),
     quantization: str = option(
         "", f"One of {', '.join(FILE_TYPES)}; of a checkpoint {DEFAULT_TYPE}.", "--type", callback=check_type
     ),

@@ -18,7 +18,7 @@ from pystaged.receipts.repeating import check_model, described, find_model, prom
 
 def verify(
     files: list[Path] = typer.Argument(
-        help="Receipts written by `generate --receipt`, or texts that tests keep.", metavar="FILE..."
+        help="Receipts written by `generate --receipt`, or texts that tests keep.", metavar="FILE"
     ),
     model: str | None = option(None, "The model, if it is not found here by its hash.", "--model", "-m", callback=None),
     plain: bool = option(False, "Decode without drafting: the same text, only slower.", "--plain"),

@@ -129,7 +129,7 @@ class Costs:
         machine = (platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
-        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path).name)))
+        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path).key)))
         cost = None if again else kept_cost(key)
         if cost is None or (compared and not all(cost.samples.values())):
             if compared:

@@ -132,7 +132,7 @@ def _load(path: Path, target: Model, form: Form) -> Model:
 
 def _place(path: Path, target: Model, target_path: Path) -> Path:
     """The file of the form that was found."""
-    files = (SeenModel.now(each).name for each in (path, target_path))
+    files = (SeenModel.now(each).key for each in (path, target_path))
     parts = _VERSION, target.name, target.weight_bytes, *files
     key = hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:24]
     return cache_folder() / "drafts" / f"{key}.json"

@@ -40,7 +40,7 @@ def find(name: str) -> Path | None:
     for folder in _folders():
         blobs = folder / "blobs"
         if digest := _DIGEST.fullmatch(name):
-            if (path := blobs / f"sha256-{digest[1]}").is_file():
+            if os.access(path := blobs / f"sha256-{digest[1]}", os.R_OK):  # another user's may not be
                 return path
         elif layers := _layers(folder / "manifests", name) or _layers(folder / "manifests", name.lower()):
             if _ADAPTER in layers:

@@ -47,7 +47,7 @@ class SeenModel(NamedTuple):
         return cls(path, sum(each.size for each in files), files)
 
     @property
-    def name(self) -> str:
+    def key(self) -> str:
         """What tells it from other models also after a copy or a restart: path, size and time of each file."""
         return repr([(str(each.path.absolute()), each.size, each.stamp[-1]) for each in self.files])
 

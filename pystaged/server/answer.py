@@ -159,7 +159,7 @@ class Answer(ABC):
             return
         if self._options.include_usage:
             await reply.event(self._envelope(self.kinds[1], []) | self._figures())
-        await reply.end(self.mark)
+        await reply.part(self.mark, more=False)
 
     async def _generate(self) -> None:
         """Generate the sequences together, as far as the gate admits them; an error in one ends all.

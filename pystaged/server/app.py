@@ -65,7 +65,7 @@ _WRITTEN: dict[str, Callable[[State, Any], Answer]] = {
 }
 # Members that constrain the output.
 _FORMS = ("grammar", "json_schema", "response_format", "text", "output_config", "tools", "format")
-_MOST_FORMS = 4  # requests with such members checked at the same time
+_MOST_FORMS = _MOST_LISTS = 4  # such requests checked, and lists made, at the same time, in threads of their own
 _MEMBER = re.compile("(?!(str|int|float|bool)$)[a-z_]+")
 
 
@@ -104,7 +104,7 @@ class _Endpoints:
 
     def __init__(self, models: Models) -> None:
         self._models, self._settings = models, models.settings
-        self._forms = anyio.CapacityLimiter(_MOST_FORMS)
+        self._forms, self._lists = anyio.CapacityLimiter(_MOST_FORMS), anyio.CapacityLimiter(_MOST_LISTS)
 
     async def metrics(self, _: Request) -> Response:
         states = self._models.loaded()
@@ -116,7 +116,7 @@ class _Endpoints:
         return as_json(encoded(about.model(self._models, request.path_params["name"])))
 
     async def listed(self, answer: Callable[[Models], Any], _: Request) -> Response:
-        return as_json(await run_sync(lambda: encoded(answer(self._models))))
+        return as_json(await run_sync(lambda: encoded(answer(self._models)), limiter=self._lists))
 
     async def given(self, answer: Callable[[State], Any], request: Request) -> Response:
         # A client that names no model asks for the one used last.

@@ -194,8 +194,7 @@ def _schema(request: ChatRequest) -> dict[str, Any] | None:
     if given.type == "json_object":
         return given.schema_ if given.schema_ is not None else {"type": "object"}
     if given.json_schema is None or given.json_schema.schema_ is None:
-        message = "response_format of type json_schema needs json_schema.schema"
-        raise ApiError(400, message, param="response_format")
+        raise ApiError(400, "response_format of type json_schema needs json_schema.schema", param="response_format")
     return given.json_schema.schema_
 
 
@@ -244,8 +243,7 @@ class ChatAnswer(Answer):
         return [_part(i) | self._end(i, result)]
 
     def _calling(self, i: int, block: Block, **members: Any) -> dict[str, Any]:
-        number = self.readers[i].of_kind("call").index(block)
-        return _part(i, tool_calls=[{"index": number, **members}])
+        return _part(i, tool_calls=[{"index": self.readers[i].of_kind("call").index(block), **members}])
 
     def _call(self, i: int, block: Block, arguments: str | None = None) -> dict[str, Any]:
         function = {"name": block.name, "arguments": block.text if arguments is None else arguments}

@@ -50,9 +50,8 @@ class Gate:
         request may exceed it by its sequences after the first."""
         excess = self.num_inside + self.num_waiting + self._num_coming + 1 - self._parallel - self._most_waiting
         if excess > 0:
-            now = self._clock()
             # One that has already taken longer than the mean raises the estimate.
-            longest = max([self._mean, *(now - begun for begun in self._begun.values())])
+            longest = max([self._mean, *(self._clock() - begun for begun in self._begun.values())])
             seconds = math.ceil(max(1.0, longest * excess / self._parallel))
             raise ApiError(
                 429,

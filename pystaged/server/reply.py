@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pystaged.server.errors import ApiError, ending, explained, is_ollamas
 
 _PING = 15.0  # seconds without an event after which a comment keeps the connection alive
+_UNSENT = 4096  # events of a stream that wait for its reader; its text then waits, too, and holds its place
 _log = logging.getLogger("pystaged.server")
 
 
@@ -41,7 +42,7 @@ class Reply(StreamingResponse):
     ) -> None:
         self._work, self._pings, self._timeout, self._over = work, pings, timeout, over
         self.background = None
-        self._lock = anyio.Lock()
+        self._unsent = asyncio.Queue[tuple[bytes, bool]](_UNSENT)
         self._last = time.monotonic()
         self._status, self._is_in_parts = 0, False
 
@@ -64,12 +65,7 @@ class Reply(StreamingResponse):
 
     async def event(self, data: Any) -> None:
         """Send one event of a stream."""
-        name = f"event: {data['type']}\n".encode() if self.names_events else b""
-        await self._pass(self._framed(name, encoded(data)))
-
-    async def end(self, mark: bytes) -> None:
-        """Send the end of a stream."""
-        await self._pass(mark, more=False)
+        await self.part(self._framed(data.get("type"), encoded(data)))
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
@@ -77,26 +73,37 @@ class Reply(StreamingResponse):
         if not self._status:
             await self.whole(error.response(path))
         elif self._is_in_parts:  # nothing can follow a whole answer
-            name = b"event: error\n" if self.names_events else b""
-            await self._pass(self._framed(name, self.error_event(error, path)), more=False)
+            await self._send(self._framed("error", self.error_event(error, path)), more=False)
 
-    def _framed(self, name: bytes, data: bytes) -> bytes:
+    def _framed(self, kind: str, data: bytes) -> bytes:
+        name = f"event: {kind}\n".encode() if self.names_events else b""
         return data + b"\n" if self._in_lines else name + b"data: " + data + b"\n\n"
 
-    async def _pass(self, data: bytes, *, more: bool = True) -> None:
-        send = self._asgi[2]
-        async with self._lock:  # an event must not be cut in two by a ping
-            if not self._status:
-                self._status, self._is_in_parts = 200, True
-                kind = b"application/x-ndjson" if self._in_lines else b"text/event-stream"
-                headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._last = time.monotonic()
+    async def part(self, data: bytes, *, more: bool = True) -> None:
+        """Send a part of a stream, unless it is behind the last, as soon as its client reads."""
+        if not self._status:
+            self._status, self._is_in_parts = 200, True
+            kind = b"application/x-ndjson" if self._in_lines else b"text/event-stream"
+            headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+            await self._asgi[2]({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._unsent.put((data, more))
+        self._last = time.monotonic()
+
+    async def _send(self, data: bytes, *, more: bool) -> None:
+        self._is_in_parts = more
+        await self._asgi[2]({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _send_all(self) -> None:
+        while True:
+            data, more = await self._unsent.get()
+            if self._is_in_parts:
+                await self._send(data, more=more)
+            self._unsent.task_done()
 
     async def stream_response(self, send: Send) -> None:
         del send  # as _asgi has it
         async with anyio.create_task_group() as group:
+            group.start_soon(self._send_all)
             if self._pings:
                 group.start_soon(self._ping)
             await self._answer()
@@ -106,12 +113,15 @@ class Reply(StreamingResponse):
         while True:
             await anyio.sleep(max(0.0, self._last + _PING - time.monotonic()) or _PING)
             if time.monotonic() - self._last >= _PING and not self._in_lines:
-                await self._pass(b":\n\n")  # a comment, which clients ignore; lines have none
+                await self.part(b":\n\n")  # a comment, which clients ignore; lines have none
 
     async def _answer(self) -> None:
         try:
             with anyio.fail_after(self._timeout):
-                await self._work(self)
+                try:
+                    await self._work(self)
+                finally:
+                    await self._unsent.join()
         except TimeoutError:
             await self.fail(ApiError(503, "the request took too long", code="timeout", kind="timeout_error"))
         except Exception as error:

@@ -238,17 +238,11 @@ class Tool(BaseModel):
     function: Function
 
 
-class ChosenFunction(BaseModel):
-    """The name of a function."""
-
-    name: str
-
-
 class ToolChoice(BaseModel):
     """The one function that must be called."""
 
     type: Literal["function"] = "function"
-    function: ChosenFunction
+    function: FunctionCall
 
 
 class JsonSchema(Open):

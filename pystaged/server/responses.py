@@ -19,7 +19,7 @@ from pystaged.server.models import State
 from pystaged.server.options import chat_request, refuse, text_of
 from pystaged.server.request_types import (
     ChatRequest,
-    ChosenFunction,
+    FunctionCall,
     Open,
     Parts,
     ResponseFormat,
@@ -95,7 +95,7 @@ class ResponseToolChoice(Open):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ChosenFunction] = []  # noqa: RUF012  pydantic copies it
+    tools: list[FunctionCall] = []  # noqa: RUF012  pydantic copies it
 
 
 class ReasoningConfig(Open):

@@ -17,8 +17,7 @@ class Settings:
     """Settings of a server; those of SERVER have their description there.
 
     name: an only model's name for clients. defaults: TextOptions that requests may override; max_tokens is also a
-    limit.
-    think: whether models that can reason do so, None for what their templates prefer; requests may override it.
+    limit. think: whether models that can reason do so, None for what their templates prefer; requests may override it.
     max_body: most bytes of a request. log: called with a line for each request, or None. written: called with the
     results of each request, in the request's task, before the end of its answer is sent.
     """

@@ -454,6 +454,7 @@ def test_help_fits_on_a_page(command: list[str]) -> None:
     lines = short.splitlines()
     words = [line for line in lines if not line.startswith("  pystaged ")]  # commands to copy stay whole
     assert (len(lines) <= 40, max(map(len, words)) <= 80) == (True, True), short
+    assert lines[0].partition("[OPTIONS]")[2].isupper() or lines[0].endswith("[OPTIONS]")
     if command == ["generate"]:
         assert CliRunner().invoke(cli.app, ["generate", "--help-all", "--stop", "x"]).stdout == whole
         assert str(2**64 - 1) not in whole

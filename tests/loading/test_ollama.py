@@ -131,5 +131,7 @@ def test_without_ollama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_folder_that_may_not_be_entered_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "glob", Mock(side_effect=PermissionError))
+    for name in ("glob", "stat"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError))
     assert ollama.files() == {}
+    assert ollama.find("sha256-" + "2" * 64) is None

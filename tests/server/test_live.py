@@ -247,11 +247,12 @@ def test_a_stream_that_waits_shows_that_the_server_is_there(engine: Engine, monk
         assert "".join(each["choices"][0]["text"] for each in found) == written(engine, 2)
 
 
-@pytest.mark.slow
 def test_who_does_not_read_holds_nobody_up(engine: Engine) -> None:
-    """A text waits for its reader, others go on; in the end the reader has it whole."""
-    with live(engine) as server:
-        options = endless(stream=True, n=8, seed=3, logprobs=20)
+    """Its texts are written all the same, and it has them whole in the end."""
+    listener = run.bound("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)  # as little as a connection from far away has
+    with live(engine, listener, parallel=2) as server:
+        options = endless(stream=True, n=2, seed=3, logprobs=20)
         slow = server.send("POST", PATH, options)
         for i in range(4):
             assert server.ask(PATH, body(i))[1]["choices"][0]["text"] == written(engine, i)
@@ -300,12 +301,13 @@ def test_a_failure_in_the_middle_is_an_event(
             calls.append(1)
             if len(calls) > 2:
                 raise error
-            return {"index": 0, "text": "x", "logprobs": None, "finish_reason": None}
+            return [{"index": 0, "text": "x", "logprobs": None, "finish_reason": None}]
 
         monkeypatch.setattr("pystaged.server.completions.CompletionAnswer.parts", fail)
         data = server.send("POST", PATH, body(2, stream=True, temperature=0)).read().decode()
         last = data.rstrip().split("\n\n")[-1]
         assert words in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert '"text":"x"' in data  # what was written before it
         assert "secret" not in data
         assert "[DONE]" not in data
 
@@ -421,6 +423,26 @@ def test_a_log_has_a_line_for_each_request(engine: Engine) -> None:
     assert ", 2 sequences, " in lines[0]
     assert lines[1].startswith(f"{PATH} 400 ")
     assert lines[2].startswith("/tokenize 200 ")
+
+
+def test_many_requests_keep_no_lists_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads."""
+    go_on, begun = threading.Event(), []
+
+    def start(*_: object) -> None:
+        begun.append(1)
+        assert go_on.wait(600)
+        raise ValueError("no")
+
+    monkeypatch.setattr(engine, "start", start)
+    with live(engine, queue=100) as server, ThreadPoolExecutor(48) as pool:
+        try:
+            texts = [pool.submit(server.ask, PATH, body(i)) for i in range(48)]
+            wait_until(lambda: len(begun) == 40)
+            assert [server.ask(path)[0] for path in ("/health", "/v1/models", "/api/ps")] == [200] * 3
+        finally:
+            go_on.set()
+        assert {each.result()[0] for each in texts} == {400}
 
 
 FORMED: list[dict[str, Any]] = [

@@ -1,5 +1,5 @@
 """Public programs that speak to servers of OpenAI's kind, or load models by our adapters. They have many dependencies:
-PYSTAGED_CLIENTS names a Python that has them (pip install instructor litellm llm llm-comply "lm-eval[api]"
+PYSTAGED_CLIENTS names a Python that has them and pystaged (pip install instructor litellm llm llm-comply "lm-eval[api]"
 ollama schemathesis); without, they are skipped. llama.cpp's tests of its server are run where PYSTAGED_LLAMA_CPP names
 its sources; they need their requirements.txt."""
 
