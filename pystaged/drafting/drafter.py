@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.decoding.account import Meter
-from pystaged.decoding.cost import ExpertCost, PassCost
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest, Read
@@ -49,7 +49,6 @@ class TreeDrafter:
         learnt: how often candidates are right, by whether decoding is greedy; refined here. None to begin anew.
         cost: processor seconds to look up a number of nodes, refined here. None counts 0.
         meter: measures the time of drafting; the context's, which its account reads, too.
-        experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
     """
 
@@ -62,7 +61,6 @@ class TreeDrafter:
         *,
         cost: PassCost | None = None,
         meter: Meter | None = None,
-        experts: ExpertCost | None = None,
         chains: bool = False,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
@@ -78,7 +76,6 @@ class TreeDrafter:
         self._chains = chains
         self._vocab_size = vocab_size
         self._cost = cost
-        self._experts = experts
         self._learnt = learnt or {True: Calibration(), False: Calibration()}
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
@@ -236,9 +233,6 @@ class TreeDrafter:
         """Keep the nodes to verify, parents before children, and count the work."""
         kept = tree.ranked()
         growth = self._growth(tree, [tree.nodes[node].score for node in kept])
-        if self._experts:
-            kept, experts = self._experts.order(tree.nodes, kept, growth.cells, MAX_NODES)
-            growth = replace(growth, scores=[tree.nodes[node].score for node in kept], experts=experts)
         kept = kept[: checked(self._policy, "keep", self._policy.keep(growth), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
         self.estimate = tree.reading + tree.seconds if self._gain else 0.0

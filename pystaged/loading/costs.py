@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import HiddenRows, Model, Session, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, ExpertCost, PassCost, measure
+from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, PassCost, measure
 from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
@@ -41,8 +41,7 @@ def measure_passes(
     """Sample a model's passes with an empty and with a long past, including candidate selection.
 
     Args:
-        text: tokens of the rows, repeated if there are more rows. Of a mixture of experts, neighbours in a text have
-            some experts in common.
+        text: tokens of the rows, repeated if there are more rows; neighbours in a text have some experts in common.
         seconds: time of sampling.
         target: of a draft that reads its hidden states; rows that are no block read the draft's own.
     """
@@ -55,7 +54,6 @@ def measure_passes(
     sessions: dict[int, list[Session]] = {}  # with the target's
     tokens = np.resize(text, most_rows)
     clock = time.perf_counter if model.devices else time.thread_time
-    unions: dict[int, float] = {}
     hidden: HiddenRows | None = None
 
     def begin(length: int) -> list[Session]:
@@ -84,14 +82,11 @@ def measure_passes(
         took = clock() - start
         if read and not hidden:  # the first pass is over one row
             hidden = session.hidden_of([0])
-        if not cells:  # after a past that is no text the experts are others
-            unions[num_rows] = session.experts[1]
         session.discard()
         return took
 
     try:
-        cost = measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
-        return ExpertCost(cost.seconds, cost.slopes, unions, samples=cost.samples) if model.experts_per_row else cost
+        return measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
     finally:
         for each in itertools.chain(*sessions.values()):
             each.close()
@@ -153,20 +148,13 @@ def kept_cost(key: str) -> PassCost | None:
     if found is None:
         return None
     stored = json.loads(found)
-    seconds, slopes, samples, unions = (
-        {int(n): value for n, value in stored.get(name, {}).items()}
-        for name in ("seconds", "slopes", "samples", "unions")
-    )
-    if unions:
-        return ExpertCost(seconds, slopes, unions, stored["price"], samples)
-    return PassCost(seconds, slopes, samples)
+    names = "seconds", "slopes", "samples"
+    return PassCost(*({int(n): value for n, value in stored.get(name, {}).items()} for name in names))
 
 
 def keep_cost(key: str, cost: PassCost) -> None:
     """Keep a measurement there; if writing fails, passes are measured again next time."""
-    known: dict[str, Any] = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
-    if isinstance(cost, ExpertCost):
-        known |= {"unions": cost.unions, "price": cost.price}
+    known = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
     keep(_path(key), json.dumps(known).encode())
 
 

@@ -296,3 +296,10 @@ def test_the_speedup_of_a_chain() -> None:
         # All guesses for the price of one.
         at_once = max(sum(rate**i for i in range(n + 1)) / (1 + extra(n + 1) + price) for n in lengths)
         assert chain_speedup(rate, price, extra, 8) == pytest.approx(at_once)
+
+
+def test_a_wide_tree_is_found_behind_sizes_that_do_not_pay() -> None:
+    policy = GainPolicy(PassCost({1: 1.0, 2: 1.4, 4: 2.0, 8: 3.0, 32: 5.0}))
+    scores = [0.3] * 31
+    assert policy.keep(Growth(scores[:4], [], 1, 0.0)) == 0
+    assert policy.keep(Growth(scores, [], 1, 0.0)) == 31
