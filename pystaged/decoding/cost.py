@@ -69,6 +69,11 @@ class PassCost:
         """Number of samples by number of rows, up to those that count first."""
         return dict(zip(self._rows, self._samples, strict=True))
 
+    def share(self, share: float) -> PassCost:
+        """The costs of a model whose passes take a share of these, as is assumed until the first of them."""
+        seconds, slopes = ({n: share * value for n, value in each.items()} for each in (self.seconds, self.slopes))
+        return PassCost(seconds, slopes, dict.fromkeys(seconds, 0.0))
+
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens."""
         i, along = place(self._rows, num_rows)
@@ -110,6 +115,8 @@ class PassCost:
     def _fill(self) -> None:
         """Reckon the times of numbers of rows that have no sample from those that have."""
         known = [k for k, samples in enumerate(self._samples) if samples]
+        if not known:
+            return
         rows, knots, end = [self._rows[k] for k in known], [self._knots[k] for k in known], self._rows[-1] + 1
         rise = _RISE * knots[-1] / (1 + _RISE * (rows[-1] - 1))
         self._knots = np.interp(self._rows, [*rows, end], [*knots, knots[-1] + (end - rows[-1]) * rise]).tolist()

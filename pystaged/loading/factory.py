@@ -35,7 +35,8 @@ class ContextFactory:
         if bundle.draft_path is None:
             return None
         if bundle.features:
-            return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, bundle.target)
+            share = bundle.features.weight_bytes / bundle.target.weight_bytes
+            return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, like=self.target_cost().share(share))
         return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft) if bundle.draft else None
 
     def context(self, n_ctx: int, policy: TreePolicy | None, source: Context | None = None, length: int = 0) -> Context:
