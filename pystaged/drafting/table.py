@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,7 @@ class NgramTable:
 
         Args:
             documents: token ids, integer[n] each.
-            max_successors: tokens kept per context and the largest k of `candidates`, at most 255.
+            max_successors: tokens kept per context, at most 255.
             min_count: trigrams seen less often are dropped; their probability goes to the backoff.
 
         Raises:
@@ -101,38 +101,21 @@ class NgramTable:
             log_backoffs=_log_steps(katz.backoffs),
         )
 
-    def candidates(self, context: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The k likeliest of the kept tokens after the last two tokens of `context`, fewer if there are not so many.
-
-        Returns:
-            tokens: int32[k]; logprobs: float32[k], natural log, rounded, never rising.
-
-        Raises:
-            ValueError: k is not in 1..max_successors, or the context holds an id outside the vocabulary.
-        """
-        if not 1 <= k <= self.max_successors:
-            raise ValueError(f"k must be in 1..{self.max_successors} for this table, not {k}")
+    def after(self, context: Sequence[int], k: int) -> dict[int, float]:
+        """The k likeliest of the kept tokens after the last two of `context`, with their probabilities, likeliest
+        first; fewer if there are not so many, and none after a token outside the vocabulary."""
+        base, last = self.vocab_size + 1, [int(token) + 1 for token in context[-2:]]
+        if not all(0 < code < base for code in last):
+            return {}
         found, shift = dict[int, float](), 0.0
-        for row in self._backoff_rows(context):
-            head = slice(self.offsets[row], self.offsets[row + 1])
-            for token, logprob in zip(self.tokens[head].tolist(), self.logprobs[head].tolist(), strict=True):
-                found.setdefault(token, min(0.0, logprob + shift))
-            shift += float(self.log_backoffs[row])
-        best = sorted(found.items(), key=itemgetter(1), reverse=True)[:k]
-        return np.array([token for token, _ in best], np.int32), np.array([logprob for _, logprob in best], np.float32)
-
-    def _backoff_rows(self, context: Sequence[int]) -> Iterator[int]:
-        """Those of the rows of the last two tokens, the last one and none that the table has."""
-        base = self.vocab_size + 1
-        recent = [int(token) + 1 for token in context[-2:]]
-        if not all(0 < code < base for code in recent):
-            raise ValueError(f"a token of {list(context[-2:])} is outside the vocabulary of {self.vocab_size}")
-        keys = [recent[0] * base + recent[1], recent[1]] if len(recent) == 2 else recent
-        for key in keys:
+        for key in [last[0] * base + last[1], last[1], 0] if len(last) == 2 else [*last, 0]:
             row = int(self.keys.searchsorted(key))
             if row < len(self.keys) and self.keys[row] == key:
-                yield row
-        yield 0
+                head = slice(self.offsets[row], self.offsets[row + 1])
+                for token, logprob in zip(self.tokens[head].tolist(), self.logprobs[head].tolist(), strict=True):
+                    found.setdefault(token, min(0.0, logprob + shift))
+                shift += float(self.log_backoffs[row])
+        return {token: math.exp(found[token]) for token in sorted(found, key=found.__getitem__, reverse=True)[:k]}
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file; after a failure the path is unchanged."""
