@@ -77,8 +77,6 @@ class Context:
     def inherit(self, other: Context) -> None:
         """Copy the learnt state of another context with the same proposers."""
         self.account.inherit(other.account)
-        if self.drafter and other.drafter:
-            self.drafter.inherit(other.drafter)
 
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from pystaged._core import Session
 from pystaged.decoding.account import Meter
 from pystaged.decoding.cost import PassCost
-from pystaged.decoding.drafter import Drafter
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
@@ -95,11 +94,6 @@ class TreeDrafter:
     def sessions(self) -> list[Session]:
         """Its own sessions, which hold texts."""
         return [proposer.session for proposer in self._proposers if proposer.session is not None]
-
-    def inherit(self, other: Drafter) -> None:
-        if isinstance(other, TreeDrafter):
-            for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
-                proposer.inherit(experienced)
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return min(proposer.reusable(prompt) for proposer in self._proposers)

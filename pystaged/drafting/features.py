@@ -15,7 +15,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.drafting.calibration import FEATURES
-from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal, Proposer
+from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal
 from pystaged.options.config import SamplingConfig
 
 _CANDIDATES = 16  # per node
@@ -47,11 +47,6 @@ class FeatureProposer(PassProposer):
         self._head_tokens = model.head_tokens
         self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
         self._hidden: HiddenRows | None = None  # of the unread rows
-
-    def inherit(self, other: Proposer) -> None:
-        if isinstance(other, FeatureProposer):
-            self._length, self._unread, self._hidden = other._length, other._unread.copy(), other._hidden
-            self._align()
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         self._align()
@@ -252,9 +247,6 @@ class AssistantProposer(EagleProposer):
 
     def most_levels(self) -> float:
         return math.inf if self._length < self.session.n_ctx else 0
-
-    def inherit(self, other: Proposer) -> None:
-        """Nothing is kept from text to text."""
 
     def _see(self, length: int) -> None:
         """Keep the hidden states of the last token that the target has just computed, the last of `length`."""

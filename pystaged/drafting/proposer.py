@@ -161,9 +161,6 @@ class Proposer:
         """Levels of a tree that its context has room for."""
         return math.inf
 
-    def inherit(self, other: Proposer) -> None:
-        """Copy the state of a proposer of the same kind, whose session was copied."""
-
 
 class PassProposer(Proposer):
     """Proposes by passes of a draft.
