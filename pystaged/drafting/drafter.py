@@ -31,6 +31,7 @@ from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
+_HELD = 0.4  # assumed chance that the children which lookups give the root hold the target's token
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
 
 
@@ -148,7 +149,7 @@ class TreeDrafter:
         """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
         if self._gain is None or self._costly is None:
             return True
-        gain = _EAGER * self._known.covered(()) - self._known.held
+        gain = _EAGER * self._known.covered(()) - _HELD
         growth = Growth([], [1.0], 0, 0.0, self._length - 1, gains=[gain], price=self._costly.price)
         return self._gain.expand(growth) > 0
 
@@ -338,8 +339,6 @@ class TreeDrafter:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
                     insort(leaves, (-child, added))
                     insort(scores, -child)
-        if not tree.passes and tree.first == 0:
-            self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
     def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
         """The cells of the best tokens after a node that lookups find."""

@@ -83,11 +83,9 @@ class NgramTable:
             min_count: trigrams seen less often are dropped; their probability goes to the backoff.
 
         Raises:
-            ValueError: an argument is out of range, or there is no text.
+            ValueError: the vocabulary is too large, or there is no text, or some outside of it.
         """
         _require(1 <= vocab_size <= LARGEST_VOCABULARY, f"vocab_size must be in 1..{LARGEST_VOCABULARY}")
-        _require(1 <= max_successors <= 255, f"max_successors must be in 1..255, not {max_successors}")
-        _require(min_count >= 1, f"min_count must be at least 1, not {min_count}")
         katz = estimate(documents, vocab_size=vocab_size, max_successors=max_successors, min_count=min_count)
         return cls(
             vocab_size=vocab_size,
@@ -125,10 +123,10 @@ class NgramTable:
                 file,
                 sizes=np.array([_FORMAT_VERSION, self.vocab_size, self.num_tokens, self.max_successors], np.int64),
                 vocab_hash=np.array(self.vocab_hash),
-                older=_narrow(np.diff(older, prepend=0)),
-                newer=_narrow(newer),
-                lengths=_narrow(np.diff(self.offsets)),
-                tokens=_narrow(self.tokens),
+                older=np.diff(older, prepend=0).astype(np.uint32),
+                newer=newer.astype(np.uint32),
+                lengths=np.diff(self.offsets).astype(np.uint8),
+                tokens=self.tokens,
                 logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
                 log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
             )
@@ -158,12 +156,6 @@ def _log_steps(probabilities: NDArray[np.float64]) -> NDArray[np.float32]:
     """Natural logs rounded to steps of 1/16. The floor 1e-300 stands for a backoff of 0, which no lookup reaches."""
     logs: NDArray[np.float64] = np.log(np.maximum(probabilities, 1e-300))
     return (np.rint(logs * _STEPS_PER_NAT) / _STEPS_PER_NAT).astype(np.float32)
-
-
-def _narrow(values: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
-    """The same values in the smallest unsigned type."""
-    narrow: NDArray[np.unsignedinteger] = values.astype(np.min_scalar_type(int(values.max())))
-    return narrow
 
 
 def _decode(content: bytes) -> NgramTable:
