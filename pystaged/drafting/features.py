@@ -224,23 +224,6 @@ class AssistantProposer(EagleProposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return max(0, len(prompt) - 2)  # the target reads the token before the root
 
-    def watch(self, _prompt: NDArray[np.int32], _first: int, last: int) -> bool:
-        self._see(last)
-        return False
-
-    def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
-        self._forget()
-        self._root, length = int(context[-1]), len(context) - 1
-        if self._length != length:
-            self._hidden = None
-        self._length, self._is_lost = length, length > 0 and self._hidden is None
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._forget()
-        self._root = tokens[-1]
-        if not self._is_lost:
-            self._see(self._length + len(tokens))
-
     @property
     def is_ready(self) -> bool:
         return self._hidden is not None  # that of the token before the root, which the first of a text lacks
@@ -248,13 +231,15 @@ class AssistantProposer(EagleProposer):
     def most_levels(self) -> float:
         return math.inf if self._length < self.session.n_ctx else 0
 
-    def _see(self, length: int) -> None:
-        """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
-        self._length, self._hidden = length, self._target.hidden[-1:].copy() or None
-        self._is_lost = self._hidden is None
+    def _go_to(self, position: int) -> None:
+        self._forget()
+        if self._length != position:
+            self._length, self._hidden = position, None
+        self._is_lost = False
 
-    def _read_root(self) -> Propose | None:
-        return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden)
+    def _add(self, tokens: list[int]) -> None:
+        self._length += len(tokens)
+        self._unread, self._hidden = tokens[-1:], None if self._is_lost else self._target.hidden[-1:].copy() or None
 
     def _keep_root(self, count: int) -> None:
         """It has no rows of the text."""
