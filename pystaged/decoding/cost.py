@@ -18,7 +18,6 @@ _LEAST = 1e-6  # shortest time of a pass, in seconds: a coarse clock may show 0
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # additional weight, for passes of its own size
 _MOST = 1.25  # factor by which a new observation may differ, so that one stalled pass moves nothing
-_DEEPEST = 8  # tokens of the longest chain by which devices are compared
 
 
 class PassCost:
@@ -172,21 +171,3 @@ def measure(
         slopes.setdefault(n, slope * n / known if known > 1 else slope)
     filled = np.interp(rows, sorted(slopes), [slopes[n] for n in sorted(slopes)]).tolist()
     return PassCost(cost.seconds, dict(zip(rows, filled, strict=True)), samples)
-
-
-def chain_speedup(rate: float, price: float, extra: Callable[[int], float], places: int = 1) -> float:
-    """Speedup over plain decoding of a chain of guesses of the best length.
-
-    Args:
-        rate: probability that a guess is right.
-        price: tokens that drafting `places` guesses costs.
-        extra: tokens that a pass over the given number of rows costs beyond a plain step.
-    """
-    tokens, most = 1.0, 0.0
-    for depth in range(1, _DEEPEST + 1):
-        tokens += rate**depth
-        speedup = tokens / (1 + extra(1 + depth) + -(-depth // places) * price)
-        if speedup <= most:
-            break
-        most = speedup
-    return most

@@ -22,7 +22,6 @@ from pystaged.platform.files import cache_folder, keep, kept
 from pystaged.platform.seen import SeenModel
 
 COMPARING = 2.0  # seconds of sampling a model on each of several devices
-DRAFT_RATE, NGRAM_RATE = 0.75, 0.53  # acceptance rates of first guesses, assumed where devices are compared
 # Text of the passes that are timed.
 _TEXT = (
     "The sky is blue because air scatters blue light more than red light. In the evening the light comes a longer way "
