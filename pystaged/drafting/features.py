@@ -199,7 +199,7 @@ class EagleProposer(FeatureProposer):
         self._asked, k = nodes, self._num_candidates
         return Propose(self.session, self._length, tokens, parents, len(nodes), k, _GREEDY, hidden=hidden)
 
-    def _keep(self, request: AnyRequest) -> None:
+    def keep(self, request: AnyRequest) -> None:
         found = [self._proposal(*map(np.array, each)) for each in zip(*request.result, strict=True)]
         first = self.session.num_pending - len(self._asked)
         for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
@@ -285,7 +285,7 @@ class BlockProposer(FeatureProposer):
                 self._lose()
         return [Proposal({}, FEATURES) for _ in nodes]
 
-    def _keep(self, _request: AnyRequest) -> None:
+    def keep(self, _request: AnyRequest) -> None:
         self._is_evaluated = True
 
     def _forget(self) -> None:

@@ -89,7 +89,7 @@ class ModelProposer(PassProposer):
     def propose(self, _tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
 
-    def _keep(self, request: AnyRequest) -> None:
+    def keep(self, request: AnyRequest) -> None:
         self._num_rows += request.num_rows
         assert self._tree
         for key, tokens, scores in zip(self._asked, *request.result, strict=True):
@@ -200,8 +200,8 @@ class ParallelModelProposer(ModelProposer):
         self._asked = range(1 + len(masks))
         return request
 
-    def _keep(self, request: AnyRequest) -> None:
-        super()._keep(request)
+    def keep(self, request: AnyRequest) -> None:
+        super().keep(request)
         for place in range(1, len(self._after)):
             self._after[place].source = LATER[place - 1]
 

@@ -191,7 +191,7 @@ class PassProposer(Proposer):
         elif isinstance(request, Read):
             self._note_read(request.result)
         else:
-            self._keep(request)
+            self.keep(request)
 
     def discard(self) -> None:
         self._forget()
@@ -206,7 +206,7 @@ class PassProposer(Proposer):
         self._length += count
         self._unread = self._unread[count:]
 
-    def _keep(self, request: AnyRequest) -> None:
+    def keep(self, request: AnyRequest) -> None:
         """Keep what a pass for a tree found."""
         raise NotImplementedError
 
