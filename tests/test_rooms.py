@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": 1239,
     "chat": 2736,
     "decoding": 2849,
-    "drafting": 1781,
+    "drafting": 1810,
     "backends": 357,
     "loading": 3961,
     "receipts": 721,

@@ -26,8 +26,15 @@ CONTEXT = {0: NOBODY, 1: 5, 2: 6, 3: 7, 4: 8, 8: 9, 16: 10}  # by number of matc
 LATER = (11, 12, 13, 14, 15, 16, 17)  # tokens of a parallel draft's pass after the first one, which is DRAFT's
 FEATURES = 18  # drafts that read hidden states
 
-# The share of a lookup in a mixture with those before it: the longer an n-gram of the text, the larger.
-_SHARES = {TABLE: 0.35, CONTEXT[1]: 0.6, CONTEXT[2]: 0.8, CONTEXT[3]: 0.9, **{CONTEXT[n]: 0.95 for n in (4, 8, 16)}}
+# The share of a lookup in a mixture, by the source of the mixture before it; 1 if that is empty. The longer an n-gram
+# of the text, the larger its share.
+_SHARES: dict[int, dict[int, float]] = {
+    TABLE: {RECYCLED[1]: 0.5, RECYCLED[2]: 0.2},
+    CONTEXT[1]: {TABLE: 0.25, RECYCLED[1]: 0.6, RECYCLED[2]: 0.6},
+    CONTEXT[2]: {TABLE: 0.5, RECYCLED[1]: 0.8, RECYCLED[2]: 0.8},
+    CONTEXT[3]: {TABLE: 0.75, RECYCLED[1]: 0.9, RECYCLED[2]: 0.9},
+    **{CONTEXT[n]: {TABLE: 0.9, RECYCLED[1]: 0.95, RECYCLED[2]: 0.95} for n in (4, 8, 16)},
+}
 
 
 def mix(proposals: Sequence[Proposal]) -> Proposal:
@@ -37,7 +44,7 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
         if not mixed:
             mixed, source = proposal.chances, proposal.source if proposal.chances else NOBODY
         elif proposal.chances:
-            share = _SHARES[proposal.source]
+            share = _SHARES[proposal.source][source]
             rest = 1 - share
             mixed = {token: rest * chance for token, chance in mixed.items()}
             for token, chance in proposal.chances.items():

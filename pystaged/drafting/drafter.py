@@ -30,7 +30,7 @@ from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
-_LEAST = 0.01  # score from which lookups expand a node
+_LEAST = 0.02  # score from which a node may be judged
 _HELD = 0.4  # assumed chance that the children which lookups give the root hold the target's token
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
 
@@ -265,19 +265,12 @@ class TreeDrafter:
             proposer.discard()
 
     def _rows(self, tree: GrowingTree) -> list[int]:
-        """The nodes that the next pass expands, parents before children; none if no pass is worth its price."""
-        deepest = tree.deepest if self._gain or not self._lookups else tree.max_depth
-        by_levels, nodes = self._costly is not None and self._costly.by_levels, list[int]()
-        for node in (tree.first, *(node for node in tree.ranked() if node > tree.first)):
-            here = tree.nodes[node]
-            is_next = not by_levels or node == tree.first or here.parent in tree.judged
-            if is_next and node not in tree.judged and here.depth < deepest:
-                nodes.append(node)
+        """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
+        nodes, gains = self._unjudged(tree) if self._gain else (self._leaves(tree), [])
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
-        growth.leaves, growth.lag = [tree.nodes[node].score for node in nodes], self._lag(tree)
-        growth.gains = [self._gain_of(tree, node) for node in nodes] if self._gain else []
+        growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
         most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
         width = checked(self._policy, "expand", self._policy.expand(growth), most)
@@ -285,11 +278,40 @@ class TreeDrafter:
             width -= 1
         return nodes[: max(width, 0)]
 
-    def _gain_of(self, tree: GrowingTree, node: int) -> float:
-        """What a pass should add at a node: the chance that its children then hold the target's token, less what they
-        hold already."""
-        held = sum([tree.nodes[child].score for child in tree.children[node].values()])
-        return _EAGER * tree.nodes[node].score * self._known.covered(tree.nodes[node].cells) - held
+    def _leaves(self, tree: GrowingTree) -> list[int]:
+        """All nodes that are not expanded yet, best first."""
+        deepest = tree.max_depth if self._lookups else tree.deepest
+        first = tree.nodes[tree.first].depth
+        nodes = [tree.first, *(node for node in tree.ranked() if tree.nodes[node].depth > first)]
+        return [node for node in nodes if node not in tree.judged and tree.nodes[node].depth < deepest]
+
+    def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
+        """The nodes that the next pass of the costly proposer may judge, in the order of what it should add, each after
+        its parent; and what it should add for each: the chance that its children hold the target's token, less what
+        they hold already."""
+        by_levels = self._costly is not None and self._costly.by_levels
+        nodes, judged, depth = tree.nodes, tree.judged, tree.nodes[tree.first].depth
+        gains = dict[int, float]()
+        for node in [tree.first, *tree.ranked()] if depth < tree.deepest else ():
+            here = nodes[node]
+            if here.score < _LEAST:
+                break
+            if node in judged or here.depth >= tree.deepest or here.depth < depth:
+                continue
+            if by_levels and node != tree.first and here.parent not in judged:
+                continue
+            held = 0.0
+            for child in tree.children[node].values():
+                held += nodes[child].score
+            gains[node] = max(0.0, _EAGER * here.score * self._known.covered(here.cells) - held)
+        order = dict[int, float]()
+        for node in sorted(gains, key=gains.__getitem__, reverse=True):
+            above = [node]
+            while above[-1] != tree.first and (parent := nodes[above[-1]].parent) in gains and parent not in order:
+                above.append(parent)
+            for each in reversed(above):
+                order.setdefault(each, gains[each])
+        return list(order), list(order.values())
 
     def _look_ahead(self, tree: GrowingTree, policy: GainPolicy) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""
@@ -300,7 +322,7 @@ class TreeDrafter:
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
-                least = max(policy.margin(self._growth(tree, [-score for score in scores]))[0], _LEAST)
+                least = max(policy.margin(self._growth(tree, [-score for score in scores]))[0], _LEAST / 2)
             score, node = leaves.pop(0)
             if -score < least or (len(scores) >= policy.budget and score >= scores[policy.budget - 1]):
                 break
