@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+import pystaged
 from pystaged import _core
 from pystaged.cli.command import Command, Group
 from pystaged.cli.console import model_name, progress_bars, report
-from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option, usage
-from pystaged.drafting.corpus import check_sampling, sampled_texts
+from pystaged.cli.options import MODEL_ARGUMENT, MODEL_TOO, Threads, either, option
+from pystaged.distill.samples import sampled_texts
 from pystaged.drafting.table import MOST_TOKENS, NgramTable, OtherVocabularyError
 from pystaged.loading import names
 from pystaged.loading.tables import table_path
@@ -31,8 +33,8 @@ def build(
     tokens: int = option(
         1_000_000, "Tokens to sample; SmolLM2 writes half a million an hour on two cores.", min=1, max=MOST_TOKENS
     ),
-    temperature: float | None = option(None, "Sampling temperature.", show_default="1.5, or 1 where the model chats"),
-    seed: int = option(0, "Same seed, same table.", callback=None),
+    temperature: float | None = option(None, "Sampling temperature.", min=0.01, show_default="1.5, of chat models 1"),
+    seed: int = option(0, "Same seed, same table.", callback=None, min=0, max=2**32 - 1),
     threads: Threads = 0,
 ) -> None:
     """Sample text from a model and count its n-grams, to draft for a model with the same vocabulary. Ctrl-C ends the
@@ -42,8 +44,6 @@ def build(
 
     Example: pystaged ngram build draft.gguf
     """
-    with usage():
-        check_sampling(1.0 if temperature is None else temperature, seed)
     name = either(model, named, "whose text is counted")
     if out is None and name in names.PACKAGED:
         raise typer.BadParameter(f"the folder of {name} belongs to a package; name a file of your own with --out")
@@ -58,10 +58,10 @@ def build(
     sampled, left = list[NDArray[np.int32]](), tokens
     try:
         with (
-            sampled_texts(path, tokenizer, tokens, temperature, seed, threads, report) as texts,
+            pystaged.load(path, draft=None, recycle=False, num_threads=threads, report=report) as engine,
+            closing(sampled_texts(engine, temperature, seed)) as texts,
             progress_bars("{task.completed} of {task.total} tokens") as progress,
         ):
-            report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
             progress("sampling", 0, tokens)
             for text in texts:
                 sampled.append(text[:left])

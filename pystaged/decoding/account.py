@@ -134,21 +134,19 @@ class Account:
             rows -= 1
         return tree.head(rows)
 
-    def record(self, verified: Verify, telling: float, certain: int, experts: int | None = None) -> float:
+    def record(self, verified: Verify, telling: float, certain: int) -> float:
         """End the step; returns the estimated speedup over plain decoding of its tokens in the batch, 0 without costs.
 
         Args:
             verified: its request, with the result. telling: seconds of giving its tokens to a drafter that drafted.
             certain: number of its tokens that a grammar forced.
-            experts: of a mixture, the distinct ones that the pass used, over all layers.
         """
         if self._cost is None:
             return 0.0
         tree, tokens = verified.tree, verified.result[1]
         self._price_token(self._past)  # in the batch that shared the pass
         drafting, sure = self._drafting + telling, tree.num_certain
-        alone = verified.pass_rows == len(tree) and not self._batch.rows  # else the others' experts are among them
-        extra = self._extra(len(tree), sure, experts if alone else None) if len(tree) > sure else 0.0
+        extra = self._extra(len(tree), sure) if len(tree) > sure else 0.0
         price = drafting / self._token + extra
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + self._stalled / self._token + SHARE * guessed, MOST)
@@ -156,7 +154,7 @@ class Account:
         self._left[self._greedy] = min(before, self.credit)
         python = max(0.0, self._meter() - self._begin - drafting)
         self._python += _BLEND * (python - self._python)
-        self._cost.observe(verified.pass_rows, verified.pass_past, verified.processor_seconds, verified.share, experts)
+        self._cost.observe(verified.pass_rows, verified.pass_past, verified.processor_seconds, verified.share)
         return len(tokens) / (1 + price * self._token / (self._token + self._python))
 
     def _price_token(self, past: int) -> None:
@@ -165,11 +163,10 @@ class Account:
         self._past = past
         self._token = self._cost(self._batch.texts, past) / self._batch.texts
 
-    def _extra(self, num_rows: int, certain: int = 1, experts: int | None = None) -> float:
-        """Tokens that a pass over `num_rows` rows of this text costs beyond a pass over its `certain` rows.
-        experts: those that it used; None for as many as usual."""
+    def _extra(self, num_rows: int, certain: int = 1) -> float:
+        """Tokens that a pass over `num_rows` rows of this text costs beyond a pass over its `certain` rows."""
         assert self._cost is not None
         others, past = self._batch.rows, self._past
-        more = self._cost(others + num_rows, past, experts) - self._cost(others + certain, past)
+        more = self._cost(others + num_rows, past) - self._cost(others + certain, past)
         # After refinement, a pass over few rows may seem to cost more than one over many.
         return max(0.0, more) / self._token

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import DeviceError, Session
 from pystaged.decoding.account import Account, Meter
-from pystaged.decoding.cost import ExpertCost, PassCost
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import Drafter, common_prefix
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks
@@ -63,7 +63,6 @@ class Context:
         self.batch, self.clocks = batch or BatchLoad(), clocks or Clocks()
         self.meter = meter or Meter(self.clocks.processor)
         self.account = Account(cost, self.batch, self.meter)
-        self.experts = cost if isinstance(cost, ExpertCost) else None  # of a mixture
         self.prompt, self.num_bytes = np.zeros(0, np.int32), 0
         self.partings, self.anchor = set[int](), -1
 
@@ -75,8 +74,6 @@ class Context:
     def inherit(self, other: Context) -> None:
         """Copy the learnt state of another context with the same proposers."""
         self.account.inherit(other.account)
-        if self.drafter and other.drafter:
-            self.drafter.inherit(other.drafter)
 
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""

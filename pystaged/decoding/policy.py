@@ -39,8 +39,6 @@ class Growth:
     it expands; 0 without costs.
     lag: seconds for which the first pass also reads tokens that it lacks.
     cells: past length: tokens of the text before the root, which every pass attends to.
-    experts: in `keep` of a mixture: predicted number of distinct experts of the root and the first n nodes, for n = 0,
-    1, ...; the scores are then in the order of the nodes' gain per second, not descending.
     """
 
     scores: Sequence[float]
@@ -48,7 +46,6 @@ class Growth:
     passes: int
     seconds: float
     cells: int = 0
-    experts: Sequence[float] | None = None
     gains: Sequence[float] = ()
     price: Callable[[int], float] = lambda _: 0.0
     lag: float = 0.0
@@ -116,7 +113,7 @@ class GainPolicy:
     that all texts take the same time to draft and share the time of a drafting pass equally.
 
     Args:
-        target_cost: seconds of a target pass, by its rows and its past length; of a mixture also by its experts.
+        target_cost: seconds of a target pass, by its rows and its past length.
         budget: most nodes of a tree.
         children: candidates per node.
         batch: the batch that shares the passes; by default this text alone.
@@ -154,9 +151,6 @@ class GainPolicy:
         """The best number of nodes and its expected tokens per second."""
         tokens, scores = 1.0 + self._batch.tokens, growth.scores[: self.budget]
         drafting, costs = growth.seconds * self._batch.texts, self._costs(1 + len(scores), growth.cells)
-        if growth.experts and not self._batch.rows:
-            experts = growth.experts[1 : 1 + len(scores)]
-            costs = [costs[0], *(self._target_cost(n, growth.cells, each) for n, each in enumerate(experts, 2))]
         return best_size(tokens, scores, costs, drafting)
 
     def _costs(self, rows: int, cells: int) -> list[float]:

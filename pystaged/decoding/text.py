@@ -307,7 +307,6 @@ class Text:
         self._length += request.result
         if isinstance(request, Score):
             self._prompt_logprobs += request.logprobs
-        self._note_experts(self.prompt_tokens[first : self._length])
         if self._drafter:
             self._drafter.watch(self.prompt_tokens, first, self._length)
         self._progress(self._length - self.reused)
@@ -345,7 +344,6 @@ class Text:
         meter = context.meter
         meter.go_on()
         tree, (path, tokens, _, candidates) = verified.tree, verified.result
-        experts = self._note_experts(tree.tokens)
         begin = meter() if self._drafts else 0.0
         if self._drafts and (recycled := self._drafts.recycled):
             before = tree.tokens[tree.parents]
@@ -357,7 +355,7 @@ class Text:
         if self._drafter:
             self._drafter.advance(tokens)
         telling, certain = meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
-        speedup = context.account.record(verified, telling, certain, experts)
+        speedup = context.account.record(verified, telling, certain)
         self._phase = Phase.STEP
         self._emit(verified, stages, speedup, context)
 
@@ -400,15 +398,6 @@ class Text:
             self.num_sent += count
             said = tuple(tokens[:count]), tuple(stages[:count]), verified.tree, tuple(path), found
             self.queue.put((self, Piece(text, *said)))
-
-    def _note_experts(self, tokens: NDArray[np.int32]) -> int | None:
-        """Of a mixture, learn the experts of the last pass's rows; returns the number of those of the whole pass."""
-        assert self.context
-        if self.context.experts is None:
-            return None
-        used, distinct = self.context.target.experts
-        self.context.experts.learn(tokens.tolist(), used)
-        return distinct
 
     def _is_limited(self, count: int) -> bool:
         """Whether a grammar limits the last of so many tokens; it may demand repetitions, which are no loop then."""

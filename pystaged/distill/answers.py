@@ -26,7 +26,7 @@ from pystaged._core import Model, Sampling, Session, Tokenizer, Work, run
 from pystaged.chat.format import ChatFormat
 from pystaged.decoding.requests import MOST_ROWS
 from pystaged.distill.prompts import Messages, Questions
-from pystaged.drafting.corpus import user_opening
+from pystaged.distill.samples import user_opening
 from pystaged.platform.files import whole_file
 from pystaged.platform.memory import available_memory
 

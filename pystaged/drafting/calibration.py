@@ -76,7 +76,6 @@ _SUPPORT = (0.1, 0.3, 0.6, 0.85)  # edges of the rates by which lookups support 
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
 _COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
-_HELD = 0.4  # the same of the children that lookups give the root
 _BLEND = 0.02  # weight of a new observation of these
 _ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
 _FORGET = 0.05  # share of the way that each new text moves the first back to its initial value
@@ -106,11 +105,10 @@ class Calibration:
     rate that the lookups give it.
 
     rates: the estimated rate of each cell of one source.
-    held: chance that the children which lookups give the root hold the target's token.
     """
 
     def __init__(self) -> None:
-        self.rates, self.held = _Rates(), _HELD
+        self.rates = _Rates()
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
         self._covered: dict[Cell, float] = {}
 
@@ -129,10 +127,6 @@ class Calibration:
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
         self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
-
-    def hold(self, chance: float) -> None:
-        """Learn what the root's children of lookups hold."""
-        self.held += _BLEND * (chance - self.held)
 
     def covered(self, cells: tuple[Cell, ...]) -> float:
         """The chance that the children of a judged node hold the target's token, by its own cells."""

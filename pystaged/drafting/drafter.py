@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from pystaged._core import Session
 from pystaged.decoding.account import Meter
-from pystaged.decoding.cost import ExpertCost, PassCost
-from pystaged.decoding.drafter import Drafter
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, GainPolicy, Growth, TreePolicy, checked
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
@@ -32,6 +31,7 @@ from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
+_HELD = 0.4  # assumed chance that the children which lookups give the root hold the target's token
 _EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
 
 
@@ -49,7 +49,6 @@ class TreeDrafter:
         learnt: how often candidates are right, by whether decoding is greedy; refined here. None to begin anew.
         cost: processor seconds to look up a number of nodes, refined here. None counts 0.
         meter: measures the time of drafting; the context's, which its account reads, too.
-        experts: cost of a mixture's passes, by which nodes are chosen; None for another target.
         chains: whether trees have no branches, because a model evaluates chains alone.
     """
 
@@ -62,7 +61,6 @@ class TreeDrafter:
         *,
         cost: PassCost | None = None,
         meter: Meter | None = None,
-        experts: ExpertCost | None = None,
         chains: bool = False,
     ) -> None:
         self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
@@ -78,7 +76,6 @@ class TreeDrafter:
         self._chains = chains
         self._vocab_size = vocab_size
         self._cost = cost
-        self._experts = experts
         self._learnt = learnt or {True: Calibration(), False: Calibration()}
         self._known = self._learnt[True]
         self._constraint: Constraint | None = None
@@ -98,11 +95,6 @@ class TreeDrafter:
     def sessions(self) -> list[Session]:
         """Its own sessions, which hold texts."""
         return [proposer.session for proposer in self._proposers if proposer.session is not None]
-
-    def inherit(self, other: Drafter) -> None:
-        if isinstance(other, TreeDrafter):
-            for proposer, experienced in zip(self._proposers, other._proposers, strict=True):
-                proposer.inherit(experienced)
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return min(proposer.reusable(prompt) for proposer in self._proposers)
@@ -157,7 +149,7 @@ class TreeDrafter:
         """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
         if self._gain is None or self._costly is None:
             return True
-        gain = _EAGER * self._known.covered(()) - self._known.held
+        gain = _EAGER * self._known.covered(()) - _HELD
         growth = Growth([], [1.0], 0, 0.0, self._length - 1, gains=[gain], price=self._costly.price)
         return self._gain.expand(growth) > 0
 
@@ -236,9 +228,6 @@ class TreeDrafter:
         """Keep the nodes to verify, parents before children, and count the work."""
         kept = tree.ranked()
         growth = self._growth(tree, [tree.nodes[node].score for node in kept])
-        if self._experts:
-            kept, experts = self._experts.order(tree.nodes, kept, growth.cells, MAX_NODES)
-            growth = replace(growth, scores=[tree.nodes[node].score for node in kept], experts=experts)
         kept = kept[: checked(self._policy, "keep", self._policy.keep(growth), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
         self.estimate = tree.reading + tree.seconds if self._gain else 0.0
@@ -350,8 +339,6 @@ class TreeDrafter:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
                     insort(leaves, (-child, added))
                     insort(scores, -child)
-        if not tree.passes and tree.first == 0:
-            self._known.hold(sum([tree.nodes[child].score for child in tree.children[0].values()]))
 
     def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
         """The cells of the best tokens after a node that lookups find."""

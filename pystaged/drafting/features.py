@@ -15,7 +15,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.drafting.calibration import FEATURES
-from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal, Proposer
+from pystaged.drafting.proposer import GrowingTree, PassProposer, Proposal
 from pystaged.options.config import SamplingConfig
 
 _CANDIDATES = 16  # per node
@@ -46,17 +46,11 @@ class FeatureProposer(PassProposer):
         self._model, self._target = model, target
         self._head_tokens = model.head_tokens
         self._num_candidates = min(_CANDIDATES, len(self._head_tokens) or model.vocab_size)
-        self._tokens: list[int] = []  # of the rows that are not read yet
-        self._hidden: HiddenRows | None = None  # theirs
-
-    def inherit(self, other: Proposer) -> None:
-        if isinstance(other, FeatureProposer):
-            self._length, self._tokens, self._hidden = other._length, other._tokens.copy(), other._hidden
-            self._align()
+        self._hidden: HiddenRows | None = None  # of the unread rows
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         self._align()
-        held = np.concatenate([self.session.tokens, np.array(self._tokens, np.int32)])
+        held = np.concatenate([self.session.tokens, np.array(self._unread, np.int32)])
         found = common_prefix(held, prompt[self.ahead :])
         kept = min(common_prefix(self._target.tokens, prompt), len(prompt) - 1)
         # If the target would have to read many tokens again, the draft is not used in this text.
@@ -75,17 +69,17 @@ class FeatureProposer(PassProposer):
         self._forget()
         self._add([self._root, *tokens][self.ahead : self.ahead + len(tokens)])
         self._root = tokens[-1]
-        if len(self._tokens) > _MOST_UNREAD:
+        if len(self._unread) > _MOST_UNREAD:
             self._drop(lost=True)
 
     @property
     def is_ready(self) -> bool:
-        return not self._is_lost and len(self._tokens) <= _LEAST_READ
+        return not self._is_lost and len(self._unread) <= _LEAST_READ
 
     def lag(self) -> float:
         if self._is_lost:
             return math.inf
-        return self._reading(self.cost, len(self._tokens)) if self.cost and self._tokens else 0.0
+        return self._reading(self.cost, len(self._unread)) if self.cost and self._unread else 0.0
 
     def _reading(self, cost: PassCost, unread: int) -> float:
         """Estimated seconds that unread rows add to a tree."""
@@ -93,27 +87,23 @@ class FeatureProposer(PassProposer):
 
     def catch_up(self, _seconds: float = math.inf) -> Read | None:
         # Without a limit, because it takes a small part of the time of the target's own pass over the rows.
-        unread = len(self._tokens) - 1  # the last row belongs to the first pass of the next tree
+        unread = len(self._unread) - 1  # the last row belongs to the first pass of the next tree
         return self._read(unread) if unread >= _LEAST_READ else None
 
-    def lose(self) -> None:
-        self._drop(lost=True)
-        self._forget()
-
-    def note_read(self, request: Read) -> None:
-        self._consume(request.result)
+    def _lose(self) -> None:
+        super()._lose()
+        self._hidden = None
 
     def _read(self, count: int) -> Read:
         """The pass that reads the first unread rows."""
         assert self._hidden is not None
-        tokens = np.array(self._tokens[:count], np.int32)
+        tokens = np.array(self._unread[:count], np.int32)
         return Read(self.session, self._length, tokens, hidden=self._hidden[:count])
 
-    def _consume(self, count: int) -> None:
-        """Count the first unread rows as read."""
+    def _note_read(self, count: int) -> None:
+        super()._note_read(count)
         assert self._hidden is not None
-        self._length += count
-        self._tokens, self._hidden = self._tokens[count:], self._hidden[count:].copy()
+        self._hidden = self._hidden[count:].copy()
 
     def _add(self, tokens: list[int]) -> None:
         """Take the hidden states that the target has just computed, of as many rows as there are tokens."""
@@ -122,7 +112,7 @@ class FeatureProposer(PassProposer):
             self._drop(lost=True)
             return
         both = self._hidden + hidden if self._hidden else hidden
-        self._tokens, self._hidden = self._tokens + tokens, both
+        self._unread, self._hidden = self._unread + tokens, both
 
     def _go_to(self, position: int) -> None:
         """Keep the first `position` rows; if some are missing, the draft is lost."""
@@ -133,23 +123,19 @@ class FeatureProposer(PassProposer):
             self._drop()
             self._length = self.session.rewind(position)
         elif self._hidden:
-            self._tokens, self._hidden = self._tokens[:unread], self._hidden[:unread]
-        self._is_lost = self._length + len(self._tokens) != position
+            self._unread, self._hidden = self._unread[:unread], self._hidden[:unread]
+        self._is_lost = self._length + len(self._unread) != position
 
     def _align(self) -> None:
         """Drop queued rows that do not follow the session's rows, because it was rewound or a call was interrupted."""
         held, unread = len(self.session.tokens), len(self._hidden) if self._hidden else 0
-        if held != self._length or unread != len(self._tokens):
+        if held != self._length or unread != len(self._unread):
             self._drop()
             self._length = held
 
     def _drop(self, *, lost: bool = False) -> None:
-        self._tokens, self._hidden = [], None
+        self._unread, self._hidden = [], None
         self._is_lost = lost
-
-    def _forget(self) -> None:
-        """Discard what was evaluated after the root."""
-        self.session.discard()
 
     def _proposal(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Proposal:
         """The proposal of rows of the draft's head, -1 for none, and their log-probabilities."""
@@ -178,7 +164,7 @@ class EagleProposer(FeatureProposer):
         return max(0, found - is_read)
 
     def most_levels(self) -> float:
-        return self.session.n_ctx - self._length - len(self._tokens)
+        return self.session.n_ctx - self._length - len(self._unread)
 
     def _reading(self, cost: PassCost, unread: int) -> float:
         return max(0.0, cost(unread, self._length) - cost(1, self._length))  # they are read in the root's pass
@@ -204,8 +190,8 @@ class EagleProposer(FeatureProposer):
 
     def _read_root(self) -> Propose | None:
         """The pass over what is unread; the last row is the root's."""
-        parents = range(-1, len(self._tokens) - 1)
-        return self._evaluate([0], self._tokens, parents, self._hidden) if self._hidden else None
+        parents = range(-1, len(self._unread) - 1)
+        return self._evaluate([0], self._unread, parents, self._hidden) if self._hidden else None
 
     def _evaluate(
         self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows
@@ -224,7 +210,7 @@ class EagleProposer(FeatureProposer):
     def _keep_root(self, count: int) -> None:
         """Commit the rows that the root's pass read."""
         self.session.commit(range(count))
-        self._consume(count)
+        self._note_read(count)
 
     def _forget(self) -> None:
         super()._forget()
@@ -238,23 +224,6 @@ class AssistantProposer(EagleProposer):
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         return max(0, len(prompt) - 2)  # the target reads the token before the root
 
-    def watch(self, _prompt: NDArray[np.int32], _first: int, last: int) -> bool:
-        self._see(last)
-        return False
-
-    def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
-        self._forget()
-        self._root, length = int(context[-1]), len(context) - 1
-        if self._length != length:
-            self._hidden = None
-        self._length, self._is_lost = length, length > 0 and self._hidden is None
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._forget()
-        self._root = tokens[-1]
-        if not self._is_lost:
-            self._see(self._length + len(tokens))
-
     @property
     def is_ready(self) -> bool:
         return self._hidden is not None  # that of the token before the root, which the first of a text lacks
@@ -262,16 +231,15 @@ class AssistantProposer(EagleProposer):
     def most_levels(self) -> float:
         return math.inf if self._length < self.session.n_ctx else 0
 
-    def inherit(self, other: Proposer) -> None:
-        """Nothing is kept from text to text."""
+    def _go_to(self, position: int) -> None:
+        self._forget()
+        if self._length != position:
+            self._length, self._hidden = position, None
+        self._is_lost = False
 
-    def _see(self, length: int) -> None:
-        """Keep the hidden states of the last token that the target has just computed, the last of `length`."""
-        self._length, self._hidden = length, self._target.hidden[-1:].copy() or None
-        self._is_lost = self._hidden is None
-
-    def _read_root(self) -> Propose | None:
-        return None if self._hidden is None else self._evaluate([0], [self._root], [-1], self._hidden)
+    def _add(self, tokens: list[int]) -> None:
+        self._length += len(tokens)
+        self._unread, self._hidden = tokens[-1:], None if self._is_lost else self._target.hidden[-1:].copy() or None
 
     def _keep_root(self, count: int) -> None:
         """It has no rows of the text."""
@@ -294,14 +262,14 @@ class BlockProposer(FeatureProposer):
         return cost(unread, self._length) / 2
 
     def most_levels(self) -> float:
-        room, size = self.session.n_ctx - self._length - len(self._tokens), self._model.block_size
+        room, size = self.session.n_ctx - self._length - len(self._unread), self._model.block_size
         return size - self._first if room >= size else 0
 
     def request(self, _tree: GrowingTree, _nodes: Sequence[int]) -> AnyRequest | None:
         if self._is_evaluated or self._is_lost:
             return None
-        if self._tokens:
-            return self._read(len(self._tokens))
+        if self._unread:
+            return self._read(len(self._unread))
         size = self._model.block_size
         block = [self._root, *[self._model.mask_token] * (size - 1)]
         return Propose(self.session, self._length, block, range(-1, size - 1), size, 0, _GREEDY)
@@ -314,7 +282,7 @@ class BlockProposer(FeatureProposer):
                 found = self.session.likeliest(rows, before, self._num_candidates)
                 return [self._proposal(*each) for each in zip(*found, strict=True)]
             except ModelError:
-                self.lose()
+                self._lose()
         return [Proposal({}, FEATURES) for _ in nodes]
 
     def keep(self, _request: AnyRequest) -> None:

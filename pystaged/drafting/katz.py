@@ -1,4 +1,4 @@
-"""Estimates a Katz-backoff trigram from text: the discounted counts, and the best words of every context.
+"""Estimates a Katz-backoff trigram from text: discounted counts of the likeliest words of every context.
 
 Katz, "Estimation of probabilities from sparse data for the language model component of a speech recognizer", 1987.
 An order's n-grams are packed into int64: context * vocab_size + word, where the context is packed likewise.
@@ -21,13 +21,12 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class KatzTrigram:
-    """The head of the backed-off distribution of every known context, down to its last seen word.
-
-    Words outside a head have the shorter context's probability times `backoffs`.
+    """The likeliest words after every known context. Words that it was not seen with have the shorter context's
+    probability times `backoffs`.
 
     older, newer: int64[rows], the context's tokens + 1, 0 for none; ascending, the empty context first.
-    lengths: int64[rows], the sizes of the heads, which are concatenated in tokens: int64[n] and probabilities:
-    float64[n], descending in a head, ties to the lowest id. backoffs: float64[rows].
+    lengths: int64[rows], numbers of words, which are concatenated in tokens: int64[n] and probabilities: float64[n],
+    descending in a row, ties to the lowest id. backoffs: float64[rows].
     """
 
     num_tokens: int
@@ -42,30 +41,27 @@ class KatzTrigram:
 def estimate(
     documents: Iterable[NDArray[np.integer]], *, vocab_size: int, max_successors: int, min_count: int
 ) -> KatzTrigram:
-    """Count n-grams inside each document and estimate the heads, of at most `max_successors` words each.
+    """Count n-grams inside each document, and keep the `max_successors` likeliest words after each context.
 
     Trigrams seen less than `min_count` times are dropped; their probability goes to the backoff.
 
     Raises:
-        ValueError: there is no text, or a document is not integer[n] inside the vocabulary.
+        ValueError: there is no text, or it is outside the vocabulary.
     """
     text, begins = _join(documents, vocab_size)
-    uniform, zeros = np.full(vocab_size, 1 / vocab_size), np.zeros(vocab_size, np.int64)
-    levels = [_Level(0, np.arange(vocab_size), uniform, zeros, zeros[:1], zeros[:1], np.zeros(1))]
+    none = np.zeros(0, np.int64)
+    levels = [_Level(0, np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size), none, none, np.zeros(0))]
     for order in (1, 2, 3):
         grams = _pack(text, begins, order, vocab_size)
         levels.append(_discount(grams, levels[-1], vocab_size, min_count if order == 3 else 1))
-    heads = [_Heads(zeros, levels[0].grams, uniform, np.ones(vocab_size, np.bool_))]
-    for level, widths in zip(levels[1:], _widths(levels, vocab_size, max_successors), strict=True):
-        heads.append(_rank(level, heads[-1], widths, vocab_size, max_successors))
-    heads[1].stored[:max_successors] = True  # unigrams have no shorter context to back off to
+    best = [(level, level.best(vocab_size, max_successors)) for level in levels[1:]]
     return KatzTrigram(
         num_tokens=len(text),
         older=np.concatenate([level.contexts // vocab_size + (level.order == 3) for level in levels[1:]]),
         newer=np.concatenate([level.contexts % vocab_size + (level.order > 1) for level in levels[1:]]),
-        lengths=np.concatenate([np.bincount(head.rows[head.stored]) for head in heads[1:]]),
-        tokens=np.concatenate([head.tokens[head.stored] for head in heads[1:]]),
-        probabilities=np.concatenate([head.probabilities[head.stored] for head in heads[1:]]),
+        lengths=np.concatenate([np.bincount(level.rows[words]) for level, words in best]),
+        tokens=np.concatenate([level.grams[words] % vocab_size for level, words in best]),
+        probabilities=np.concatenate([level.probabilities[words] for level, words in best]),
         backoffs=np.concatenate([level.backoffs for level in levels[1:]]),
     )
 
@@ -75,7 +71,7 @@ class _Level:
     """The Katz model of one order: P(word | context) of the kept n-grams, and the backoff factors of the contexts.
 
     grams: int64[n], ascending; probabilities: float64[n]; rows: int64[n], the context of each.
-    contexts: int64[c], ascending; above: int64[c], the row of the shorter context; backoffs: float64[c].
+    contexts: int64[c], ascending; backoffs: float64[c].
     """
 
     order: int
@@ -83,27 +79,13 @@ class _Level:
     probabilities: _Floats
     rows: _Ints
     contexts: _Ints
-    above: _Ints
     backoffs: _Floats
 
-    def find(self, grams: _Ints) -> tuple[_Ints, NDArray[np.bool_]]:
-        """Indices of n-grams, and whether they were kept."""
-        found = np.minimum(np.searchsorted(self.grams, grams), len(self.grams) - 1)
-        return found, self.grams[found] == grams
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """The most probable words of each context of a level, one context after another, backed-off words included.
-
-    rows: int64[n], the context; tokens: int64[n]; probabilities: float64[n], descending in a row;
-    stored: bool[n], the words for the table.
-    """
-
-    rows: _Ints
-    tokens: _Ints
-    probabilities: _Floats
-    stored: NDArray[np.bool_]
+    def best(self, vocab_size: int, most: int) -> _Ints:
+        """Indices of the likeliest words of each context, at most so many of each."""
+        order = np.lexsort((self.grams % vocab_size, -self.probabilities, self.rows))
+        rank = np.arange(len(order)) - np.searchsorted(self.rows, self.rows)
+        return order[rank < most]
 
 
 def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -112,8 +94,6 @@ def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> tuple[ND
     if not parts:
         raise ValueError("there is no text to count")
     for part in parts:
-        if part.ndim != 1 or part.dtype.kind not in "iu":
-            raise ValueError(f"a document must be integer[n], not {part.dtype}{list(part.shape)}")
         if part.min() < 0 or part.max() >= vocab_size:
             raise ValueError(f"a document has a token id outside the vocabulary of {vocab_size}")
     begins = np.zeros(sum(map(len, parts)), np.bool_)
@@ -156,8 +136,7 @@ def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: in
     remaining = (counts * _shares(counts)[np.minimum(counts, _RELIABLE_COUNT + 1)])[kept]
     grams = grams[kept]
     contexts, rows = np.unique(grams // vocab_size, return_inverse=True)
-    above = np.searchsorted(shorter.contexts, contexts % vocab_size ** max(shorter.order - 1, 0))
-    below, _ = shorter.find(grams % vocab_size ** max(shorter.order, 1))
+    below = np.searchsorted(shorter.grams, grams % vocab_size ** max(shorter.order, 1))
 
     retained = np.bincount(rows, remaining, len(contexts))
     complete = np.bincount(rows, minlength=len(contexts)) == vocab_size
@@ -166,46 +145,4 @@ def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: in
     totals = np.where(complete, retained, totals + (retained >= totals))
     unseen = np.where(complete, 1, 1 - np.bincount(rows, shorter.probabilities[below], len(contexts)))
     backoffs = np.where(complete, 0, (1 - retained / totals) / unseen)
-    return _Level(shorter.order + 1, grams, remaining / totals[rows], rows, contexts, above, backoffs)
-
-
-def _widths(levels: list[_Level], vocab_size: int, max_successors: int) -> tuple[_Ints, _Ints, _Ints]:
-    """Number of words to rank in each context of orders 1, 2 and 3, enough for the longer contexts.
-
-    All words that a context has seen may be among the best of the shorter one, so it needs that many more from there.
-    """
-    _, _, bigrams, trigrams = levels
-    pairs = np.full(len(trigrams.contexts), max_successors)
-    singles = np.full(len(bigrams.contexts), max_successors)
-    np.maximum.at(singles, trigrams.above, pairs + np.bincount(trigrams.rows, minlength=len(pairs)))
-    return np.array([vocab_size]), singles, pairs
-
-
-def _rank(level: _Level, above: _Heads, widths: _Ints, vocab_size: int, max_successors: int) -> _Heads:
-    """Merge the seen words of each context with the backed-off head of the shorter context."""
-    begins, ends = (np.searchsorted(above.rows, level.above, side) for side in ("left", "right"))
-    lengths = np.minimum(ends - begins, widths + np.bincount(level.rows, minlength=len(widths)))
-    backed_rows, index = _ranges(begins, lengths)
-    _, is_kept = level.find(level.contexts[backed_rows] * vocab_size + above.tokens[index])
-    backed_rows, index = backed_rows[~is_kept], index[~is_kept]
-
-    rows = np.concatenate((level.rows, backed_rows))
-    tokens = np.concatenate((level.grams % vocab_size, above.tokens[index]))
-    backed = level.backoffs[backed_rows] * above.probabilities[index]
-    probabilities = np.concatenate((level.probabilities, backed))
-    best = np.lexsort((tokens, -probabilities, rows))
-    rows = rows[best]
-    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    is_seen = best < len(level.rows)
-    last_seen = np.zeros(len(widths), np.int64)
-    np.maximum.at(last_seen, rows[is_seen], rank[is_seen])
-    stored = (rank < max_successors) & (rank <= last_seen[rows])
-    wanted = rank < widths[rows]
-    best = best[wanted]
-    return _Heads(rows[wanted], tokens[best], probabilities[best], stored[wanted])
-
-
-def _ranges(begins: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
-    """Concatenate ranges begin, begin + 1, ...: the range's number, and the value, of each element."""
-    numbers = np.repeat(np.arange(len(lengths)), lengths)
-    return numbers, np.arange(len(numbers)) + (begins - np.cumsum(lengths) + lengths)[numbers]
+    return _Level(shorter.order + 1, grams, remaining / totals[rows], rows, contexts, backoffs)

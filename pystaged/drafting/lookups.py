@@ -50,19 +50,10 @@ class TableProposer(Lookup):
     """Proposes by a Katz trigram counted on the draft's text (Spector & Ré 2023)."""
 
     def __init__(self, table: NgramTable) -> None:
-        self._vocab_size = table.vocab_size
-        k = min(_CANDIDATES, table.max_successors)
-
-        @lru_cache(_KEPT_LOOKUPS)
-        def look_up(*last: int) -> dict[int, float]:
-            tokens, logprobs = table.candidates(last, k)
-            return dict(zip(tokens.tolist(), np.exp(logprobs).tolist(), strict=True))
-
-        self._look_up = look_up
+        self._after = lru_cache(_KEPT_LOOKUPS)(lambda *last: table.after(last, _CANDIDATES))
 
     def after(self, tail: list[int]) -> Proposal:
-        last = tail[-2:]
-        return Proposal(self._look_up(*last) if max(last) < self._vocab_size else {}, TABLE)
+        return Proposal(self._after(*tail[-2:]), TABLE)
 
 
 class ContextProposer(Lookup):

@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import Session
-from pystaged.decoding.cost import PassCost, surprise
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.drafting.calibration import DRAFT, LATER
-from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer, Proposer
+from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer
 from pystaged.sampling.constraint import Constraint, allows
 
-_LONGEST_PREFIX_ROWS = 16  # most missing tokens that are read in the root's pass rather than by prefill
-_PIECE = 32  # tokens of the pieces whose time estimates the rest of prefill
+_LONGEST_PREFIX_ROWS = 16  # most unread tokens that are read in the root's pass rather than by prefill
+_PIECE = 32  # rows of the pass whose cost estimates the time of prefill
+_LEAST_READ = 8  # least tokens that are read where not all seem to fit
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
 
@@ -37,42 +38,32 @@ class ModelProposer(PassProposer):
     ) -> None:
         super().__init__(session, cost)
         self._substitutes = substitutes or {}
-        self._pace = 1.0  # measured time of prefill, divided by the cost of its pieces
-        self._missing: list[int] = []  # tokens of the text before the root that the session has not read
         self._tree: GrowingTree | None = None  # the current one; it holds the text's constraint
         self._rows, self._num_rows = dict[int, int](), 0  # pending rows of its nodes; all that are pending
         self._after: dict[int, Candidates] = {}  # what it names, by node
 
-    def inherit(self, other: Proposer) -> None:
-        if isinstance(other, ModelProposer):
-            self._pace = other._pace
-
     def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
         read = self._spelled(context[:-1].tolist())
         self._length = self.session.rewind(common_prefix(self.session.tokens, np.array(read, np.int32)))
-        self._missing = read[self._length :]
+        self._unread = read[self._length :]
         self._root = int(context[-1])
         self._is_lost = False
         self._forget()
 
     def end(self) -> None:
-        self._missing = []
-
-    def discard(self) -> None:
-        self.session.discard()
-        self._forget()
+        self._unread = []
 
     @property
     def is_ready(self) -> bool:
-        return len(self._missing) <= _LONGEST_PREFIX_ROWS and not self._is_lost
+        return len(self._unread) <= _LONGEST_PREFIX_ROWS and not self._is_lost
 
     def most_levels(self) -> float:
         # A row for the root, and one for each level but the last; a parallel draft has more.
         room = min(self.session.n_ctx - self._length, self.session.most_pending - self._places)
-        return room - len(self._missing)
+        return room - len(self._unread)
 
     def lag(self) -> float:
-        missing = len(self._missing)
+        missing = len(self._unread)
         if self._is_lost or missing >= self.session.n_ctx - self._length:
             return math.inf  # or the text is longer than the draft's context
         if self.cost is None or missing == 0:
@@ -82,16 +73,14 @@ class ModelProposer(PassProposer):
         return self._reading(self.cost, missing)
 
     def catch_up(self, seconds: float = math.inf) -> Read | None:
-        piece = len(self._missing)
-        if not piece or self._is_lost or piece > self.session.n_ctx - self._length:
+        count = len(self._unread)
+        if not count or self._is_lost or count > self.session.n_ctx - self._length:
             return None
-        if self.cost and seconds < math.inf:
-            # If not all seem to fit, the time of one piece corrects the estimate.
-            if self._reading(self.cost, piece) > seconds:
-                piece = min(_PIECE, piece)
-            if self._reading(self.cost, piece) > seconds:
+        if self.cost and (believed := self._reading(self.cost, count)) > seconds:
+            count = int(count * max(0.0, seconds) / believed)
+            if count < _LEAST_READ:
                 return None
-        return Read(self.session, self._length, np.array(self._missing[:piece], np.int32))
+        return Read(self.session, self._length, np.array(self._unread[:count], np.int32))
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
         is_over = self._is_lost or all(node in self._after for node in nodes)
@@ -99,10 +88,6 @@ class ModelProposer(PassProposer):
 
     def propose(self, _tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
         return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
-
-    def lose(self) -> None:
-        self.discard()
-        self._is_lost = True
 
     def keep(self, request: AnyRequest) -> None:
         self._num_rows += request.num_rows
@@ -122,8 +107,8 @@ class ModelProposer(PassProposer):
         tokens: list[int] = []
         parents: list[int] = []
         before: Sequence[int] = ()
-        if not self._rows:  # the first pass also has the missing tokens, the root, and forced tokens after it
-            tokens += self._missing
+        if not self._rows:  # the first pass also has the unread tokens, the root, and forced tokens after it
+            tokens += self._unread
             parents += range(-1, len(tokens) - 1)
             before = range(nodes[0])
         for node in (*before, *nodes):
@@ -140,9 +125,9 @@ class ModelProposer(PassProposer):
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
         if self._tree is None:
-            self._missing += emitted[:-1]
+            self._unread += emitted[:-1]
         else:
-            rows, node = list(range(len(self._missing))), 0
+            rows, node = list(range(len(self._unread))), 0
             for token in tokens:  # the last one is the next root, which is not committed yet
                 if node not in self._rows:
                     break
@@ -150,7 +135,7 @@ class ModelProposer(PassProposer):
                 node = self._tree.children[node].get(token, -1)
             self.session.commit(rows)
             self._length += len(rows)
-            self._missing = emitted[len(rows) - len(self._missing) : -1]
+            self._unread = emitted[len(rows) - len(self._unread) : -1]
         self._root = tokens[-1]
         self._forget()
 
@@ -170,19 +155,11 @@ class ModelProposer(PassProposer):
         return masks
 
     def _reading(self, cost: PassCost, tokens: int) -> float:
-        """Estimated seconds to prefill a number of the missing tokens."""
-        return self._pace * cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
-
-    def note_read(self, request: Read) -> None:
-        piece: int = request.result
-        if self.cost and piece >= _PIECE:
-            seconds, believed = request.share * request.processor_seconds, self._reading(self.cost, piece)
-            # Noise only adds time, so a shorter time counts fully.
-            self._pace *= min(max(seconds / believed, 0.1), 1 + 0.5 * surprise(seconds, believed))
-        self._length += piece
-        del self._missing[:piece]
+        """Estimated seconds to prefill a number of the unread tokens."""
+        return cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
 
     def _forget(self) -> None:
+        super()._forget()
         self._tree, self._rows, self._num_rows, self._after = None, {}, 0, {}
 
     def _spelled(self, tokens: list[int]) -> list[int]:

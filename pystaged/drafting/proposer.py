@@ -161,9 +161,6 @@ class Proposer:
         """Levels of a tree that its context has room for."""
         return math.inf
 
-    def inherit(self, other: Proposer) -> None:
-        """Copy the learnt state of a proposer of the same kind."""
-
 
 class PassProposer(Proposer):
     """Proposes by passes of a draft.
@@ -178,6 +175,7 @@ class PassProposer(Proposer):
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
         self._length = 0  # tokens of the text that the session holds
+        self._unread: list[int] = []  # those after them, without the root
         self._root = 0
         self._is_lost = False  # whether it cannot draft in this text
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
@@ -187,22 +185,31 @@ class PassProposer(Proposer):
 
     def take(self, request: AnyRequest) -> None:
         if isinstance(request.error, ModelError):  # its values overflow; the text goes on without it
-            self.lose()
+            self._lose()
         elif request.error is not None:
             raise request.error
         elif isinstance(request, Read):
-            self.note_read(request)
+            self._note_read(request.result)
         else:
             self.keep(request)
 
-    def lose(self) -> None:
-        """Drop the current tree, and draft no more in this text."""
-        raise NotImplementedError
+    def discard(self) -> None:
+        self._forget()
 
-    def note_read(self, request: Read) -> None:
-        """Go on after a pass that read a part of the text."""
-        raise NotImplementedError
+    def _lose(self) -> None:
+        """Drop the current tree, and draft no more in this text."""
+        self._is_lost, self._unread = True, []
+        self._forget()
+
+    def _note_read(self, count: int) -> None:
+        """Count the first unread tokens as read."""
+        self._length += count
+        self._unread = self._unread[count:]
 
     def keep(self, request: AnyRequest) -> None:
         """Keep what a pass for a tree found."""
         raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Discard what was evaluated after the root."""
+        self.session.discard()

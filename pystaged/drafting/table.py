@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +19,17 @@ MOST_TOKENS = 10_000_000
 """Most tokens to count: the table of a larger text may be too large to load."""
 
 _FORMAT_VERSION = 1
-_MOST_ITEMS = 1 << 24  # items of an array: a text of MOST_TOKENS gives no more
-_MOST_ARRAY_BYTES = 4 * _MOST_ITEMS
 _MOST_BYTES = 1 << 28  # bytes of a file
-_MOST_UNPACKED = 64, 1 << 20  # times a file's size, plus bytes: tables unpack to two to five times their size
-_FINGERPRINT = re.compile("[0-9]{1,10}-[0-9a-f]{16}")
-_STORED = {  # arrays of a file: kind, most bytes per item, dimensions
-    "vocab_hash": ("U", 128, 0),
-    "older": ("u", 4, 1),  # keys // (vocab_size + 1), as differences
-    "newer": ("u", 4, 1),  # keys % (vocab_size + 1)
-    "lengths": ("u", 1, 1),  # differences of offsets
-    "tokens": ("u", 4, 1),
-    "logprobs": ("u", 1, 1),  # steps of -1/16
-    "log_backoffs": ("i", 2, 1),  # steps of 1/16
-}
+_MOST_UNPACKED = 16, 1 << 20  # times a file's size, plus bytes: tables unpack to two to five times their size
+_ARRAYS = (
+    "sizes",
+    "older",  # keys // (vocab_size + 1), as differences
+    "newer",  # keys % (vocab_size + 1)
+    "lengths",  # differences of offsets
+    "tokens",
+    "logprobs",  # steps of -1/16
+    "log_backoffs",  # steps of 1/16
+)
 _STEPS_PER_NAT = 16  # log-probabilities are kept in steps of 1/16 nat: one byte each
 
 
@@ -47,8 +42,8 @@ class NgramTable:
     """The most probable next tokens after known pairs of tokens, single tokens, and no token. Immutable.
 
     A Katz-backoff trigram (Katz 1987) counted on text sampled from the draft, as in Spector & Ré 2023 (arXiv
-    2308.04623). A row holds the head of one context's backed-off distribution down to its last seen successor. After it
-    come the tokens of the shorter context in their order, with `log_backoffs[row]` added to their log-probabilities.
+    2308.04623). A row holds the likeliest tokens after one context. It gives the other tokens the log-probabilities of
+    the shorter context, plus `log_backoffs[row]`.
 
     vocab_hash: Tokenizer.fingerprint of the vocabulary; num_tokens: size of the counted text.
     keys: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
@@ -84,15 +79,13 @@ class NgramTable:
 
         Args:
             documents: token ids, integer[n] each.
-            max_successors: tokens kept per context and the largest k of `candidates`, at most 255.
+            max_successors: tokens kept per context, at most 255.
             min_count: trigrams seen less often are dropped; their probability goes to the backoff.
 
         Raises:
-            ValueError: an argument is out of range, or there is no text.
+            ValueError: the vocabulary is too large, or there is no text, or some outside of it.
         """
         _require(1 <= vocab_size <= LARGEST_VOCABULARY, f"vocab_size must be in 1..{LARGEST_VOCABULARY}")
-        _require(1 <= max_successors <= 255, f"max_successors must be in 1..255, not {max_successors}")
-        _require(min_count >= 1, f"min_count must be at least 1, not {min_count}")
         katz = estimate(documents, vocab_size=vocab_size, max_successors=max_successors, min_count=min_count)
         return cls(
             vocab_size=vocab_size,
@@ -106,41 +99,21 @@ class NgramTable:
             log_backoffs=_log_steps(katz.backoffs),
         )
 
-    def candidates(self, context: Sequence[int], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The k most probable tokens after the last two tokens of `context`; fewer only if the vocabulary is smaller.
-
-        Returns:
-            tokens: int32[k], ordered by their exact probabilities, ties to the lowest id; logprobs: float32[k], natural
-            log, rounded, never rising.
-
-        Raises:
-            ValueError: k is not in 1..max_successors, or the context holds an id outside the vocabulary.
-        """
-        if not 1 <= k <= self.max_successors:
-            raise ValueError(f"k must be in 1..{self.max_successors} for this table, not {k}")
-        found: dict[int, float] = {}
-        shift = least = 0.0
-        for row in self._backoff_rows(context):
-            head = slice(self.offsets[row], self.offsets[row + 1])
-            for token, logprob in zip(self.tokens[head].tolist(), self.logprobs[head].tolist(), strict=True):
-                if token not in found and len(found) < k:
-                    # Rounding may lift a backed-off token above the seen ones; its exact probability never is.
-                    found[token] = least = min(logprob + shift, least)
-            shift += float(self.log_backoffs[row])
-        return np.array([*found], np.int32), np.array([*found.values()], np.float32)
-
-    def _backoff_rows(self, context: Sequence[int]) -> Iterator[int]:
-        """Those of the rows of the last two tokens, the last one and none that the table has."""
-        base = self.vocab_size + 1
-        recent = [int(token) + 1 for token in context[-2:]]
-        if not all(0 < code < base for code in recent):
-            raise ValueError(f"a token of {list(context[-2:])} is outside the vocabulary of {self.vocab_size}")
-        keys = [recent[0] * base + recent[1], recent[1]] if len(recent) == 2 else recent
-        for key in keys:
+    def after(self, context: Sequence[int], k: int) -> dict[int, float]:
+        """The k likeliest of the kept tokens after the last two of `context`, with their probabilities, likeliest
+        first; fewer if there are not so many, and none after a token outside the vocabulary."""
+        base, last = self.vocab_size + 1, [int(token) + 1 for token in context[-2:]]
+        if not all(0 < code < base for code in last):
+            return {}
+        found, shift = dict[int, float](), 0.0
+        for key in [last[0] * base + last[1], last[1], 0] if len(last) == 2 else [*last, 0]:
             row = int(self.keys.searchsorted(key))
             if row < len(self.keys) and self.keys[row] == key:
-                yield row
-        yield 0
+                head = slice(self.offsets[row], self.offsets[row + 1])
+                for token, logprob in zip(self.tokens[head].tolist(), self.logprobs[head].tolist(), strict=True):
+                    found.setdefault(token, min(0.0, logprob + shift))
+                shift += float(self.log_backoffs[row])
+        return {token: math.exp(found[token]) for token in sorted(found, key=found.__getitem__, reverse=True)[:k]}
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file; after a failure the path is unchanged."""
@@ -150,10 +123,10 @@ class NgramTable:
                 file,
                 sizes=np.array([_FORMAT_VERSION, self.vocab_size, self.num_tokens, self.max_successors], np.int64),
                 vocab_hash=np.array(self.vocab_hash),
-                older=_narrow(np.diff(older, prepend=0)),
-                newer=_narrow(newer),
-                lengths=_narrow(np.diff(self.offsets)),
-                tokens=_narrow(self.tokens),
+                older=np.diff(older, prepend=0).astype(np.uint32),
+                newer=newer.astype(np.uint32),
+                lengths=np.diff(self.offsets).astype(np.uint8),
+                tokens=self.tokens,
                 logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
                 log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
             )
@@ -173,7 +146,7 @@ class NgramTable:
             raise ValueError(f"{path}: {error}; build the n-gram table again or fetch a fresh copy") from error
         if vocab_hash is not None and vocab_hash != table.vocab_hash:
             raise OtherVocabularyError(
-                f"{path}: this n-gram table is for vocabulary {table.vocab_hash}, the model has {vocab_hash}; "
+                f"{path}: this n-gram table is for vocabulary {table.vocab_hash!r}, the model has {vocab_hash!r}; "
                 "use the model's own table or build one from its text"
             )
         return table
@@ -185,51 +158,39 @@ def _log_steps(probabilities: NDArray[np.float64]) -> NDArray[np.float32]:
     return (np.rint(logs * _STEPS_PER_NAT) / _STEPS_PER_NAT).astype(np.float32)
 
 
-def _narrow(values: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
-    """The same values in the smallest unsigned type."""
-    narrow: NDArray[np.unsignedinteger] = values.astype(np.min_scalar_type(int(values.max())))
-    return narrow
-
-
 def _decode(content: bytes) -> NgramTable:
-    """Build a table from the bytes of a file, all of which are checked."""
+    """Build a table from the bytes of a file. Raises ValueError if a lookup could fail in it."""
+    times, more = _MOST_UNPACKED
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            _check_packing(archive, len(content))
-            stored = {
-                name: _read_array(archive, name) for name in ("sizes", *_STORED) if f"{name}.npy" in archive.namelist()
-            }
-    except _TooLargeError:
-        raise
+            members = archive.infolist()
+        # By other methods a member may unpack to more than it says.
+        if {each.compress_type for each in members} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+            raise ValueError("compressed by a method that numpy does not use")
+        if sum(each.file_size for each in members) > times * len(content) + more:
+            raise ValueError("it would unpack to more than any n-gram table")
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            vocab_hash = str(file["vocab_hash"])[:64]
+            sizes, *arrays = (file[name].astype(np.int64, casting="safe") for name in _ARRAYS)
+        version, vocab_size, num_tokens, max_successors = sizes.tolist()
     # The zip, deflate and npy readers raise a dozen unrelated types on invalid bytes.
     except Exception as error:
         raise ValueError("not an n-gram table, or a damaged one") from error
-    sizes = stored.get("sizes", np.zeros(0))
-    _require(sizes.shape == (4,) and sizes.dtype == np.int64, "not an n-gram table")
-    version, vocab_size, num_tokens, max_successors = sizes.tolist()
     _require(version == _FORMAT_VERSION, f"format version {version}, but this pystaged reads {_FORMAT_VERSION}")
-    _require(1 <= vocab_size <= LARGEST_VOCABULARY and num_tokens > 0 and 1 <= max_successors <= 255, "bad sizes")
-    for name, (kind, itemsize, ndim) in _STORED.items():
-        array = stored.get(name)
-        fits = array is not None and array.dtype.kind == kind and array.itemsize <= itemsize and array.ndim == ndim
-        _require(fits, f"{name} is missing or of the wrong type")
-    vocab_hash = str(stored["vocab_hash"])
-    _require(_FINGERPRINT.fullmatch(vocab_hash) is not None, "vocab_hash names no vocabulary")
-
-    older, newer, lengths = (stored[name].astype(np.int64) for name in ("older", "newer", "lengths"))
-    tokens, steps, log_backoffs = stored["tokens"], stored["logprobs"], stored["log_backoffs"]
-    _require(0 < len(older) == len(newer) == len(lengths) == len(log_backoffs), "arrays differ in rows")
-    _require(len(tokens) == len(steps) == lengths.sum(), "arrays differ in successors")
-    older = np.cumsum(older)
-    keys = older * (vocab_size + 1) + newer
-    rows = np.repeat(np.arange(len(keys)), lengths)
-    _require(bool(older[-1] <= vocab_size and newer.max() <= vocab_size), "a context is outside the vocabulary")
-    _require(bool(keys[0] == 0 and np.all(np.diff(keys) > 0) and np.all(newer[1:] > 0)), "contexts are not in order")
-    _require(bool(lengths.min() > 0 and lengths.max() <= max_successors), "a context has too few or many successors")
-    _require(bool(lengths[0] == min(max_successors, vocab_size)), "the empty context has too few successors")
-    _require(bool(tokens.max() < vocab_size), "a successor is outside the vocabulary")
-    _require(bool(np.all(np.diff(np.sort(rows * vocab_size + tokens)) > 0)), "a context has a successor twice")
-    _require(bool(np.all(np.diff(rows * 256 + steps) >= 0)), "log-probabilities are not in order")
+    older, newer, lengths, tokens, steps, log_backoffs = arrays
+    limits = (older, vocab_size), (newer, vocab_size), (lengths, max_successors), (tokens, vocab_size - 1)
+    _require(
+        1 <= vocab_size <= LARGEST_VOCABULARY
+        and 1 <= max_successors <= 255
+        and all(each.ndim == 1 and len(each) for each in arrays)
+        and all(each.min() >= 0 and each.max() <= most for each, most in limits)
+        and len(older) == len(newer) == len(lengths) == len(log_backoffs)
+        and len(tokens) == len(steps) == lengths.sum()
+        and lengths[0] > 0,
+        "a damaged n-gram table: sizes or tokens are out of range",
+    )
+    keys = np.cumsum(older) * (vocab_size + 1) + newer
+    _require(bool(np.all(np.diff(keys) > 0)), "a damaged n-gram table: its contexts are not in order")
     return NgramTable(
         vocab_size=vocab_size,
         vocab_hash=vocab_hash,
@@ -241,49 +202,6 @@ def _decode(content: bytes) -> NgramTable:
         logprobs=(steps / -_STEPS_PER_NAT).astype(np.float32),
         log_backoffs=(log_backoffs / _STEPS_PER_NAT).astype(np.float32),
     )
-
-
-class _TooLargeError(ValueError):
-    """An array is larger than any table's, found before it is unpacked."""
-
-
-def _check_packing(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive that unpacks to much more than its size.
-
-    Raises:
-        ValueError: a member's compression could unpack to more than its directory entry says.
-        _TooLargeError: the members are too large for the file's size.
-    """
-    members = archive.infolist()
-    _require(
-        all(each.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members),
-        "compressed by a method that numpy does not use",
-    )
-    size, (times, more) = sum(each.file_size for each in members), _MOST_UNPACKED
-    if size > times * num_bytes + more:
-        raise _TooLargeError(
-            f"its {num_bytes / 1e6:.2f} MB would unpack to {size / 1e6:.0f} MB, more than any n-gram table"
-        )
-
-
-def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    """Read an array of the archive after checking the size in its header.
-
-    Raises:
-        _TooLargeError: the array has more items or bytes than a table can have.
-        ValueError: the array is larger than its member, or the member holds no array.
-    """
-    with archive.open(f"{name}.npy") as member:
-        version = np.lib.format.read_magic(member)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(member)
-    size = math.prod(shape) * dtype.itemsize
-    if math.prod(shape) > _MOST_ITEMS or size > _MOST_ARRAY_BYTES:
-        raise _TooLargeError(f"{name} would take {size / 1e6:.0f} MB, more than that of any n-gram table")
-    _require(size <= archive.getinfo(f"{name}.npy").file_size, f"{name} is cut off")
-    with archive.open(f"{name}.npy") as member:
-        array: NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)
-    return array
 
 
 def _require(condition: bool, problem: str) -> None:

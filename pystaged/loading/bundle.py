@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, cast
 
 from pystaged._core import DeviceError, Model, ModelError, Tokenizer, UnsupportedModelError
 from pystaged.backends.devices import candidates, check, close_model, load_model
-from pystaged.decoding.cost import chain_speedup
+from pystaged.decoding.policy import best_size
 from pystaged.drafting.calibration import Calibration
 from pystaged.drafting.lookups import LOOKUP_SECONDS
 from pystaged.drafting.model import PLACES
 from pystaged.loading import names
-from pystaged.loading.costs import DRAFT_RATE, NGRAM_RATE, Costs
+from pystaged.loading.costs import Costs
 from pystaged.loading.distilled import find_distilled
 from pystaged.loading.drafts import cached_drafts, own_layer, substitutes
 from pystaged.loading.features import load_features
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _LLAMA = "ggml-cpu"  # the device of models that pystaged's kernels do not compute
 _USUAL_LENGTH = 1000  # past length, in tokens, at which devices are compared
+# Where devices are compared: acceptance rates of a draft's and of n-grams' first guesses, and guesses of a chain.
+_DRAFT_RATE, _NGRAM_RATE, _LONGEST = 0.75, 0.53, 8
 
 
 class Bundle:
@@ -180,17 +182,15 @@ class Bundle:
 
         def rate(pair: tuple[str, str]) -> float:
             target_cost = self.costs.of(self.path, pair[0], targets[pair[0]], compared=True)
-            plain = target_cost(1, _USUAL_LENGTH)
-            guesses = [(NGRAM_RATE, LOOKUP_SECONDS, 1)]
+            guesses = [(_NGRAM_RATE, LOOKUP_SECONDS, 1)]
             if self.draft_path:
                 draft_cost = self.costs.of(self.draft_path, pair[1], drafts[pair[1]], compared=True)
-                guesses.append((DRAFT_RATE, draft_cost(places, _USUAL_LENGTH), places))
-
-            def extra(num_rows: int) -> float:
-                return target_cost(num_rows, _USUAL_LENGTH) / plain - 1
-
-            speedups = [chain_speedup(right, seconds / plain, extra, places) for right, seconds, places in guesses]
-            return max(1.0, *speedups) / plain
+                guesses.append((_DRAFT_RATE, draft_cost(places, _USUAL_LENGTH), places))
+            best = []
+            for right, price, at_once in guesses:  # of chains, as long as pays
+                passes = [target_cost(1 + n, _USUAL_LENGTH) + -(-n // at_once) * price for n in range(_LONGEST + 1)]
+                best.append(best_size(1.0, [right**n for n in range(1, _LONGEST + 1)], passes, 0.0)[1])
+            return max(best)
 
         rates: dict[tuple[str, str], float] = {}
         failures: dict[str, DeviceError] = {}

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import HiddenRows, Model, Session, Tokenizer
+from pystaged._core import Model, Session, Tokenizer
 from pystaged.backends.devices import open_session
-from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, ExpertCost, PassCost, measure
+from pystaged.decoding.cost import MEASURED_ROWS, SAMPLING, PassCost, measure
 from pystaged.decoding.requests import perform
 from pystaged.options.config import SamplingConfig
 from pystaged.platform.files import cache_folder, keep, kept
 from pystaged.platform.seen import SeenModel
 
 COMPARING = 2.0  # seconds of sampling a model on each of several devices
-DRAFT_RATE, NGRAM_RATE = 0.75, 0.53  # acceptance rates of first guesses, assumed where devices are compared
 # Text of the passes that are timed.
 _TEXT = (
     "The sky is blue because air scatters blue light more than red light. In the evening the light comes a longer way "
@@ -35,66 +32,41 @@ _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
 
-def measure_passes(
-    model: Model, text: Sequence[int] | NDArray[np.int32], seconds: float = SAMPLING, target: Model | None = None
-) -> PassCost:
+def measure_passes(model: Model, text: Sequence[int] | NDArray[np.int32], seconds: float = SAMPLING) -> PassCost:
     """Sample a model's passes with an empty and with a long past, including candidate selection.
 
     Args:
-        text: tokens of the rows, repeated if there are more rows. Of a mixture of experts, neighbours in a text have
-            some experts in common.
+        text: tokens of the rows, repeated if there are more rows; neighbours in a text have some experts in common.
         seconds: time of sampling.
-        target: of a draft that reads its hidden states; rows that are no block read the draft's own.
     """
     greedy = SamplingConfig().native
     most_rows = min(MEASURED_ROWS[-1], model.max_context)
-    room = (target or model).max_context - most_rows
+    room = model.max_context - most_rows
     # llama.cpp would really read so many tokens.
     cells = min(_CELLS, room) if room >= _LEAST_CELLS and not model.devices else 0
     most_rows = min(most_rows, model.most_pending)
-    sessions: dict[int, list[Session]] = {}  # with the target's
+    sessions: dict[int, Session] = {}
     tokens = np.resize(text, most_rows)
     clock = time.perf_counter if model.devices else time.thread_time
-    unions: dict[int, float] = {}
-    hidden: HiddenRows | None = None
-
-    def begin(length: int) -> list[Session]:
-        source = [open_session(target, max(1, length))] if target else []
-        room = length + most_rows
-        session = Session(model, room, *source) if source else open_session(model, room)
-        sessions[length] = [session, *source]
-        for each in source:
-            perform(each, "read", [0])
-        if length and model.borrows_cells:
-            source[0].stretch(length)
-        elif length:
-            # A real prefill of this many tokens would take longer than all else.
-            perform(session, "read", [0], *(each.hidden for each in source))
-            session.stretch(length)
-        return sessions[length]
 
     def timed(num_rows: int, cells: int) -> float:
-        nonlocal hidden
-        session, *source = sessions.get(cells) or begin(cells)
-        read: list[Any] = []
-        if source and not model.block_size:
-            read = [None, sum([hidden] * (num_rows - 1), hidden) if hidden else source[0].hidden]
+        if cells not in sessions:
+            sessions[cells] = open_session(model, cells + most_rows)
+            if cells:
+                # A real prefill of this many tokens would take longer than all else.
+                perform(sessions[cells], "read", [0])
+                sessions[cells].stretch(cells)
         parents, start = np.arange(-1, num_rows - 1, dtype=np.int32), clock()
-        perform(session, "propose", tokens[:num_rows], parents, num_rows, 1, greedy, *read)
+        perform(sessions[cells], "propose", tokens[:num_rows], parents, num_rows, 1, greedy)
         took = clock() - start
-        if read and not hidden:  # the first pass is over one row
-            hidden = session.hidden_of([0])
-        if not cells:  # after a past that is no text the experts are others
-            unions[num_rows] = session.experts[1]
-        session.discard()
+        sessions[cells].discard()
         return took
 
     try:
-        cost = measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
-        return ExpertCost(cost.seconds, cost.slopes, unions, samples=cost.samples) if model.experts_per_row else cost
+        return measure(timed, most_rows=most_rows, cells=cells, seconds=seconds)
     finally:
-        for each in itertools.chain(*sessions.values()):
-            each.close()
+        for session in sessions.values():
+            session.close()
 
 
 class Costs:
@@ -110,33 +82,33 @@ class Costs:
         path: Path,
         device: str,
         model: Model,
-        target: Model | None = None,
         *,
+        like: PassCost | None = None,
         compared: bool = False,
         again: bool = False,
     ) -> PassCost:
         """Seconds of a pass of a model on a device: sampled now if they are not known, and refined by its user.
 
         Args:
-            target: of a draft that reads its hidden states.
+            like: what to begin with instead, for a draft that reads hidden states.
             compared: whether devices are: passes of all sizes are sampled, for up to two seconds.
             again: sample so even if the cost is known.
         """
         # The file may have vanished or changed since its model was loaded.
-        place = path, device, target is None  # a file may hold a model and its draft
+        place = path, device, like is None  # a file may hold a model and its draft
         if place in self._known and not again:
             return self._known[place][1]
         machine = (platform.node(), platform.machine(), os.cpu_count(), device)
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
-        lent = (target.name, target.weight_bytes) if target else ()  # the draft may use the target's head
-        key = "|".join(map(str, (*machine, *runs, *lent, SeenModel.now(path).key)))
+        key = "|".join(map(str, (*machine, *runs, like is None, SeenModel.now(path).key)))
         cost = None if again else kept_cost(key)
-        if cost is None or (compared and not all(cost.samples.values())):
+        if cost is None and like:
+            cost = like
+        elif cost is None or (compared and not all(cost.samples.values())):
             if compared:
                 self._report(f"measuring once how fast {path.name} is on {device}")
             seconds = COMPARING if compared or again else SAMPLING
-            text = [0] if target else Tokenizer(os.fsencode(path)).encode(_TEXT)  # such a draft may have no vocabulary
-            cost = measure_passes(model, text, seconds, target)
+            cost = measure_passes(model, Tokenizer(os.fsencode(path)).encode(_TEXT), seconds)
             keep_cost(key, cost)
         self._known[place] = key, cost
         return cost
@@ -153,20 +125,13 @@ def kept_cost(key: str) -> PassCost | None:
     if found is None:
         return None
     stored = json.loads(found)
-    seconds, slopes, samples, unions = (
-        {int(n): value for n, value in stored.get(name, {}).items()}
-        for name in ("seconds", "slopes", "samples", "unions")
-    )
-    if unions:
-        return ExpertCost(seconds, slopes, unions, stored["price"], samples)
-    return PassCost(seconds, slopes, samples)
+    names = "seconds", "slopes", "samples"
+    return PassCost(*({int(n): value for n, value in stored.get(name, {}).items()} for name in names))
 
 
 def keep_cost(key: str, cost: PassCost) -> None:
     """Keep a measurement there; if writing fails, passes are measured again next time."""
-    known: dict[str, Any] = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
-    if isinstance(cost, ExpertCost):
-        known |= {"unions": cost.unions, "price": cost.price}
+    known = {"seconds": cost.seconds, "slopes": cost.slopes, "samples": cost.samples}
     keep(_path(key), json.dumps(known).encode())
 
 

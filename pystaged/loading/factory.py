@@ -6,7 +6,7 @@ from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
 from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import ExpertCost, PassCost
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
@@ -35,7 +35,8 @@ class ContextFactory:
         if bundle.draft_path is None:
             return None
         if bundle.features:
-            return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, bundle.target)
+            share = bundle.features.weight_bytes / bundle.target.weight_bytes
+            return bundle.costs.of(bundle.draft_path, "cpu", bundle.features, like=self.target_cost().share(share))
         return bundle.costs.of(bundle.draft_path, bundle.draft_device, bundle.draft) if bundle.draft else None
 
     def context(self, n_ctx: int, policy: TreePolicy | None, source: Context | None = None, length: int = 0) -> Context:
@@ -61,21 +62,19 @@ class ContextFactory:
 
     def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:
         bundle, batch, meter, size = self._bundle, BatchLoad(), Meter(), self._bundle.target.vocab_size
-        cost = draft_cost = lookup_cost = experts = None
+        cost = draft_cost = lookup_cost = None
         if isinstance(policy, GainPolicy):  # a user's, which needs the prices of passes
             draft_cost, lookup_cost = self.draft_cost(), self._lookup_cost
         elif policy is None:
             cost, draft_cost, lookup_cost = self.target_cost(), self.draft_cost(), self._lookup_cost
-            policy, experts = GainPolicy(cost, batch=batch), cost if isinstance(cost, ExpertCost) else None
+            policy = GainPolicy(cost, batch=batch)
         proposers: list[Proposer] = [*lookups(bundle.table, bundle.recycled)]
         if draft and bundle.features:
             proposers.append(feature_proposer(draft, bundle.features, target, draft_cost))
         elif draft:
             proposers.append(draft_proposer(draft, bundle.draft_mask, draft_cost, bundle.substitutes))
         known = bundle.calibrations
-        drafter = TreeDrafter(
-            proposers, policy, size, known, cost=lookup_cost, meter=meter, experts=experts, chains=self._chains
-        )
+        drafter = TreeDrafter(proposers, policy, size, known, cost=lookup_cost, meter=meter, chains=self._chains)
         return Context(target, drafter, cost=cost, batch=batch, meter=meter)
 
 

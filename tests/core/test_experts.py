@@ -13,7 +13,7 @@ from support.steps import evaluate, prefill, verify
 
 from pystaged._core import Model, RecycledCandidates, Session, Work, run
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import ExpertCost
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import GainPolicy
 from pystaged.decoding.requests import Clocks
 from pystaged.decoding.stepper import Stepper
@@ -97,15 +97,15 @@ def test_weights_of_a_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(), SamplingConfig(temperature=0.4, seed=3)], ids=["greedy", "warm"]
 )
-def test_trees_by_experts_change_no_token(path: Path, sampling: SamplingConfig) -> None:
+def test_trees_change_no_token(path: Path, sampling: SamplingConfig) -> None:
     model, clocks = Model(path), Clocks(lambda: 0.0, lambda: 0.0)  # nothing takes any time
     prompts = [np.array(tokens, np.int32) for tokens in (TOKENS[:7] * 4, TOKENS, TOKENS[30:40] * 2)]
     plain = Context(Session(model))
     expected = [[t for step in generate(plain, prompt, sampling, 30) for t in step.tokens] for prompt in prompts]
-    cost = ExpertCost({1: 1.0, 2: 1.3, 32: 3.0}, None, {1: 16, 2: 29, 32: 90}, 0.005)
+    cost = PassCost({1: 1.0, 2: 1.3, 32: 3.0})
     recycled, texts, guesses = RecycledCandidates(), [], 0
     for prompt, written in zip(prompts, expected, strict=True):
-        drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost), 257, experts=cost)
+        drafter = TreeDrafter(lookups(None, recycled), GainPolicy(cost), 257)
         decoder = Context(Session(model), drafter, cost=cost, clocks=clocks)
         for _ in range(2):  # then with what was learnt
             steps = list(generate(decoder, prompt, sampling, 30))

@@ -19,7 +19,7 @@ from support.decoding import text_of
 
 from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, STALL, Account, Meter
 from pystaged.decoding.context import Context
-from pystaged.decoding.cost import ExpertCost, PassCost
+from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.text import Phase
@@ -50,8 +50,7 @@ class Behaviour:
 
     passes: seconds of each pass of the drafter. accept: nodes that come true. interrupted: seconds that other programs
     take in the step. telling: seconds of being told. obeys: whether the drafter minds its deadline. claims: the
-    estimate that it tells, as a share of what its passes should take. experts: for each guess, distinct experts of its
-    pass beyond the usual number.
+    estimate that it tells, as a share of what its passes should take.
     """
 
     passes: Sequence[float]
@@ -60,7 +59,6 @@ class Behaviour:
     telling: float = 0.0
     obeys: bool = True
     claims: float = 1.0
-    experts: int = 0
 
 
 class SimulatedDrafter:
@@ -145,8 +143,6 @@ class SimulatedSession:
         self.behaviour = Behaviour([])
         self.tokens = np.zeros(0, np.int32)
         self.past = 0
-        self.experts = np.zeros((0, 1), np.uint8), 0
-        self.overshoot = 0.0  # what a tree's experts cost more than as many as usual
 
     def rewind(self, length: int) -> int:
         self.past = length
@@ -157,20 +153,10 @@ class SimulatedSession:
 
     def _read(self, tokens: NDArray[np.int32]) -> None:
         self.past += len(tokens)
-        self.experts = np.zeros((len(tokens), 1), np.uint8), 0
         self._machine.work(self._cost(32) / 32 * len(tokens))
 
     def _verify(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        rows = len(tokens)
-        if isinstance(self._cost, ExpertCost):
-            usual = self._cost.union(rows)
-            distinct = round(usual + self.behaviour.experts * (rows - 1))
-            self.experts = np.zeros((rows, 1), np.uint8), distinct
-            took = self._cost(rows, self.past, distinct)
-            self.overshoot = max(0.0, took - self._cost(rows, self.past))
-        else:
-            took = self._cost(self._others + rows, self.past)
-        self._machine.work(took, self.behaviour.interrupted)
+        self._machine.work(self._cost(self._others + len(tokens), self.past), self.behaviour.interrupted)
         path = np.arange(min(self.behaviour.accept, len(tokens) - 1) + 1, dtype=np.int32)
         self.past += len(path)
         return path, np.zeros(len(path), np.int32)
@@ -244,7 +230,7 @@ class Text:
             self.used.append(drafter.took > 0)
             self.tokens += count
             self.lost += (machine.processor - begin - plain) / token - (count - 1)
-            overdrawn = max(overdrawn, (drafter.late + self.session.overshoot + behaviour.telling) / token)
+            overdrawn = max(overdrawn, (drafter.late + behaviour.telling) / token)
             if not forgiven and self.used[-1] and drafter.estimate:
                 forgiven = max(0.0, drafter.took - STALL * drafter.estimate) / token
             bound = SHARE * self.tokens + prompt + overdrawn + forgiven + 1e-6 * (1 + abs(self._lost + self.lost))
@@ -275,32 +261,23 @@ behaviours = st.lists(
         telling=st.floats(0.0, 0.2),
         obeys=st.booleans(),
         claims=st.one_of(st.just(1.0), st.floats(0.0, 2.0)),
-        experts=st.integers(-5, 5),
     ),
     min_size=1,
     max_size=40,
 )
 
 
-@pytest.mark.parametrize(
-    ("price", "sequences"),
-    [(None, 1), (None, 5), (0.0, 1), (0.02, 1)],
-    ids=["dense", "batch", "free-experts", "experts"],
-)
+@pytest.mark.parametrize("sequences", [1, 5])
 @given(RISES, st.floats(0.0, 5.0), st.tuples(SECONDS, st.floats(0.0, 3.0), SECONDS), behaviours)
 @settings(max_examples=30)
 def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
-    price: float | None,
     sequences: int,
     rises: list[float],
     slope: float,
     drafter: tuple[float, float, float],
     steps: list[Behaviour],
 ) -> None:
-    cost = rising(rises, slope)
-    if price is not None:
-        cost = ExpertCost(cost.seconds, cost.slopes, {n: 10.0 * n**0.7 for n in cost.seconds}, price)
-    text = Text(cost, *drafter, sequences=sequences)
+    text = Text(rising(rises, slope), *drafter, sequences=sequences)
     for prompt_tokens, speculate in ((40, True), (2000, True), (40, False), (40, True)):
         text.write(itertools.islice(itertools.cycle(steps), 50), prompt_tokens, speculate)
 

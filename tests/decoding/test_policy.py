@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.decoding import drafted
 
-from pystaged.decoding.cost import PassCost, chain_speedup, measure
+from pystaged.decoding.cost import PassCost, measure
 from pystaged.decoding.policy import MAX_EXPANDED, MAX_NODES, BatchLoad, FixedPolicy, GainPolicy, Growth, TreePolicy
 from pystaged.drafting.calibration import DRAFT as OF_DRAFT
 from pystaged.drafting.calibration import TABLE, Calibration
@@ -285,14 +285,8 @@ def test_a_policy_is_cut_to_the_budget_of_an_engine(policy: TreePolicy) -> None:
     assert drafter.work()["ngram"].passes <= MAX_EXPANDED
 
 
-def test_the_speedup_of_a_chain() -> None:
-    def extra(num_rows: int) -> float:
-        return 0.05 * (num_rows - 1)
-
-    for rate, price in itertools.product((0.1, 0.5, 0.9), (0.0, 0.1, 2.0)):
-        lengths = range(1, 9)
-        best = max(sum(rate**i for i in range(n + 1)) / (1 + extra(n + 1) + n * price) for n in lengths)
-        assert chain_speedup(rate, price, extra) == pytest.approx(best)
-        # All guesses for the price of one.
-        at_once = max(sum(rate**i for i in range(n + 1)) / (1 + extra(n + 1) + price) for n in lengths)
-        assert chain_speedup(rate, price, extra, 8) == pytest.approx(at_once)
+def test_a_wide_tree_is_found_behind_sizes_that_do_not_pay() -> None:
+    policy = GainPolicy(PassCost({1: 1.0, 2: 1.4, 4: 2.0, 8: 3.0, 32: 5.0}))
+    scores = [0.3] * 31
+    assert policy.keep(Growth(scores[:4], [], 1, 0.0)) == 0
+    assert policy.keep(Growth(scores, [], 1, 0.0)) == 31

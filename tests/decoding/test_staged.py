@@ -392,19 +392,18 @@ def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
     text = (np.arange(201) % 50).astype(np.int32)
     drafter.start(text)
     assert drafter.lag() == 200.0
-    drafter.catch_up(31.0)
+    drafter.catch_up(7.0)
     fulfil_all(drafter, session.clocks)
     assert (session.now, len(session.session.tokens)) == (0.0, 0)
-    # A piece shows that it takes a tenth of that, so all the rest fits.
+    # It takes a tenth of that, so there is time for more and more.
     drafter.catch_up(33.0)
     fulfil_all(drafter, session.clocks)
     assert session.now == pytest.approx(20.0)
     assert session.session.tokens.tolist() == text[:-1].tolist()
     drafter.start(text + 1)
-    assert drafter.lag() == pytest.approx(20.0)
     # Drafting reads the text too, or gives up.
-    assert len(drafted(drafter, GREEDY, 20, 15.0, clocks=session.clocks)) == 1
-    assert session.now <= 20.0 + 15.0
+    assert len(drafted(drafter, GREEDY, 20, 5.0, clocks=session.clocks)) == 1
+    assert session.now <= 20.0 + 5.0
 
 
 def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft: Model) -> None:
@@ -439,7 +438,7 @@ def test_drafters_tell_how_long_the_text_is_and_price_what_it_costs_there(draft:
         # Three tokens that it has not read yet ride along with the root.
         model.advance([1, 2, 3])
         assert model.lag() == pytest.approx(3 * model.price())
-    # A longer text is dearer to read, at the pace that was found so far.
+    # A longer text is dearer to read.
     model.start(text[::-1].copy())
     whole = model.lag()
     model.start(text[::-1][:251].copy())

@@ -283,7 +283,7 @@ def test_a_draft_that_is_right_is_accepted(tmp_path: Path, monkeypatch: pytest.M
     hidden states for EAGLE-3."""
     target, path = write_right(tmp_path, kind)
     of_target, of_draft = PassCost({1: 1.0, 32: 1.2}), PassCost({1: 0.01, 32: 0.01})
-    monkeypatch.setattr(Costs, "of", lambda *given, **_: of_draft if len(given) > 4 else of_target)
+    monkeypatch.setattr(Costs, "of", lambda *_, like=None, **__: of_draft if like else of_target)
     with Engine(target, draft=path, recycle=False) as engine:
         result = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY)
         plain = engine.generate([5, 6, 7], max_tokens=60, **NEARLY_GREEDY, speculate=False)

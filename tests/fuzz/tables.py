@@ -58,9 +58,11 @@ class Table(Target):
         last = table.vocab_size - 1
         pairs = ([min(a, last), min(b, last)] for a in range(0, VOCAB, 7) for b in range(3))
         for context in ([], [0], [last], *pairs):
-            tokens, logprobs = table.candidates(context, min(table.max_successors, table.vocab_size))
-            if not (0 <= tokens.min() <= tokens.max() < table.vocab_size and (np.diff(logprobs) <= 0).all()):
-                raise AssertionError(f"after {context}: {tokens}, {logprobs}")
+            found = table.after(context, table.max_successors)
+            if not (found and 0 <= min(found) <= max(found) < table.vocab_size):
+                raise AssertionError(f"after {context}: {found}")
+            if not (sorted(found.values(), reverse=True) == [*found.values()] and 0 <= max(found.values()) <= 1):
+                raise AssertionError(f"after {context}: {found}")
 
 
 def damaged_array(r: random.Random, array: Any) -> Any:
