@@ -289,8 +289,6 @@ class Model(_Sizes):
         `last_row` also of the last row of a prefill; with `all_rows` of every row. Raises ValueError if there are no
         such layers, the model is on a device, or it has sessions."""
     file_bytes: int
-    experts_per_row: int
-    """Number of experts that a row of a mixture uses, over all layers; else 0."""
     num_weights: int
     """Multiply-adds of one row of a pass, without attention."""
     weight_types: dict[str, int]
@@ -477,10 +475,6 @@ class Session(_Sizes):
     after `verify`, or with all_rows; the last row of a prefill with last_row; else none."""
     def hidden_of(self, rows: _Ints) -> HiddenRows:
         """The same of pending rows. Raises ValueError for rows without stored states."""
-    experts: tuple[NDArray[np.uint8], int]
-    """The experts of the rows that a mixture evaluated last, uint8[rows, bytes]: bit l * n + e is expert e of the
-    l-th layer with n experts; the last layer of prefilled rows uses none. And the number of distinct experts of the
-    whole pass, over all layers and sessions. For other models no bytes and 0."""
     num_bytes: int
     """Bytes of the KV cache of the committed tokens."""
     num_pending: int

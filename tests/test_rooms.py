@@ -42,13 +42,13 @@ CPP_ROOMS = {
     "files": 411,
     "weights": 918,
     "llama": 638,
-    "model": 2428,
+    "model": 2423,
     "state": 899,
-    "pass": 2730,
+    "pass": 2721,
     "sampling": 751,
-    "text": 1349,
+    "text": 1310,
     "drafting": 195,
-    "bindings": 739,
+    "bindings": 727,
 }
 
 

@@ -145,11 +145,6 @@ void add_models(py::module_& m) {
         .def_property_readonly("taps", &Model::taps)
         .def_property_readonly("kv", [](const Model& self) { return self.kv_type() == KvType::f16 ? "f16" : "q8_0"; })
         .def_property_readonly("file_bytes", [](const Model& self) { return self.facts().file_bytes; })
-        .def_property_readonly("experts_per_row",
-                               [](const Model& self) {
-                                   const ExpertNumbers& experts = self.numbers().experts;
-                                   return experts.layers * experts.used;
-                               })
         .def_property_readonly("weight_bytes", [](const Model& self) { return self.facts().weight_bytes; })
         .def_property_readonly("num_weights", [](const Model& self) { return self.facts().num_weights; })
         .def_property_readonly("weight_types",

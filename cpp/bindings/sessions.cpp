@@ -184,13 +184,6 @@ void add_sessions(py::module_& m) {
             },
             py::arg("row"))
         .def_property_readonly("tokens", [](Session& self) { return to_array(waiting(&Session::tokens)(self)); })
-        .def_property_readonly("experts",
-                               [](Session& self) {
-                                   const UsedExperts used = waiting<UsedExperts>(&Session::experts)(self);
-                                   const size_t width = self.model().numbers().experts.num_bytes();
-                                   const size_t rows = width > 0 ? used.bits.size() / width : 0;
-                                   return py::make_tuple(to_matrix(rows, width, used.bits.data()), used.distinct);
-                               })
         .def_property_readonly("hidden", waiting<HiddenRows>(&Session::hidden))
         .def(
             "hidden_of", [](Session& self, const IntsOf<kRows>& rows) { return self.hidden(rows); }, py::arg("rows"),

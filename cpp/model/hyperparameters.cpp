@@ -159,7 +159,6 @@ void read_experts(const GgufFile& file, const Family& family, const Keys& keys, 
     for (int i = 0; i < h.num_layers; ++i) {
         const int layer = h.first_layer + i;
         h.layers[i].has_experts = h.layers[i].feeds_forward && layer >= first;
-        h.experts.layers += h.layers[i].has_experts;
         if (h.layers[i].has_experts && block.empty()) {
             block = "blk." + std::to_string(layer) + ".";
         }

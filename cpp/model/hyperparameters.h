@@ -88,10 +88,6 @@ struct ExpertNumbers {
     Scores scores = Scores::softmax;
     bool normalized = false;  // whether the weights of a row's experts sum to 1
     float scale = 1;          // of the weights
-    int layers = 0;           // that have experts
-
-    // Of a bit for each expert of each such layer.
-    size_t num_bytes() const { return (size_t(layers) * count + 7) / 8; }
 };
 
 // Floats of a recurrent layer; 0 of other layers.

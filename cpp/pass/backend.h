@@ -46,7 +46,6 @@ struct Pass {
     float* logits = nullptr;               // [num_logits][logits stride]
     float* maxima = nullptr;               // [num_logits][logits stride / kRun], of each run of logits
     bool embeds = false;                   // whether a row has a place for its embedding
-    uint8_t* experts = nullptr;  // [num_rows][bytes of experts], zeros, where a bit is set for each that a row uses
     // Whether the rows are no tokens but context, of which layers keep keys and values; see Reads.
     bool is_context = false;
     // Called between layers where they are computed one by one, or none; what it throws ends the pass.

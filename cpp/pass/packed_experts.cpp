@@ -127,17 +127,11 @@ Routes choose(Workspace& w, const Experts& experts, const float* scores, size_t 
         group_of[order[routes.num_groups]] = routes.num_groups;
         routes.groups[routes.num_groups] = {order[routes.num_groups], first, 0, {}, {}};
     }
-    // The rows of a pass's last layers are its last ones.
-    const size_t first_row = w.pass->num_rows - n, first_bit = size_t(w.num_mixtures++) * count;
     for (int i = 0; i < num_places; ++i) {
-        const int expert = routes.chosen[i].expert;
-        Group& group = routes.groups[group_of[expert]];
+        const int which = group_of[routes.chosen[i].expert];
+        Group& group = routes.groups[which];
         routes.chosen[i].place = group.first + group.n++;
-        routes.places[routes.chosen[i].place] = {i / used, group_of[expert]};
-        if (w.pass->experts) {
-            const size_t bit = first_bit + expert;
-            w.pass->experts[(first_row + i / used) * numbers.num_bytes() + bit / 8] |= 1 << bit % 8;
-        }
+        routes.places[routes.chosen[i].place] = {i / used, which};
     }
     return routes;
 }

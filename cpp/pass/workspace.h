@@ -67,7 +67,6 @@ struct Workspace {
     void begin(const Pass& next) {
         pass = &next;
         begin(next.num_rows);
-        num_mixtures = 0;
         first_input = {};
         for (float*& rows : stream) {
             rows = take(next.num_rows, h.padded_width());
@@ -262,8 +261,7 @@ struct Workspace {
     } rotations[2];
     float* row_scales = nullptr;    // [rows] of attention's scores, or none
     float* layer_inputs = nullptr;  // what tokens mean to each layer, [layers][rows][padded width of such an embedding]
-    Value first_input;     // what the first layer reads where that is not the residual stream; see hidden_beside()
-    int num_mixtures = 0;  // layers of the pass that have chosen experts
+    Value first_input;  // what the first layer reads where that is not the residual stream; see hidden_beside()
     const std::vector<float> unit;  // weights of a norm that makes a delta net's keys as long as 1
     AttentionRows attention_rows;
     AttentionScratch attention_scratch;

@@ -39,14 +39,6 @@ struct Outcome {
     HiddenRows embeddings;      // of a reading that embeds
 };
 
-// The experts that rows use, [rows][ExpertNumbers::num_bytes()]: bit l * count + e of a row is set where it uses expert
-// e of the l-th layer that has any. `distinct`: how many the whole pass used, over all layers and texts; of a call of
-// several passes, the last.
-struct UsedExperts {
-    std::vector<uint8_t> bits;
-    int distinct = 0;
-};
-
 // A text: its committed tokens and the pending rows after them. Only Session::Turn gives access to it.
 struct Text {
     struct Row {
@@ -243,8 +235,7 @@ struct Text {
     std::unique_ptr<TextState> state;  // null once closed
     std::vector<int32_t> committed;
     std::vector<Row> pending;
-    HiddenRows hidden;    // see Session::hidden()
-    UsedExperts experts;  // see Session::experts()
+    HiddenRows hidden;  // see Session::hidden()
 };
 
 class Session : public std::enable_shared_from_this<Session> {
@@ -435,9 +426,6 @@ public:
     }
     // Of these pending rows, which were judged, or the model taps all.
     HiddenRows hidden(const std::vector<int32_t>& rows) { return OpenTurn(*this).text().hidden_of(rows); }
-    // Those of the rows of the last call that evaluated any; none unless the model is a mixture of experts. The last
-    // layer of a row that was only read uses none.
-    UsedExperts experts() { return Turn(*this).text().experts; }
     std::vector<int32_t> tokens() { return Turn(*this).text().committed; }
     // Bytes that the keys and values of the committed tokens take.
     size_t num_bytes() {

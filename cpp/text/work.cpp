@@ -1,7 +1,6 @@
 #include "text/work.h"
 
 #include <algorithm>
-#include <bitset>
 #include <chrono>
 #include <cmath>
 #include <utility>
@@ -105,7 +104,6 @@ public:
             if (work.kind == Work::Kind::rank) {
                 continue;
             }
-            text.experts = {};
             if (is_block(work)) {
                 text.append_block(work.tokens);
             } else if (text.target) {
@@ -273,9 +271,6 @@ private:
         const Text& any = *pieces[0].text;  // of one model
         pass.is_context = any.model->family().reads == Reads::as_context && any.pending[pieces[0].first].input;
         pass.interrupted = interrupted;
-        const size_t expert_bytes = any.model->numbers().experts.num_bytes();
-        std::vector<uint8_t> experts(pass.num_rows * expert_bytes);
-        pass.experts = expert_bytes > 0 ? experts.data() : nullptr;
         std::shared_ptr<Logits> logits;
         if (pass.num_logits > 0) {
             logits = executor_->make_logits(pass.num_logits);
@@ -283,34 +278,12 @@ private:
             pass.maxima = logits->maxima.data();
         }
         executor_->backend().compute(pass);
-        if (pass.experts) {
-            note_experts(experts, expert_bytes, spans);
-        }
         int slot = 0;
         for (const Piece& span : spans) {
             for (size_t i = span.judged; i < span.last; ++i) {
                 span.text->pending[i].logits = logits;
                 span.text->pending[i].slot = slot++;
             }
-        }
-    }
-    // Of a pass's rows, which are those of the spans.
-    static void note_experts(const std::vector<uint8_t>& bits, size_t row_bytes, const std::vector<Piece>& spans) {
-        std::vector<uint8_t> used(row_bytes);
-        for (size_t i = 0; i < bits.size(); ++i) {
-            used[i % row_bytes] |= bits[i];
-        }
-        int distinct = 0;
-        for (const uint8_t byte : used) {
-            distinct += static_cast<int>(std::bitset<8>(byte).count());
-        }
-        auto from = bits.begin();
-        for (const Piece& span : spans) {
-            UsedExperts& experts = span.text->experts;
-            const auto to = from + static_cast<std::ptrdiff_t>((span.last - span.first) * row_bytes);
-            experts.bits.insert(experts.bits.end(), from, to);
-            experts.distinct = distinct;
-            from = to;
         }
     }
     // One tree is shared out by its rows' logits, several are by trees.

@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.decoding import Text, generate, step
-from support.family_reference import FamilyReference
 from support.random_models import RandomModel, write
-from support.steps import evaluate, prefill, verify
 
-from pystaged._core import Model, RecycledCandidates, Session, Work, run
+from pystaged._core import Model, RecycledCandidates, Session
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import GainPolicy
@@ -28,55 +26,6 @@ TOKENS = np.random.default_rng(3).integers(0, 257, 60).tolist()
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = RandomModel("qwen3moe", experts=(64, 8, 32, 0), quantization=request.param, tie=False)
     return write(tmp_path_factory.mktemp("experts") / "model.gguf", model)
-
-
-def sets(session: Session, count: int, layers: int) -> list[list[set[int]]]:
-    """The experts of each row, by layer."""
-    bits = np.unpackbits(session.experts[0], axis=1, bitorder="little")[:, : layers * count]
-    return [[set(np.nonzero(layer)[0].tolist()) for layer in row.reshape(layers, count)] for row in bits]
-
-
-@pytest.mark.parametrize("family", ["qwen3moe", "glm4moe"])
-def test_experts_of_rows(tmp_path: Path, family: str) -> None:
-    """Those of a reference; rows of a tree use those of their own paths."""
-    dense = int(family == "glm4moe")
-    path = write(tmp_path / "model.gguf", RandomModel(family, experts=(12, 3, 32, 0), tie=False, dense=dense))
-    layers, model, reference = 2 - dense, Model(path), FamilyReference(path)
-    assert model.experts_per_row == 3 * layers
-    reference.logits(TOKENS[:9])
-    expected = [[set(layer[row].tolist()) for layer in reference.chosen] for row in range(9)]
-    session = Session(model)
-    prefill(session, TOKENS[:5])
-    found = sets(session, 12, layers)
-    assert [row[:-1] for row in found] == [row[:-1] for row in expected[:5]]
-    assert not any(row[-1] for row in found)  # whose results nobody reads
-    tree = [TOKENS[5], TOKENS[6], 7, TOKENS[7], TOKENS[8], 9]
-    evaluate(session, tree, [-1, 0, 0, 1, 3, 2])
-    found = sets(session, 12, layers)
-    assert [found[i] for i in (0, 1, 3, 4)] == expected[5:9]
-    assert session.experts[1] == sum(len(set.union(*(row[i] for row in found))) for i in range(layers))
-    session.discard()
-    evaluate(session, tree[:1], [-1], num_logits=0)
-    session.discard()
-    for token, parents in ((7, [-1, 0]), (TOKENS[6], [-1, 0])):
-        verify(session, [tree[0], token], parents, SamplingConfig().native)
-        assert len(sets(session, 12, layers)) == 2
-        session.rewind(5)
-
-
-def test_experts_of_a_pass_of_several_texts(path: Path) -> None:
-    model = Model(path)
-    sessions = [Session(model) for _ in range(3)]
-    run([Work.read(session, TOKENS[i : i + 9]) for i, session in enumerate(sessions)])
-    greedy = SamplingConfig().native
-    run([Work.verify(session, TOKENS[i : i + 2], [-1, 0], greedy) for i, session in enumerate(sessions)])
-    rows = np.concatenate([session.experts[0] for session in sessions])
-    assert rows.shape == (6, 2 * 64 // 8)
-    distinct = int(np.unpackbits(np.bitwise_or.reduce(rows)).sum())
-    assert {session.experts[1] for session in sessions} == {distinct}
-    dense = Session(Model(write(path.with_name("dense.gguf"), RandomModel("llama"))))
-    prefill(dense, TOKENS)
-    assert dense.experts[0].size == dense.experts[1] == 0
 
 
 def test_weights_of_a_pass(tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ class FamilyReference(Reference):
     def __init__(self, path: str | Path, *, half: bool = True) -> None:
         super().__init__(Contents.of(path))
         self._half = half
-        self.chosen: list[npt.NDArray[np.int64]] = []  # experts of each row, of each layer that has any
 
     def logits(self, tokens: Sequence[int], context: int = 512) -> Doubles:
         """Logits after each token: float64[len(tokens), vocabulary]; `context` chooses among long factors."""
@@ -159,7 +158,6 @@ class FamilyReference(Reference):
         logits = self.linear(block + "ffn_gate_inp", x)
         scores = 1 / (1 + np.exp(-logits)) if self.family == "glm4moe" else softmax(logits)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.keys["expert_used_count"]]
-        self.chosen.append(best)
         chosen = np.take_along_axis(scores, best, axis=1)
         if self.family in ("llama", "qwen3moe"):
             chosen = chosen / chosen.sum(axis=1, keepdims=True)
