@@ -46,7 +46,7 @@ class Context:
         prompt: int32[n], of the text that has it, or had it last.
         num_bytes: that this text can fill, or that an idle one holds.
         partings: after how many tokens other texts are known to differ from the prompt.
-        anchor: where the last user turn began, -1 for unknown; recurrent layers keep a state there.
+        anchor: shortly before the last user turn's end, -1 for unknown; recurrent layers keep a state there.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Context:
         return [self.target, *(self.drafter.sessions() if self.drafter else [])]
 
     def inherit(self, other: Context) -> None:
-        """Copy the learnt state of another context with the same proposers."""
+        """Copy the account of another context with the same proposers."""
         self.account.inherit(other.account)
 
     def rest(self) -> None:
@@ -113,7 +113,7 @@ class ContextPool:
     recently used first.
 
     A recurrent layer can only go back to states that it has kept: shortly before the end of each prompt, where a prompt
-    turned out to differ from another one, and where the last user turn began; as many as a share of `memory` holds.
+    turned out to differ from another one, and where the last user turn ended; as many as a share of `memory` holds.
 
     Thread-safe: calls are serialized.
 
@@ -251,7 +251,7 @@ class ContextPool:
                 self.prompts.keep(context.sessions, last=last)
 
     def _restore(self, prompt: NDArray[np.int32], length: int) -> bool:
-        """Read a text from disk into an idle context, if that is worth it; returns whether it did.
+        """Read a text from disk into an idle context, if that is worth it; returns whether it tried.
         length: tokens of the prompt that a context here can supply."""
         found = self.prompts.find(prompt, self.n_ctx, length) if self.prompts else None
         if found is None or any(np.array_equal(context.target.tokens, found[1]) for context in self._idle):

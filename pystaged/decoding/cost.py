@@ -90,7 +90,7 @@ class PassCost:
             share: weight of the observation: each text of a batch reports the same pass with its share of the rows.
         """
         seconds, believed = max(seconds, _LEAST), self(num_rows, cells)
-        late, change = seconds / believed - 1, surprise(seconds, believed, _MOST)
+        late, change = seconds / believed - 1, min(max(seconds / believed, 1 / _MOST), _MOST) - 1
         i, along = place(self._rows, num_rows)
         along = min(along, 1.0)
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
@@ -126,12 +126,6 @@ def place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
     """Index of the measurement below, and the fraction of the way to the next; above 1 beyond the last one."""
     i = max(0, min(bisect_right(rows, num_rows), len(rows) - 1) - 1)
     return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])
-
-
-def surprise(seconds: float, believed: float, most: float = 2.0) -> float:
-    """Relative error of an estimate: seconds / believed - 1, where the quotient is clipped to 1 / most..most."""
-    # One interrupted pass must not outweigh a hundred others.
-    return min(max(seconds / believed, 1 / most), most) - 1
 
 
 def measure(

@@ -76,9 +76,9 @@ _SUPPORT = (0.1, 0.3, 0.6, 0.85)  # edges of the rates by which lookups support 
 _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
 _COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
-_BLEND = 0.02  # weight of a new observation of these
+_BLEND = 0.02  # weight of a new observation of it
 _ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
-_FORGET = 0.05  # share of the way that each new text moves the first back to its initial value
+_FORGET = 0.05  # share of the way that each new text moves the root's chance back to that
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 

@@ -138,7 +138,7 @@ class TreeDrafter:
         return own if self._lookups or not self._costly else own + self._costly.price(1)
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        """Prefill the tokens that it has not read yet, as many as fit into `seconds`; `draft` does so, too."""
+        """Let `request` ask for the tokens that it has not read yet, as far as fits into `seconds`; so does `draft`."""
         self._read(self._proposers, seconds)
 
     def _read(self, proposers: Sequence[Proposer], seconds: float) -> None:
@@ -154,7 +154,8 @@ class TreeDrafter:
         return self._gain.expand(growth) > 0
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
-        """Draft a tree of at most max_depth levels below the root, by passes that should fit into `seconds`."""
+        """Begin a tree, which `request` grows to at most max_depth levels below the root, by passes that fit into
+        `seconds`."""
         begin = self._meter()
         if self._tree is not None:
             self._discard()  # the outcome of the last tree is not known, because its step failed

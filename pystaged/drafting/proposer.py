@@ -175,7 +175,7 @@ class PassProposer(Proposer):
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
         self._length = 0  # tokens of the text that the session holds
-        self._unread: list[int] = []  # those after them, without the root
+        self._unread: list[int] = []  # those that it does not hold yet
         self._root = 0
         self._is_lost = False  # whether it cannot draft in this text
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates

@@ -47,7 +47,7 @@ class NgramTable:
 
     vocab_hash: Tokenizer.fingerprint of the vocabulary; num_tokens: size of the counted text.
     keys: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
-    offsets: int64[rows + 1] into tokens: int32 and logprobs: float32, natural log rounded to 1/16, never rising.
+    offsets: int64[rows + 1] into tokens: int32 and logprobs: float32, natural log rounded to 1/16, best first.
     log_backoffs: float32[rows], natural log.
     """
 
@@ -133,7 +133,7 @@ class NgramTable:
 
     @classmethod
     def load(cls, path: str | Path, *, vocab_hash: str | None = None) -> NgramTable:
-        """Read a saved table and check all of it.
+        """Read a saved table and check what lookups rely on.
 
         Raises:
             OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Seconds of forward passes: sampled at loading, kept in the user's cache folder."""
+"""Seconds of forward passes: sampled at loading or estimated, kept in the user's cache folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a bundle's contexts, each with a drafter of all proposers that the bundle has and their measured costs."""
+"""Make a bundle's contexts, each with a drafter of all proposers that the bundle has and their costs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ContextFactory:
         Args:
             n_ctx: positions, 0 for the default.
             policy: how draft trees grow, in every step; None to decide by measured costs.
-            source: another context with the same options, whose drafter's statistics are copied.
+            source: another context with the same options, whose account is copied.
             length: number of the source's tokens to begin with, limited to what its sessions hold.
         """
         bundle = self._bundle
