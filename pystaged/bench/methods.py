@@ -78,7 +78,8 @@ def baselines(setup: Setup, llama_cpp: Iterable[Path], names: str = "all") -> li
         found += _server(setup, find_server(folder), {each.key for each in found})
     if names == "all":
         return found
-    words = tuple(map(str.strip, names.split(",")))
+    one = any(each.key == names for each in found)  # names have a comma
+    words = (names,) if one else tuple(map(str.strip, names.split(",")))
     for word in words:
         if not word:
             raise ValueError(f"an empty name in {names!r}; name baselines with single commas between them")

@@ -62,6 +62,7 @@ def build(
             closing(sampled_texts(engine, temperature, seed)) as texts,
             progress_bars("{task.completed} of {task.total} tokens") as progress,
         ):
+            report(f"sampling {tokens} tokens; SmolLM2 writes half a million an hour on two cores, larger models fewer")
             progress("sampling", 0, tokens)
             for text in texts:
                 sampled.append(text[:left])
@@ -87,10 +88,10 @@ def build(
 
 
 def _counted(path: Path, vocabulary: str) -> int:
-    """The number of tokens that a file's table was counted on, 0 for no readable one. Raises OtherVocabularyError."""
+    """The number of tokens that a file's table was counted on, 0 for no file. Raises ValueError for any other file."""
     try:
-        return NgramTable.load(path, vocab_hash=vocabulary).num_tokens
+        return NgramTable.load(path, vocab_hash=vocabulary).num_tokens if path.exists() else 0
     except OtherVocabularyError:
         raise
-    except (OSError, ValueError):
-        return 0
+    except ValueError as error:
+        raise ValueError(f"{path} is no n-gram table; remove it, or name another file with --out") from error

@@ -23,6 +23,7 @@ from pystaged.decoding.requests import Clocks
 SPARE_CELLS = 64  # positions counted per session besides its tokens, for the current tree and partly filled pages
 BEFORE_END = (16, 256)  # states are kept so long before a prompt's end; the next often differs only after those points
 _MOST_IDLE = 64  # each new text searches all of them, and each reserves the address range of a full context
+_LEAST_KEPT = 32  # tokens; prefill of fewer is quick
 _WORTH_WAITING = 64  # tokens whose prefill takes longer than to wait for another text's and copy it
 FREE_DIVISOR = 4  # contexts get a quarter of the free memory
 _KEPT_DIVISOR, _MOST_KEPT = 16, 8  # states kept of a text: in a 16th of the memory of contexts, and no more than 8
@@ -84,6 +85,12 @@ class Context:
         length = len(tokens)
         return np.array_equal(tokens, self.target.tokens[:length]) and self.target.reachable(length) == length
 
+    def cut(self, length: int) -> None:
+        """Keep the first tokens of each session; a draft's may hold fewer. Raises as `rest`."""
+        for session in self.sessions:
+            session.rewind(min(len(session.tokens), length))
+        self.rest()
+
     def keep_states(self, most: int) -> None:
         """Let the recurrent layers keep so many states that later prompts may go on from."""
         # A prefill keeps all of them until it ends, so their number is limited here, too.
@@ -110,7 +117,7 @@ class ContextPool:
 
     The KV caches of all contexts take at most `memory` bytes. A text counts with its prompt and max_tokens, an idle
     context with its contents. A text may exceed the bound if no other can step. Idle contexts make room, the least
-    recently used first.
+    recently used first, each from its end.
 
     A recurrent layer can only go back to states that it has kept: shortly before the end of each prompt, where a prompt
     turned out to differ from another one, and where the last user turn ended; as many as a share of `memory` holds.
@@ -188,8 +195,7 @@ class ContextPool:
                 itself = source in self._idle and self.num_bytes + need > self.memory
             if source and itself:
                 self._idle.remove(source)
-                for session in source.sessions:
-                    session.rewind(min(len(session.tokens), length))
+                source.cut(length)
                 self._make_room(need)
             else:
                 try:
@@ -267,10 +273,18 @@ class ContextPool:
         return True
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
-        """Free idle contexts until `need` more bytes are within the bound."""
+        """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
         for context in self._idle.copy():
-            if context is not spared and self.num_bytes + need > self.memory:
-                self._free(context)
+            # The bytes that a cut frees in layers with a sliding window are known only afterwards.
+            while context in self._idle and context is not spared:
+                excess, target = self.num_bytes + need - self.memory, context.target
+                if excess <= 0:
+                    return
+                length = target.reachable(max(0, len(target.tokens) - -(-excess // max(1, target.cell_bytes))))
+                if length < _LEAST_KEPT:
+                    self._free(context)
+                else:
+                    context.cut(length)
 
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""

@@ -154,7 +154,7 @@ def pieces(texts: Iterable[Text], most: int | None = None) -> Generator[tuple[Te
             queue.get()
 
 
-def results(texts: Iterable[Text]) -> Generator[GenerationResult, None, None]:
+def results(texts: Iterable[Text], most: int | None = None) -> Generator[GenerationResult, None, None]:
     """Decode texts together, as `pieces` does.
 
     Yields:
@@ -170,7 +170,7 @@ def results(texts: Iterable[Text]) -> Generator[GenerationResult, None, None]:
             left.append(text)
             yield text
 
-    with closing(pieces(begun())) as found:
+    with closing(pieces(begun(), most)) as found:
         for text, piece in found:
             if piece is None:
                 ended.add(text)

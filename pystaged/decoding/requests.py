@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -218,12 +219,18 @@ def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make 
             request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
             request.seconds, request.processor_seconds = seconds, cost
     except BaseException as error:
-        is_made = found is not None or isinstance(error, MemoryError)  # which may be for what a pass has found
         for request in requests:
-            if several and not is_made:
+            if several and found is None and (not isinstance(error, MemoryError) or _is_unchanged(request)):
                 fulfil([request], clocks, make)
             else:
                 request.error = error
+
+
+def _is_unchanged(request: AnyRequest) -> bool:
+    """Whether a pass for which memory was short has not changed the session: it may have been short for the result."""
+    with suppress(MemoryError, ValueError, RuntimeError, OSError):
+        return not isinstance(request, Propose) and len(request.session.tokens) == request.past
+    return False
 
 
 def mean_past(requests: Sequence[AnyRequest]) -> tuple[int, float]:

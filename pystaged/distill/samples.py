@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged.chat.format import ChatFormat
-from pystaged.decoding.readers import MOST_AT_ONCE, results
+from pystaged.decoding.readers import results
 from pystaged.decoding.text import Text
 from pystaged.engine import Engine
 from pystaged.options.config import GenerationConfig
 
 _LONGEST_QUESTION, _LONGEST_TEXT = 128, 256  # tokens; trigrams need no longer ones
+_MOST_EMPTY = 64  # texts in a row that are empty, or questions that are known
+_AT_ONCE = 16  # texts, and questions; more gain little, and Ctrl-C loses those that are not at their end
 
 
 def sampled_texts(
@@ -61,9 +63,9 @@ def user_opening(chat_format: ChatFormat) -> list[int]:
 def _written(texts: Iterator[Text]) -> Generator[NDArray[np.int32], None, None]:
     """The tokens of texts."""
     empty = 0
-    for result in results(texts):
+    for result in results(texts, _AT_ONCE):
         empty = 0 if result.tokens else empty + 1
-        if empty == MOST_AT_ONCE:
+        if empty == _MOST_EMPTY:
             raise ValueError("the model writes nothing; try another seed or a higher temperature")
         yield np.array(result.tokens, np.int32)
 
@@ -79,10 +81,10 @@ def _begun(
 def _answers(engine: Engine, opening: list[int], temperature: float, seed: int) -> Iterator[Text]:
     """Answers to different questions, with the seeds between those of the questions."""
     chat_format, known, repeated = engine.chat_format, {""}, 0
-    for i, found in enumerate(results(_begun(engine, opening, temperature, seed, _LONGEST_QUESTION))):
+    for i, found in enumerate(results(_begun(engine, opening, temperature, seed, _LONGEST_QUESTION), _AT_ONCE)):
         question = found.text.strip()
         repeated = repeated + 1 if question in known else 0
-        if repeated == MOST_AT_ONCE:
+        if repeated == _MOST_EMPTY:
             raise ValueError("the model repeats its questions; try another seed or a higher temperature")
         if not repeated:
             known.add(question)

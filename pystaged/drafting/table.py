@@ -126,7 +126,7 @@ class NgramTable:
                 older=np.diff(older, prepend=0).astype(np.uint32),
                 newer=newer.astype(np.uint32),
                 lengths=np.diff(self.offsets).astype(np.uint8),
-                tokens=self.tokens,
+                tokens=self.tokens.astype(np.uint32),
                 logprobs=(-_STEPS_PER_NAT * self.logprobs).astype(np.uint8),
                 log_backoffs=(_STEPS_PER_NAT * self.log_backoffs).astype(np.int16),
             )
@@ -167,7 +167,7 @@ def _decode(content: bytes) -> NgramTable:
         # By other methods a member may unpack to more than it says.
         if {each.compress_type for each in members} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
             raise ValueError("compressed by a method that numpy does not use")
-        if sum(each.file_size for each in members) > times * len(content) + more:
+        if sum(each.file_size for each in members) > min(times * len(content) + more, _MOST_BYTES // 4):
             raise ValueError("it would unpack to more than any n-gram table")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             vocab_hash = str(file["vocab_hash"])[:64]

@@ -102,7 +102,7 @@ class Costs:
         runs = (model.kernel, model.num_threads, model.num_few_threads, model.kv)
         key = "|".join(map(str, (*machine, *runs, like is None, SeenModel.now(path).key)))
         cost = None if again else kept_cost(key)
-        if cost is None and like:
+        if like and not (cost and any(cost.samples.values())):
             cost = like
         elif cost is None or (compared and not all(cost.samples.values())):
             if compared:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pystaged.server.errors import ApiError, ending, explained, is_ollamas
 
 _PING = 15.0  # seconds without an event after which a comment keeps the connection alive
-_UNSENT = 4096  # events of a stream that wait for its reader; its text then waits, too, and holds its place
+_UNSENT = 1024  # events of a stream that wait for its reader; its text then waits, too, and holds its place
 _log = logging.getLogger("pystaged.server")
 
 

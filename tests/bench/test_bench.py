@@ -687,6 +687,8 @@ def test_builds_by_folder(build: Callable[[str, str], Path], random_gguf: Callab
     assert not any(each.key.endswith(", draft") for each in without)
     some = methods.baselines(setup(random_gguf()), folders[:1], "llama-cpp,llama.cpp")
     assert [each.key.partition(",")[0] for each in some] == ["llama-cpp-python"] * 2 + ["llama.cpp"] * 2
+    (plain,) = methods.baselines(setup(random_gguf()), folders[:1], "llama-cpp-python, plain")
+    assert plain.key == "llama-cpp-python, plain"
     assert methods.baselines(setup(random_gguf()), folders, "none") == []
     with pytest.raises(ValueError, match="an empty name in"):
         methods.baselines(setup(random_gguf()), folders, "llama.cpp,")

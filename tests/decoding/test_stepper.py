@@ -235,6 +235,22 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None
         assert text.tokens == alone.text(i, i)[: len(text.tokens)] != []
 
 
+def test_a_shared_pass_without_memory_is_made_for_each_text(alone: Alone) -> None:
+    def make(requests: Sequence[AnyRequest]) -> list[Any]:
+        if len(requests) > 1:
+            raise MemoryError("too many rows")
+        return make_pass(requests)
+
+    live = []
+    for i in range(2):
+        decoder = decoder_of("plain", Session(alone.model(0, 2), 512), alone.model(1, 2), PassCost({1: 1.0}))
+        live.append(Text(decoder, PROMPTS[i], SAMPLINGS[i], MOST_TOKENS))
+    stepper = Stepper(None, make=make)
+    while not all(text.is_over for text in live):
+        step(stepper, live)
+    assert [text.tokens for text in live] == [alone.text(i, i) for i in range(2)]
+
+
 # ---- On a simulated machine ----
 
 

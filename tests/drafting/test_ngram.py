@@ -430,6 +430,9 @@ def test_build_replaces_no_better_table(draft: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.npz"
     table_for(SEVEN, other, 50)
     assert_refused(here("ngram", "build", "--model", draft, "--tokens", "100", "--out", other), "is for vocabulary")
+    other.write_text("mine")
+    assert_refused(here("ngram", "build", "--model", draft, "--tokens", "100", "--out", other), "is no n-gram table")
+    assert other.read_text() == "mine"
     done = interrupted(draft, is_early=False, tokens=300)
     assert done.returncode == 130
     assert (table.read_bytes() == counted) == (b"is kept" in done.stderr)

@@ -80,3 +80,15 @@ def test_every_length_of_context_can_be_measured(
     lengths = {session.n_ctx for session in opened}
     assert lengths == {min(context, 32), *([min(context, 2080)] if context >= 288 else [])}
     assert context >= 288 or not any(found.slopes.values())
+
+
+@pytest.mark.usefixtures("file")
+def test_a_guess_that_no_pass_confirmed_is_made_anew(random_gguf: Callable[..., Path]) -> None:
+    path = random_gguf()
+    for seconds in (1.0, 0.01):  # of other targets
+        known, guess = costs.Costs(print), PassCost({1: seconds, 2: seconds}, samples={1: 0.0, 2: 0.0})
+        assert known.of(path, "cpu", Model(path), like=guess) is guess
+        known.save()
+    guess.observe(1, 0, 0.02)
+    known.save()
+    assert costs.Costs(print).of(path, "cpu", Model(path), like=guess).seconds == guess.seconds
