@@ -222,13 +222,13 @@ def _refusing() -> Iterator[None]:
 
 def _invalid(error: ValidationError) -> ApiError:
     """The error for a request's first invalid member."""
-    found: list[tuple[list[str | int], str]] = []
+    found: list[tuple[list[str | int], bool, str]] = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         # pydantic puts the types of a union's alternatives into the path, too.
         path = [part for part in each["loc"] if isinstance(part, int) or _MEMBER.fullmatch(part)]
-        found.append((path, plainly(each["msg"])))
-    # The alternative that fits best fails last.
-    parts, words = max(found, key=lambda each: (len(each[0]), [part for part in each[0] if isinstance(part, int)]))
+        found.append((path, not each["type"].endswith("_type"), plainly(each["msg"])))
+    # The alternative that fits best fails last, and not by its type.
+    parts, _, words = max(found, key=lambda each: (len(each[0]), [i for i in each[0] if isinstance(i, int)], each[1]))
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     return ApiError(400, f"{name or 'the request'}: {words}", param=str(parts[0]) if parts else None)
 

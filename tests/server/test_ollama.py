@@ -181,6 +181,7 @@ def test_the_model(server: Server, engine: Engine) -> None:
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images is not supported"),
         ("/api/chat", {"messages": ASKED, "options": {"temperature": -1}}, "temperature"),
         ("/api/chat", {"messages": ASKED, "options": {"mirostat": 2}}, "mirostat is not supported"),
+        ("/api/chat", {"messages": ASKED, "options": {"stop": ["a"] * 65}}, "options.stop: must have at most 64 items"),
         ("/api/generate", {"prompt": "a" * 9000}, "maximum context length is 2048"),
         ("/api/embed", {"input": ["a", ""]}, "text 1 of the input is empty"),
         ("/api/embed", {"input": []}, "input: the list is empty"),
