@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 2753,
+    "decoding": 2755,
     "drafting": 1811,
     "backends": 357,
     "loading": 3961,

@@ -58,8 +58,10 @@ class AsyncStream(AsyncIterator[Piece]):
             while callable(item := await self._next(self._queue)):
                 if inspect.isawaitable(told := item()):
                     await told
-        except BaseException:
+        except BaseException as error:
             self._scheduler.cancel(self.text)
+            if isinstance(error, (StopIteration, StopAsyncIteration)):  # a reader would take it for the end
+                raise RuntimeError(f"{type(error).__name__} was raised by `progress`") from error
             raise
         finally:
             self._is_read = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import sys
@@ -363,6 +364,15 @@ def test_an_engine_goes_with_its_last_reference(path: Path) -> None:
 def test_progress_cannot_end_a_reader_silently(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="StopIteration was raised by `progress`"):
         engine.generate([i % 250 for i in range(400)], max_tokens=3, progress=lambda *_: next(iter(())))
+
+    async def end(*_: int) -> None:
+        raise StopAsyncIteration
+
+    async def read() -> list[object]:
+        return [piece async for piece in engine.astream([i % 250 for i in range(400)], max_tokens=3, progress=end)]
+
+    with pytest.raises(RuntimeError, match="StopAsyncIteration was raised by `progress`"):
+        asyncio.run(read())
 
 
 def test_progress_may_read_its_own_stream_and_close_it(engine: Engine) -> None:
