@@ -224,7 +224,7 @@ class Model(_Sizes):
         device: "cpu" for our kernels; else the devices that hold layers, by ggml's operations: "ggml-cpu", "metal",
             "gpu", names of ggml's registry, or "rpc:HOST:PORT,HOST:PORT", for which ggml ends the process when a server
             fails.
-        progress: called after each tensor that is copied to a device.
+        progress: called now and then while tensors are loaded.
         kv: how sessions store keys and values, "f16" or "q8_0", which takes half the memory; devices have f16 alone.
         packed: path for save_packed; if the file there has this model's packed weights, they are mapped.
         target: the target, for a draft that reads its hidden states; a draft without embedding or head uses the
@@ -283,7 +283,8 @@ class Model(_Sizes):
     taps: list[int]
     """The layers after which sessions store hidden states, from 1."""
     def reserve(self, num_cells: int) -> None:
-        """Let contexts of llama.cpp have room for so many tokens of all sessions together."""
+        """Let llama.cpp have room for so many tokens of all sessions together, 0 to 2**30; 0 for twice the first one's.
+        Raises ValueError if there are sessions."""
     def tap(self, layers: Sequence[int], all_rows: bool = False, last_row: bool = False) -> None:
         """Let sessions store the hidden states after these layers, ascending from 1: those of rows with logits; with
         `last_row` also of the last row of a prefill; with `all_rows` of every row. Raises ValueError if there are no
@@ -402,6 +403,7 @@ class Session(_Sizes):
             draft's rows attend to the target's committed tokens, not to each other, and are never committed.
 
     Raises:
+        DeviceError: llama.cpp has no room for another text.
         ValueError: n_ctx is out of range; the target's session is missing, closed, empty or of another model. Every
             method: the session is closed; rows, parents, tokens, lengths or numbers are out of range, such as lengths
             beyond the committed tokens.
@@ -455,7 +457,7 @@ class Session(_Sizes):
         are kept."""
     def fork(self, length: int) -> Session:
         """A session with as many positions and a copy of the first reachable(length) committed tokens; nothing is
-        computed."""
+        computed. Raises DeviceError if llama.cpp has no room for another text."""
     def stretch(self, length: int) -> None:
         """Fill the context to `length` tokens without computing them, to time passes: later results mean nothing until
         rewind(0).
@@ -580,6 +582,8 @@ def run(works: Sequence[Work]) -> list[Any]:
 
     Raises:
         ContextFullError: a row lies beyond the context, or the tree is too large for its spare cells.
+        DeviceError: llama.cpp failed, or its context is full.
+        ModelError: logits that are needed are not finite.
         KeyboardInterrupt: Ctrl-C during a read.
         TypeError: an item is not a Work.
         ValueError: two works of one session, or of different models; more than most_pending rows would be pending; rows

@@ -89,6 +89,7 @@ def _load(package: str) -> None:
         raise ImportError(
             f"there is no libllama in {package}; run: pip install --force-reinstall llama-cpp-python=={VERSION}"
         )
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else ggml starts a debugger before it aborts
     ctypes.CDLL(found)
 
 

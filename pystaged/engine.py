@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystaged._core import ContextFullError, Model, Tokenizer
+from pystaged.backends.devices import failure
 from pystaged.chat.messages import Message
 from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import TreePolicy
@@ -120,6 +121,16 @@ class Engine:
     def file(self) -> SeenModel:
         """The model's files, as they were when it was loaded."""
         return self._bundle.file
+
+    @property
+    def device(self) -> str:
+        """The device of the target, as in `load`."""
+        return self._bundle.device
+
+    @property
+    def failure(self) -> str:
+        """Why no text can be written any more, as an RPC server is lost; "" where it can."""
+        return failure(self._bundle.target)
 
     def check_exact(self) -> None:
         """Raise ValueError if texts are not exact, because pystaged's kernels do not compute the model."""

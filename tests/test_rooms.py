@@ -42,13 +42,13 @@ CPP_ROOMS = {
     "files": 411,
     "weights": 918,
     "llama": 638,
-    "model": 2423,
-    "state": 899,
-    "pass": 2721,
+    "model": 2426,
+    "state": 901,
+    "pass": 2746,
     "sampling": 751,
-    "text": 1310,
+    "text": 1327,
     "drafting": 195,
-    "bindings": 727,
+    "bindings": 733,
 }
 
 

@@ -114,7 +114,13 @@ void add_models(py::module_& m) {
                 self.cut_head(rows);
             },
             py::arg("rows"))
-        .def("reserve", &Model::reserve, py::arg("num_cells"))
+        .def(
+            "reserve",
+            [](Model& self, int num_cells) {
+                const auto lock = Executor::none_of(self);
+                self.reserve(num_cells);
+            },
+            py::arg("num_cells"))
         .def(
             "tap",
             [](Model& self, std::vector<int> layers, bool all_rows, bool last_row) {

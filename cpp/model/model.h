@@ -99,8 +99,11 @@ public:
 
     // Null where the weights are packed.
     const LlamaModel* llama() const { return llama_.get(); }
-    // From now on libllama's contexts have room for so many tokens of all texts together, at least.
-    void reserve(int num_cells) { num_reserved_ = num_cells; }
+    // libllama's context has room for so many tokens of all texts together, at least; as cut_head(), before sessions.
+    void reserve(int num_cells) {
+        require(num_cells >= 0 && num_cells <= 1 << 30, "room for 0 to 2^30 tokens can be reserved");
+        num_reserved_ = num_cells;
+    }
     int num_reserved() const { return num_reserved_; }
 
     const Weights& weights() const { return weights_; }

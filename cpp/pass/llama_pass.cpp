@@ -2,12 +2,14 @@
 //
 // One of its contexts holds all texts, each under a sequence id of its own. The leaves of a tree have further ones, so
 // that each is a sequence that begins with the text; a row carries the ids of all leaves below it. There are 256: rows
-// that lead to no leaf with an id are left out, and their logits are not finite. Texts with recurrent layers are
-// chains: each has one id, and a second one for a copy of its state from before the rows of a draft.
+// that lead to no leaf with an id are left out, and their logits are -inf. Texts with recurrent layers are chains: each
+// has one id, and a second one for a copy of its state from before the rows of a draft model's proposal.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "machine/pool.h"
@@ -76,7 +78,7 @@ struct LlamaPass : Backend {
         context_.reset();
     }
 
-    // The first makes the context: of so many positions for all texts as Model::reserve() says.
+    // The first makes the context: of so many positions for all texts as Model::reserve() says, else twice its own.
     std::unique_ptr<TextState> make_state(int num_rows, int context) override;
     void compute(const Pass& pass) override;
 
@@ -134,12 +136,24 @@ struct LlamaPass : Backend {
         auto& pass = *static_cast<LlamaPass*>(self);
         try {
             if (pass.interrupted_ && !pass.interruption_) {
+                pass.interrupted_thread_ = std::this_thread::get_id();
                 (*pass.interrupted_)();
             }
         } catch (...) {
             pass.interruption_ = std::current_exception();
         }
+        pass.interrupted_thread_ = std::thread::id();
         return pass.interruption_ != nullptr;
+    }
+
+    // Whether the caller is a signal handler that interrupts a pass.
+    bool interrupts() const { return interrupted_thread_ == std::this_thread::get_id(); }
+    std::unique_lock<std::mutex> lock() {
+        require<std::runtime_error>(
+            !interrupts(),
+            "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
+        // In a child of fork() somebody may hold it for ever, and nobody computes.
+        return process_ == process_id() ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
     }
 
     std::mutex mutex_;        // of the context, of ids and of all texts
@@ -153,6 +167,7 @@ struct LlamaPass : Backend {
     llama_memory_t memory_ = nullptr;
     std::vector<int> free_ids_;
     const std::function<void()>* interrupted_ = nullptr;
+    std::atomic<std::thread::id> interrupted_thread_{};
     std::exception_ptr interruption_;
 };
 
@@ -220,8 +235,15 @@ struct LlamaText : TextState {
         last_rows_ = 0;
         kept_.cut(0);
     }
-    // Forgets pending rows from there on.
-    void drop(int first) {
+    void drop(int first) override {
+        if (pass_.process_ != process_id() || pass_.interrupts()) {
+            return;  // in a child of fork() nothing is here to drop, in a signal handler nothing has been computed
+        }
+        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        drop_rows(first);
+        kept_.cut(static_cast<int>(committed_.size()));
+    }
+    void drop_rows(int first) {
         for (Sequence& sequence : sequences_) {
             if (sequence.tail < first) {
                 continue;
@@ -231,6 +253,7 @@ struct LlamaText : TextState {
             }
             const int end = sequence.tail < 0 ? static_cast<int>(committed_.size()) : rows_[sequence.tail].position + 1;
             llama_memory_seq_rm(pass_.memory_, sequence.id, end, -1);
+            sequence.is_leaf = sequence.tail >= 0;
         }
         rows_.resize(std::min<size_t>(first, rows_.size()));
     }
@@ -329,7 +352,7 @@ struct LlamaText : TextState {
         if (!pass_.is_recurrent_ || pass_.process_ != process_id()) {
             return length;
         }
-        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const auto lock = pass_.lock();
         const int held = static_cast<int>(held_.size()), most = std::min(pass_.num_back_, last_rows_ - 1);
         const bool is_near = held <= length || held - length <= most;
         if (is_near && begins_alike(held_, committed_) >= static_cast<size_t>(std::min(held, length))) {
@@ -341,8 +364,8 @@ struct LlamaText : TextState {
     int cut(int length) override {
         pass_.check_process();
         length = reachable(length);
-        const std::lock_guard<std::mutex> lock(pass_.mutex_);
-        drop(0);
+        const auto lock = pass_.lock();
+        drop_rows(0);
         committed_.resize(length);
         kept_.cut(length);
         for (Sequence& sequence : sequences_) {
@@ -356,7 +379,7 @@ struct LlamaText : TextState {
     int copy(const TextState& other, int length) override {
         const auto& from = static_cast<const LlamaText&>(other);
         length = from.reachable(length);
-        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const auto lock = pass_.lock();
         committed_.assign(from.committed_.begin(), from.committed_.begin() + length);
         if (&from.pass_ != &pass_) {
             return length;  // in a child of fork(), where nothing has been read
@@ -376,16 +399,18 @@ struct LlamaText : TextState {
     int room() const override { return num_rows_; }
     // Kept states are in this machine's memory, not the device's.
     void keep_states(const std::vector<int>& lengths, int most, int anchor) override {
+        const auto lock = pass_.lock();
         kept_.ask(lengths, most, anchor);
     }
     // The next pass reads the added tokens.
     void stretch(int, int longer) override {
         pass_.check_process();
-        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const auto lock = pass_.lock();
         committed_.resize(longer, committed_.back());
     }
     size_t num_bytes(int length) const override {
         const Model& model = pass_.model_;
+        const auto lock = pass_.lock();
         return model.cell_bytes() * length + model.state_bytes() + kept_.all().size() * model.kept_state_bytes();
     }
     // Of recurrent layers: makes the text's own sequence one that begins like these tokens. Returns whether libllama
@@ -459,7 +484,7 @@ struct LlamaText : TextState {
 };
 
 std::unique_ptr<TextState> LlamaPass::make_state(int num_rows, int) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto own = lock();
     if (!context_) {
         const LogCapture quiet;
         const int num_ids = is_recurrent_ ? LlamaModel::kMostStates : kMostIds;
@@ -587,7 +612,7 @@ void LlamaPass::compute(const Pass& pass) {
         }
     } catch (...) {
         for (const Part& part : parts) {
-            part.text->drop(part.first);
+            part.text->drop_rows(part.first);
             part.text->kept_.cut(static_cast<int>(part.text->committed_.size()));
             if (part.rolled_back) {  // libllama took rows back, and a copy of the text would not know that
                 part.text->forget();
@@ -631,7 +656,7 @@ std::vector<Part> LlamaPass::parts_of(const Pass& pass) const {
         text->pass_.check_process();
         auto part = std::ranges::find(parts, text, &Part::text);
         if (part == parts.end()) {
-            text->drop(segment.first_pending);
+            text->drop_rows(segment.first_pending);
             part = parts.insert(part, {text, segment.first_pending, segment.is_reading, {}});
         }
         for (int row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {

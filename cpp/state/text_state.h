@@ -27,6 +27,8 @@ public:
     // Behind the first `length` rows, pending rows become committed: a path, from the committed end on, that was read
     // or else written. The other pending rows are lost, and what no later row needs may be given up. Nothing fails.
     virtual void keep(int length, const std::vector<int32_t>& path, bool was_read) = 0;
+    // Pending rows from there on are lost. Nothing fails.
+    virtual void drop(int /*first*/) {}
     // Recurrent layers are to keep their states after so many rows, rising, when the text reaches them, so that it can
     // go back to them; `most` at most, those from before included. Where there are more, some are dropped, but the one
     // after `anchor` rows last of all. Forgets what was asked for before.

@@ -138,6 +138,12 @@ public:
                     }
                 }};
     }
+    // Whether the pass had no room for the row.
+    bool is_left_out(const Logits& logits, int row) const {
+        const size_t stride = model_.numbers().logits_stride() / kRun;
+        const float* maxima = logits.maxima.data() + row * stride;
+        return std::all_of(maxima, maxima + stride, [](float x) { return x == -INFINITY; });
+    }
     // Throws ModelError where the row is not finite: only of rows that are used, as others may be of rejected guesses.
     LogitsRow row(const Logits& logits, int row) const {
         const size_t stride = model_.numbers().logits_stride();

@@ -53,7 +53,7 @@ struct Text {
         std::shared_ptr<float> embedding{};    // or none
     };
 
-    static constexpr int kDefaultContext = 8192;
+    static constexpr int kDefaultContext = 8192, kMostContext = 1 << 29;
     // Rows beyond the context, so that a tree at its very end still has room for branches.
     static constexpr int kSpareRows = 512;
 
@@ -64,7 +64,7 @@ struct Text {
           state(executor->backend().make_state(context + kSpareRows, context)) {}
 
     static int checked_context(const Model& model, int context) {
-        const int most = model.numbers().max_context;
+        const int most = std::min(model.numbers().max_context, kMostContext);
         require(context >= 0 && context <= most, "n_ctx must be between 1 and the model's ", most, ", not ", context);
         return context == 0 ? std::min(most, kDefaultContext) : context;
     }
@@ -149,7 +149,12 @@ struct Text {
             pending.push_back({tokens[i], parents[i], length, length});
         }
     }
-    void drop_from(size_t first) { pending.resize(std::min(first, pending.size())); }
+    void drop_from(size_t first) {
+        pending.resize(std::min(first, pending.size()));
+        if (state) {
+            state->drop(static_cast<int>(first));
+        }
+    }
     Followed follow(const Sampling& sampling, const Masks& masks, int root, int worker, int num_threads) {
         checked_row(root);
         Sampler& sampler = executor->sampler(worker);
@@ -197,7 +202,7 @@ struct Text {
             committed.push_back(pending[row].token);
         }
         hidden = std::move(kept);
-        drop_from(0);
+        pending.clear();
     }
     HiddenRows hidden_of(const std::vector<int32_t>& rows) const {
         HiddenRows found{model->state_size(), {}, model->family().reads != Reads::nothing};
@@ -211,6 +216,10 @@ struct Text {
         const Row& judged = checked_row(row);
         require(judged.logits != nullptr, "row ", row, " was evaluated without logits");
         return executor->row(*judged.logits, judged.slot);
+    }
+    bool is_left_out(int row) const {
+        const Row& judged = checked_row(row);
+        return judged.logits && executor->is_left_out(*judged.logits, judged.slot);
     }
     Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
         return {logits_row(row), mask, pending[row].position + 1, sampling, k, tokens, scores, prefix(sampling, row)};
@@ -368,7 +377,7 @@ public:
     int rewind(int length) {
         const OpenTurn turn(*this);
         const int reached = text_.state->cut(text_.checked_reachable(length));
-        text_.drop_from(0);
+        text_.pending.clear();
         text_.hidden = {};
         text_.committed.resize(reached);
         return reached;

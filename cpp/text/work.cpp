@@ -315,14 +315,16 @@ private:
                 const int row = work.kind == Work::Kind::rank ? work.rows[j] : last;
                 int32_t* tokens = &outcome.tokens[size_t(j) * work.k];
                 float* scores = &outcome.scores[size_t(j) * work.k];
-                if (work.kind != Work::Kind::verify) {
-                    const Sampling& sampling = work.samplings[work.samplings.size() == 1 ? 0 : j];
-                    rows.push_back(text.judged(row, &sampling, work.masks.row(j), work.k, tokens, scores));
-                    continue;
-                }
+                const bool verified = work.kind == Work::Kind::verify;
                 try {
-                    rows.push_back(text.judged(row, nullptr, {}, work.k, tokens, scores));
-                } catch (const ModelError&) {  // a guess that is not finite has none
+                    const Sampling* sampling =
+                        verified ? nullptr : &work.samplings[work.samplings.size() == 1 ? 0 : j];
+                    const Mask mask = verified ? Mask() : work.masks.row(j);
+                    rows.push_back(text.judged(row, sampling, mask, work.k, tokens, scores));
+                } catch (const ModelError&) {
+                    if (!verified && !text.is_left_out(row)) {  // a verified guess need not be finite
+                        throw;
+                    }
                     std::fill_n(tokens, work.k, -1);
                     std::fill_n(scores, work.k, -INFINITY);
                 }

@@ -1,1 +1,1 @@
-"""Backends that run a model: pystaged's CPU kernels, ggml's devices, and RPC servers."""
+"""Devices that run a model, by name, and models on RPC servers."""

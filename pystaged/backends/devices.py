@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from pystaged import _core
 from pystaged._core import Model, Session
 from pystaged.backends.rpc import RemoteModel, RemoteSession, endpoints
+from pystaged.platform.memory import available_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,12 @@ class Device:
 
 def devices() -> list[Device]:
     """ggml's devices on this machine."""
-    return [Device(*fields) for fields in _core.devices()]
+    found = [Device(*fields) for fields in _core.devices()]
+    # ggml says that all of the CPU's memory is free, and its own name is that of our kernels.
+    return [
+        each if each.is_gpu else replace(each, name=f"ggml-{each.name.lower()}", free_bytes=available_memory())
+        for each in found
+    ]
 
 
 def candidates(name: str, kv: str = "f16") -> list[str]:
@@ -33,18 +39,24 @@ def candidates(name: str, kv: str = "f16") -> list[str]:
     return ["cpu", *(device.name for device in devices() if device.is_gpu and kv == "f16")]
 
 
-def check(name: str, kv: str = "f16") -> None:
-    """Check the form of a device's name and its type of KV cache before anything is loaded.
+def check(name: str, kv: str = "f16") -> str:
+    """Check the form of a device's name and its type of KV cache before anything is loaded; returns the name without
+    spaces, and "cpu" and "auto" in small letters.
 
     Raises:
         ValueError: an empty name, "rpc:" without HOST:PORT, or a type other than "f16" on a device other than the CPU.
     """
+    name = "".join(name.split())
+    name = name.lower() if name.lower() in ("cpu", "auto") else name
     if not name:
         raise ValueError("a device needs a name; 'cpu' always exists, `pystaged info` lists the others")
     if name.startswith("rpc:"):
         endpoints(name)
+    elif len(names := name.lower().split(",")) > 1 and (len({*names}) < len(names) or {"cpu", "auto"} & {*names}):
+        raise ValueError(f"a list of devices has each once, and neither cpu nor auto, not {name!r}")
     if name not in ("cpu", "auto") and kv != "f16":
         raise ValueError(f"keys and values of type {kv} are for the device cpu, not {name}; leave them at f16")
+    return name
 
 
 def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str = "f16") -> Model:
@@ -54,7 +66,7 @@ def load_model(path: bytes, kernel: str, num_threads: int, device: str, kv: str 
         DeviceError: no such device, or no room on it.
         ModelError, ValueError: as in Model.
     """
-    check(device, kv)
+    device = check(device, kv)
     if device.startswith("rpc:"):
         return cast(Model, RemoteModel(path, kernel, num_threads, device))
     return Model(path, kernel, num_threads, device, kv=kv)
@@ -66,6 +78,11 @@ def reserve(model: Model, num_cells: int) -> None:
         model.servers.call("reserve", num_cells)
     else:
         model.reserve(num_cells)
+
+
+def failure(model: Model) -> str:
+    """Why a model computes nothing any more; "" where it does."""
+    return model.servers.failure if isinstance(model, RemoteModel) else ""
 
 
 def close_model(model: Model) -> None:

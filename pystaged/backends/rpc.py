@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from pystaged import _core
 from pystaged._core import DeviceError, Sampling
 from pystaged.platform.process import Child, ChildError, ChildSilentError
 
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS, _PROBE_SECONDS = 5.0, 1.0  # before a model is loaded, and to find which of some servers is lost
 _ANSWER_SECONDS = 60.0  # longest time without an answer or a sign of life; PYSTAGED_RPC_TIMEOUT overrides it
+_MOST_SECONDS = 1e6  # sockets take no larger times
 _ROWS = 64  # rows of one prefill pass
 _HELLO = 14  # command number, the same in every version of the protocol
 _CAPABILITIES = 24  # bytes
@@ -41,7 +43,7 @@ def endpoints(device: str) -> list[str]:
     return found
 
 
-def check_server(endpoint: str) -> None:
+def check_server(endpoint: str, seconds: float = _CONNECT_SECONDS) -> None:
     """Connect to a server, check its protocol version, and disconnect.
 
     Raises:
@@ -50,13 +52,13 @@ def check_server(endpoint: str) -> None:
     own = _core.rpc_version()
     host, _, port = endpoint.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
+        with socket.create_connection((host, int(port)), seconds) as connection:
             connection.sendall(struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES))
             with connection.makefile("rb") as answer:
                 head = answer.read(8 + 3)
     except TimeoutError:
         raise DeviceError(
-            f"RPC server {endpoint} does not answer within {_CONNECT_SECONDS:g} seconds; does it serve another client?"
+            f"RPC server {endpoint} does not answer within {seconds:g} seconds; does it serve another client?"
         ) from None
     except OSError as error:
         raise DeviceError(f"RPC server {endpoint} cannot be reached: {error.strerror or error}") from None
@@ -68,6 +70,15 @@ def check_server(endpoint: str) -> None:
             f"RPC server {endpoint} has version {major}.{minor} of the protocol, this machine has {own[0]}.{own[1]}; "
             "install the same version of pystaged on both machines"
         )
+
+
+def _timeout() -> float:
+    """Seconds that servers may be silent. Raises ValueError."""
+    given = os.environ.get("PYSTAGED_RPC_TIMEOUT", _ANSWER_SECONDS)
+    with suppress(ValueError):
+        if 0 < (seconds := float(given)) < _MOST_SECONDS:
+            return seconds
+    raise ValueError(f"PYSTAGED_RPC_TIMEOUT is a number of seconds, not {given!r}")
 
 
 class Servers:
@@ -84,10 +95,9 @@ class Servers:
         self._endpoints = endpoints(device)
         for endpoint in self._endpoints:
             check_server(endpoint)
-        self._timeout = float(os.environ.get("PYSTAGED_RPC_TIMEOUT", _ANSWER_SECONDS))
-        # Without this variable ggml starts a debugger before it aborts.
-        self._child = Child("pystaged.backends.rpc_host", GGML_NO_BACKTRACE="1")
-        self._failure: str | None = None
+        self._timeout = _timeout()
+        self._child = Child("pystaged.backends.rpc_host")
+        self.failure = ""  # why every call fails
 
     def call(self, name: str, *args: object) -> Any:
         """Call a method of the child's Host, see rpc_host.py; returns its result or raises its error.
@@ -95,24 +105,24 @@ class Servers:
         Raises:
             DeviceError: a server died or did not answer in time, in this call or an earlier one.
         """
-        if self._failure:
-            raise DeviceError(self._failure)
+        if self.failure:
+            raise DeviceError(self.failure)
         try:
             return self._child.call(name, *args, timeout=self._timeout)
         except ChildError as error:
-            self._failure = self._failure or self._describe(error)
-            raise DeviceError(self._failure) from None
+            self.failure = self.failure or self._describe(error)
+            raise DeviceError(self.failure) from None
 
     def close(self) -> None:
         """End the child process; later calls raise DeviceError."""
-        self._failure = self._failure or "the connection to the RPC servers is closed"
+        self.failure = self.failure or "the connection to the RPC servers is closed"
         self._child.close()
 
     def _describe(self, error: ChildError) -> str:
         lost = []
         for endpoint in self._endpoints:
             try:
-                check_server(endpoint)
+                check_server(endpoint, seconds=_PROBE_SECONDS)
             except DeviceError:
                 lost.append(endpoint)
         names = ", ".join(lost or self._endpoints)
@@ -158,8 +168,9 @@ class RemoteSession:
             # One call for each pass, so that the timeout counts from the last pass and Ctrl-C is handled between.
             for first in range(0, len(tokens), _ROWS):
                 self._servers.call("run", self._id, kind, tokens[first : first + _ROWS])
-        except (KeyboardInterrupt, ValueError):
-            self.rewind(length)
+        except BaseException:
+            with suppress(DeviceError):  # the servers are gone
+                self.rewind(length)
             raise
 
     def reachable(self, length: int) -> int:

@@ -64,9 +64,8 @@ def info(model: str | None = MODEL_ARGUMENT, kv: KeysAndValues = "f16", kv_memor
     exact = "byte for byte exact" if is_ours else "not for this model"
     said = [*rows.items(), ("device", f"cpu: this package's kernels, {exact}")]
     for device in pystaged.devices():
-        name = device.name if device.is_gpu else f"ggml-{device.name.lower()}"
         free, total = size_words(device.free_bytes), size_words(device.total_bytes)
-        said.append(("device", f"{name}: {device.description}, {free} of {total} free"))
+        said.append(("device", f"{device.name}: {device.description}, {free} of {total} free"))
     for name, value in said:
         typer.echo(f"{name:<18}{value}")
 

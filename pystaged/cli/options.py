@@ -60,12 +60,11 @@ def usage() -> Iterator[None]:
 
 
 def check_device(name: str) -> str:
-    """Refuse an invalid name of a device."""
+    """A device's checked name."""
     from pystaged.backends import devices  # noqa: PLC0415
 
     with usage():
-        devices.check(check(name))
-    return name
+        return devices.check(check(name))
 
 
 def check_type(name: str | None) -> str | None:

@@ -138,7 +138,7 @@ def serve(
 def _greet(engine: Engine, name: str, given: Given) -> None:
     model = engine.model
     draft = f"{engine.draft_name} and n-grams draft" if engine.draft_name else "n-grams draft"
-    report(f"{name}: {model.architecture}, {size_words(model.file_bytes)} on {model.devices or 'cpu'}; {draft}")
+    report(f"{name}: {model.architecture}, {size_words(model.file_bytes)} on {engine.device}; {draft}")
     room = engine.kv_memory // max(1, engine.context_bytes)
     memory = f"{size_words(engine.kv_memory)} for keys and values"
     report(f"contexts of {engine.n_ctx} tokens; {memory}, enough for {room} of them")

@@ -63,8 +63,7 @@ class Bundle:
         self.options = options = cast(LoadFields, checked(LOADING, options))
         draft, device, draft_device, kv = options["draft"], options["device"], options["draft_device"], options["kv"]
         report = options["report"] or (lambda _: None)
-        check(device, kv)
-        check(draft_device)
+        device, draft_device = check(device, kv), check(draft_device)
         if candidates(device, kv) == ["cpu"]:
             device = "cpu"
         self.inexact, self.costs = "", Costs(report)
@@ -156,7 +155,10 @@ class Bundle:
     def check_exact(self) -> None:
         """Raise ValueError if texts of the target are not exact, because pystaged's kernels do not compute it."""
         if self.inexact:
-            raise ValueError(f"{self.inexact}: its texts are not promised to be the same again")
+            raise ValueError(
+                f"{self.inexact}: its texts are not promised to be the same again; "
+                "receipts need the device by its name, --device ggml-cpu"
+            )
 
     def free_memory(self) -> int:
         """Bytes of memory free for contexts on this machine, estimated."""

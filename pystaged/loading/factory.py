@@ -54,7 +54,12 @@ class ContextFactory:
         draft = None
         if drafting := bundle.draft or bundle.features:
             lender = target if bundle.features else None
-            draft = _begin(drafting, min(target.n_ctx, drafting.max_context), next(begun, None), length, lender)
+            n_ctx = min(target.n_ctx, drafting.max_context)
+            try:
+                draft = _begin(drafting, n_ctx, next(begun, None), length, lender)
+            except BaseException:
+                target.close()
+                raise
         context = self._context(target, draft, policy)
         if source:
             context.inherit(source)

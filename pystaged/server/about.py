@@ -50,8 +50,11 @@ def model(models: Models, name: str) -> dict[str, Any]:
     return {"id": served.name, "object": "model", "created": created, "owned_by": "pystaged", "meta": meta}
 
 
-def health(_models: Models) -> dict[str, Any]:
-    """Health check; the server is ready as soon as it answers."""
+def health(models: Models) -> dict[str, Any]:
+    """Health check; the server is ready as soon as it answers. Raises ApiError (503) where a model's device is lost."""
+    for state in models.loaded():
+        if state.engine.failure:
+            raise ApiError(503, state.engine.failure)
     return {"status": "ok"}
 
 

@@ -13,6 +13,7 @@ import anyio
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pystaged._core import DeviceError
 from pystaged.server.errors import ApiError, ending, explained, is_ollamas
 
 _PING = 15.0  # seconds without an event after which a comment keeps the connection alive
@@ -128,6 +129,8 @@ class Reply(StreamingResponse):
             known = explained(error)
             if known.status == 500:
                 _log.exception("a request failed", exc_info=error)
+            elif isinstance(error, DeviceError):
+                _log.error("a request failed: %s", error)
             await self.fail(known)
 
 

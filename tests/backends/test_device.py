@@ -134,6 +134,11 @@ def test_candidates() -> None:
     assert candidates("ggml-cpu") == ["ggml-cpu"]
 
 
+def test_the_cpu_in_capitals_is_our_kernels() -> None:
+    with pystaged.load("bundled", device=" CPU", draft_device="Cpu") as engine:
+        assert (engine.device, engine.model.devices) == ("cpu", [])
+
+
 @pytest.mark.parametrize(
     ("device", "error", "message"),
     [
@@ -141,7 +146,8 @@ def test_candidates() -> None:
         ("", ValueError, "needs a name"),
         ("rpc:somewhere", ValueError, "is not HOST:PORT"),
         ("rpc:a:1,b:99999", ValueError, "'b:99999'"),
-        (",", DeviceError, "no device"),
+        (",", ValueError, "a list of devices has each once"),
+        ("cpu,ggml-cpu", ValueError, "neither cpu nor auto"),
     ],
 )
 def test_names_that_are_no_devices(device: str, error: type[Exception], message: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from support.steps import evaluate, prefill, verify
 import pystaged
 from pystaged import DeviceError, FixedPolicy
 from pystaged._core import Model, Sampling, Session, UnsupportedModelError
+from pystaged.decoding.requests import perform
 from pystaged.receipts.receipt import Receipt
 
 LLAMA = RandomModel("llama", width=256, ffn_width=256, head_dim=32, heads=8, kv_heads=4)
@@ -121,6 +125,77 @@ def test_more_leaves_than_ids(unknown: Path) -> None:
     assert (found[257:, 0] == -1).all()
     assert np.isneginf(scores[257:, 0]).all()
     assert session.tokens.tolist() == [*range(10), *tree[path].tolist()]
+
+
+def test_proposals_of_leaves_that_are_left_out_are_empty(unknown: Path) -> None:
+    session = Session(Model(unknown, num_threads=1, device="ggml-cpu"), 100)
+    prefill(session, range(10))
+    tokens, scores = perform(session, "propose", np.arange(281) % 300, [-1] + [0] * 280, 281, 2, Sampling())
+    assert (tokens[:257] >= 0).all()
+    assert (tokens[257:] == -1).all()
+    assert np.isneginf(scores[257:]).all()
+
+
+def test_ids_of_discarded_trees_are_free(unknown: Path) -> None:
+    model = Model(unknown, num_threads=1, device="ggml-cpu")
+    model.reserve(4000)
+    crowd = [Session(model, 200) for _ in range(3)]
+    for session in crowd:
+        evaluate(session, range(101), [-1] + [0] * 100)
+        session.discard()
+    assert all(Session(model, 200).n_ctx == 200 for _ in range(20))
+
+
+def test_a_failed_reading_takes_no_cells(tmp_path: Path) -> None:
+    model = Model(write(tmp_path / "long.gguf", replace(LLAMA, context=1200)), num_threads=1, device="ggml-cpu")
+    model.reserve(1)
+    first, failing, last = (Session(model, 1200) for _ in range(3))
+    prefill(first, [1] * 1000)
+    with pytest.raises(DeviceError, match="is full"):
+        prefill(failing, [2] * 1000)
+    assert (len(failing.tokens), failing.num_pending) == (0, 0)
+    prefill(last, [3] * 300)
+
+
+def test_room_is_reserved_before_sessions(unknown: Path) -> None:
+    model = Model(unknown, num_threads=1, device="ggml-cpu")
+    with pytest.raises(ValueError, match=re.escape("room for 0 to 2^30 tokens")):
+        model.reserve(2**31 - 1)
+    session = Session(model, 100)
+    with pytest.raises(ValueError, match="this model has sessions"):
+        model.reserve(1000)
+    session.close()
+    model.reserve(1000)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="no such signal")
+def test_a_signal_handler_cannot_use_a_model_in_a_pass(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "slow.gguf",
+        RandomModel("llama", width=512, ffn_width=2048, head_dim=64, heads=8, layers=4, context=1000),
+    )
+    model = Model(path, num_threads=1, device="ggml-cpu")
+    session, other = Session(model, 1000), Session(model, 100)
+    prefill(other, [1, 2, 3])
+    said = list[str]()
+
+    def handle(*_: object) -> None:
+        try:
+            other.rewind(1)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        while not said:  # a handler also runs between two passes, where it may use the model
+            prefill(session, [7] * 900)
+            session.rewind(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "in a pass that this call interrupts" in said[0]
+    other.rewind(0)
 
 
 def test_ids_of_texts_at_rest_are_taken_from_them(unknown: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,7 +24,7 @@ from support.steps import evaluate, path_to, prefill, verify
 
 import pystaged
 from pystaged import FixedPolicy
-from pystaged._core import Model, RecycledCandidates, Sampling, Session, Work, run
+from pystaged._core import Model, RecycledCandidates, Sampling, Session, Tokenizer, Work, run
 from pystaged.bench.pairs import continuation, reckoned
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import GainPolicy
@@ -30,6 +32,7 @@ from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.drafting.model import ModelProposer
 from pystaged.options.config import SamplingConfig
+from pystaged.sampling.binding import bind
 
 NAMES = ("lfm2", "qwen35", "granitehybrid", "nemotron_h", "falcon-h1")
 HYBRIDS = {name: CASES[name] for name in NAMES}
@@ -174,6 +177,24 @@ def test_where_a_text_can_go_back_to(path_of: Callable[..., Path]) -> None:
     assert_goes_on_plainly(session, plain)
     assert session.rewind(20) == 0
     prefill(session, tokens[:10])
+    assert_goes_on_plainly(session, plain)
+
+
+def test_a_failed_step_leaves_no_states(path_of: Callable[..., Path]) -> None:
+    """A text that was read in it, and then is another one, does not go back to a state of the first."""
+    path = path_of("lfm2")
+    model, plain = on_device(path), Plain(path)
+    old, new = np.random.default_rng(3).integers(0, 4, (2, 120))
+    session, other = Session(model), Session(model)
+    session.keep_states([100], 4)
+    prefill(other, [1, 2])
+    sampling = bind(SamplingConfig(logit_bias={0: -math.inf}), Tokenizer(os.fsencode(path)), 2)
+    mask = np.zeros((1, (model.vocab_size + 31) // 32), np.uint32)
+    mask[0, 0] = 1  # the same token
+    with pytest.raises(ValueError, match="exclude all tokens"):
+        run([Work.read(session, old), Work.verify(other, [3], [-1], sampling.native, masks=mask)])
+    prefill(session, new)
+    assert session.rewind(100) == 100
     assert_goes_on_plainly(session, plain)
 
 
