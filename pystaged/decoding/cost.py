@@ -6,7 +6,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 
@@ -27,10 +26,10 @@ class PassCost:
     fastest of the first samples of an n counts, because noise only adds time; then a clipped average, which follows
     lasting changes. An n without a sample lies on the line through its neighbours.
 
-    Args:
-        seconds: time without a past, by number of rows.
-        slopes: more seconds per thousand cells, by the same numbers of rows; 0 by default.
-        samples: number of samples behind `seconds`, by the same numbers of rows; enough by default.
+    Attributes:
+        seconds: time without a past, by number of rows, ascending.
+        slopes: more seconds per thousand cells, by the same numbers of rows; by default 0.
+        samples: number of samples behind `seconds`, up to those that count first; by default enough.
     """
 
     def __init__(
@@ -40,33 +39,16 @@ class PassCost:
         samples: Mapping[int, float] | None = None,
     ) -> None:
         slopes = slopes or dict.fromkeys(seconds, 0.0)
-        samples = samples or dict.fromkeys(seconds, _FIRST)
         if len(seconds) == 1:
             # With one measurement, assume that the time is proportional to the number of rows.
             seconds, slopes = ({f * n: f * v for n, v in each.items() for f in (1, 2)} for each in (seconds, slopes))
         self._rows = tuple(sorted(seconds))
-        self._knots = [seconds[n] for n in self._rows]
-        self._slopes = [slopes[n] for n in self._rows]
-        self._samples = [samples.get(n, _FIRST) for n in self._rows]
-        self._scale = 1.0
+        self.seconds, self.slopes = ({n: each[n] for n in self._rows} for each in (seconds, slopes))
+        self.samples = dict.fromkeys(self._rows, _FIRST) | dict(samples or {})
         self._fill()
         # Fewer rows never cost more, and noise only adds time.
-        self._knots = list(accumulate(reversed(self._knots), min))[::-1]
-
-    @property
-    def seconds(self) -> dict[int, float]:
-        """Current estimate of the time without a past, in seconds by number of rows."""
-        return {n: self._scale * knot for n, knot in zip(self._rows, self._knots, strict=True)}
-
-    @property
-    def slopes(self) -> dict[int, float]:
-        """Current estimate of the increase per thousand cells, in seconds by number of rows."""
-        return {n: self._scale * slope for n, slope in zip(self._rows, self._slopes, strict=True)}
-
-    @property
-    def samples(self) -> dict[int, float]:
-        """Number of samples by number of rows, up to those that count first."""
-        return dict(zip(self._rows, self._samples, strict=True))
+        falling = np.minimum.accumulate([self.seconds[n] for n in reversed(self._rows)])
+        self.seconds = dict(zip(self._rows, falling[::-1].tolist(), strict=True))
 
     def share(self, share: float) -> PassCost:
         """The costs of a model whose passes take a share of these, as is assumed until the first of them."""
@@ -75,13 +57,11 @@ class PassCost:
 
     def __call__(self, num_rows: int, cells: float = 0) -> float:
         """Current estimate of the seconds of a pass over `num_rows` rows with a past of `cells` tokens."""
-        i, along = place(self._rows, num_rows)
+        below, above, along = _place(self._rows, num_rows)
         thousands = cells / 1000
-        low = self._knots[i] + thousands * self._slopes[i]
-        rise = self._knots[i + 1] + thousands * self._slopes[i + 1] - low
-        if along > 1:
-            rise = max(0.0, rise)
-        return self._scale * (low + along * rise)
+        low = self.seconds[below] + thousands * self.slopes[below]
+        rise = self.seconds[above] + thousands * self.slopes[above] - low
+        return low + along * (max(0.0, rise) if along > 1 else rise)
 
     def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
         """Refine the estimate by the time of a pass, because the load of a machine varies.
@@ -91,41 +71,42 @@ class PassCost:
         """
         seconds, believed = max(seconds, _LEAST), self(num_rows, cells)
         late, change = seconds / believed - 1, min(max(seconds / believed, 1 / _MOST), _MOST) - 1
-        i, along = place(self._rows, num_rows)
+        below, above, along = _place(self._rows, num_rows)
         along = min(along, 1.0)
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
         first = False
-        for knot, weight in ((i, 1 - along), (i + 1, along)):
-            samples = self._samples[knot]
-            own = _OWN_BLEND * share * weight * change
+        for n, weight in ((below, 1 - along), (above, along)):
+            own, samples = _OWN_BLEND * share * weight * change, self.samples[n]
             if weight >= 0.5 and samples < _FIRST:
                 first, own = True, late if late < 0 or not samples else 0.0
-                self._samples[knot] = min(samples + weight * share, _FIRST)
-            self._knots[knot] *= 1 + own / norm
-            more = own * believed / self._scale * thousands / norm
-            self._slopes[knot] = max(0.0, self._slopes[knot] + more)
+                self.samples[n] = min(samples + weight * share, _FIRST)
+            self.seconds[n] *= 1 + own / norm
+            self.slopes[n] = max(0.0, self.slopes[n] + own * believed * thousands / norm)
         if first:
             self._fill()
-        else:
-            self._scale *= 1 + _BLEND * share * change
+            return
+        for n in self._rows:
+            self.seconds[n] *= 1 + _BLEND * share * change
+            self.slopes[n] *= 1 + _BLEND * share * change
 
     def _fill(self) -> None:
         """Reckon the times of numbers of rows that have no sample from those that have."""
-        known = [k for k, samples in enumerate(self._samples) if samples]
-        if not known:
+        rows = [n for n in self._rows if self.samples[n]]
+        if not rows:
             return
-        rows, knots, end = [self._rows[k] for k in known], [self._knots[k] for k in known], self._rows[-1] + 1
-        rise = _RISE * knots[-1] / (1 + _RISE * (rows[-1] - 1))
-        self._knots = np.interp(self._rows, [*rows, end], [*knots, knots[-1] + (end - rows[-1]) * rise]).tolist()
+        last, end = self.seconds[rows[-1]], self._rows[-1] + 1
+        rise = _RISE * last / (1 + _RISE * (rows[-1] - 1))
+        known = [*(self.seconds[n] for n in rows), last + (end - rows[-1]) * rise]
+        self.seconds = dict(zip(self._rows, np.interp(self._rows, [*rows, end], known).tolist(), strict=True))
 
 
 @lru_cache(maxsize=1024)  # each step needs the same few values
-def place(rows: tuple[int, ...], num_rows: int) -> tuple[int, float]:
-    """Index of the measurement below, and the fraction of the way to the next; above 1 beyond the last one."""
+def _place(rows: tuple[int, ...], num_rows: int) -> tuple[int, int, float]:
+    """The measured numbers below and above, and the fraction of the way between them; above 1 beyond the last one."""
     i = max(0, min(bisect_right(rows, num_rows), len(rows) - 1) - 1)
-    return i, (num_rows - rows[i]) / (rows[i + 1] - rows[i])
+    return rows[i], rows[i + 1], (num_rows - rows[i]) / (rows[i + 1] - rows[i])
 
 
 def measure(
@@ -145,9 +126,9 @@ def measure(
         clock: seconds, limits the time of sampling.
     """
     rows = [n for n in MEASURED_ROWS if n <= most_rows]
-    deep = [(n, cells) for n in dict.fromkeys((8, rows[-1], 1)) if n in rows] if cells else []
-    order = [*dict.fromkeys((n, 0) for n in (1, 8, rows[-1]) if n in rows), *deep]
-    order += [(n, 0) for n in (4, 16, 2, 24, 12, 6, 3) if n in rows and (n, 0) not in order]
+    wanted = [(1, 0), (8, 0), (rows[-1], 0), (8, cells), (rows[-1], cells), (1, cells)]
+    wanted += [(n, 0) for n in (4, 16, 2, 24, 12, 6, 3)]
+    order = [(n, past) for n, past in dict.fromkeys(wanted) if n in rows]
     took: dict[tuple[int, int], list[float]] = {each: [] for each in order}
     end = clock() + seconds
     for n, past in order * int(_FIRST):
@@ -156,7 +137,7 @@ def measure(
             took[n, past].append(max(run_pass(n, past), _LEAST))
     samples = {n: len(took[n, 0]) for n in rows}
     cost = PassCost({n: min(took[n, 0], default=0.0) for n in rows}, samples=samples)
-    slopes = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in deep if took[n, past]}
+    slopes = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in order if past and took[n, past]}
     if not slopes:
         return cost
     known, slope = next(iter(slopes.items()))
