@@ -24,9 +24,9 @@ from pystaged.decoding.text import Text, TokenRoles
 from pystaged.drafting.calibration import CONTEXT
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.features import feature_proposer
-from pystaged.drafting.lookups import lookups
+from pystaged.drafting.lookups import Lookup, lookups
 from pystaged.drafting.model import ModelProposer, ParallelModelProposer, draft_proposer
-from pystaged.drafting.proposer import GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 from pystaged.loading.bundle import Bundle
 from pystaged.loading.factory import ContextFactory
@@ -38,15 +38,14 @@ _SEEDS = 2  # of each sampling that `lossless` checks
 MODES = SAMPLINGS | {"T=0.8 top-p 0.95": SamplingConfig(temperature=0.8, top_p=0.95)}
 
 
-class _LyingProposer(Proposer):
+class _LyingProposer(Lookup):
     """Proposes random tokens, which must not affect the output."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._random = vocab_size, np.random.default_rng(0)
 
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
-        found = self._random.integers(self._vocab_size, size=(len(nodes), tree.num_candidates)).tolist()
-        return [Proposal(dict.fromkeys(tokens, 1 / len(tokens)), CONTEXT[1]) for tokens in found]
+    def after(self, _tail: list[int]) -> Proposal:
+        return Proposal(dict.fromkeys(self._random.integers(self._vocab_size, size=6).tolist(), 1 / 6), CONTEXT[1])
 
 
 class LyingDrafter(TreeDrafter):

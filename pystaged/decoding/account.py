@@ -1,13 +1,12 @@
 """The account of a text: it decides whether a step may draft, and how much.
 
 A text has a credit: OPENING tokens of plain decoding at first, at least LEAST in each later text of a context, and
-SHARE of every decoded token. A step pays with it the time of drafting and of the rows beyond plain decoding's, and
-earns its tokens after the first; it drafts while the credit covers the cheapest guess, and verifies what the credit
-covers. So drafting slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which
-two steps exceed their estimates: one whose draft stalls is charged only a part, and one overdraws the credit.
+SHARE of every decoded token; a step pays with it the time of drafting and of the rows beyond plain decoding's, earns
+its tokens after the first, and drafts only while the credit covers the cheapest guess. So drafting slows a text by no
+more than its credit, PROMPT of the target's prefill time, and the time by which two steps exceed their estimates: one
+whose draft stalls is charged only a part, and one overdraws the credit.
 
-In a batch, a plain step is a pass over one row of each text, and all texts wait while one of them drafts. All times are
-processor time, which excludes other programs.
+In a batch, a plain step is a pass over one row of each text, and all texts wait while one of them drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it s
 PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
 STALL = 2.0  # times its estimate that one stalled draft of a text is charged: the first one waits for memory
 _READ = 32  # rows of the pass whose cost estimates the time of prefill
-_BLEND = 0.05  # weight of a new observation of Python's time
 
 
 class Meter:
@@ -72,16 +70,14 @@ class Account:
         self._cost, self._batch, self._meter = cost, batch, meter
         self._left = {True: OPENING, False: OPENING}  # credit for the next text, by whether decoding is greedy
         self._greedy = self._may_stall = True  # of the text; whether none of its drafts has stalled yet
-        self._allowance: float | None = None  # seconds of reading the prompt that are free
+        self._free_until = math.inf  # the meter's time from which reading the prompt is charged
         self._past = 0  # past length of the step's rows
         self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its texts
-        self._python = 0.0  # seconds of a step outside the pass and drafting
         self._begin = self._drafting = self._stalled = 0.0  # when the step began; seconds of drafting, and uncharged
 
     def inherit(self, other: Account) -> None:
-        """Copy the learnt state of another account for the same target and drafter."""
+        """Copy the credit of another account for the same target and drafter."""
         self._left = {greedy: min(left, OPENING) for greedy, left in other._left.items()}
-        self._python = other._python
 
     def open(self, drafter: Drafter | None, prompt_tokens: int, read: int, greedy: bool) -> None:
         """Begin a text: the drafter begins to read the prompt, as far as that is covered, until `opened`.
@@ -90,22 +86,21 @@ class Account:
             drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
             greedy: whether decoding is greedy, which has a credit of its own.
         """
-        self._greedy = greedy
-        self.credit, self._may_stall, self._allowance = max(LEAST, self._left[greedy]), True, None
+        self._greedy, self._may_stall, self._free_until = greedy, True, math.inf
+        self.credit = max(LEAST, self._left[greedy])
         if self._cost is None or drafter is None:
             return
         self._price_token(prompt_tokens - 1)
         self.credit = max(self.credit, LEAST_SECONDS / self._token)
         self._left[greedy] = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
-        self._allowance = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
-        self._begin = self._meter()
-        drafter.catch_up(self._allowance + self.credit / 2 * self._token)
+        free = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
+        self._free_until = self._meter() + free
+        drafter.catch_up(free + self.credit / 2 * self._token)
 
     def opened(self) -> None:
         """The drafter has read what it reads of the prompt."""
-        if self._allowance is not None:
-            self.credit -= max(0.0, self._meter() - self._begin - self._allowance) / self._token
-            self._left[self._greedy] = self.credit
+        self.credit -= max(0.0, self._meter() - self._free_until) / self._token
+        self._left[self._greedy] = self.credit
 
     def begin(self, drafter: Drafter | None, past: int) -> float | None:
         """Begin a step. past: tokens of the text before the root. Returns the seconds that it may draft, which are the
@@ -143,19 +138,17 @@ class Account:
         """
         if self._cost is None:
             return 0.0
-        tree, tokens = verified.tree, verified.result[1]
+        tokens = verified.result[1]
         self._price_token(self._past)  # in the batch that shared the pass
-        drafting, sure = self._drafting + telling, tree.num_certain
-        extra = self._extra(len(tree), sure) if len(tree) > sure else 0.0
-        price = drafting / self._token + extra
+        drafting = self._drafting + telling
+        price = drafting / self._token + self._extra(len(verified.tree), verified.tree.num_certain)
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + self._stalled / self._token + SHARE * guessed, MOST)
         # The text may end before the tokens that this step gained.
         self._left[self._greedy] = min(before, self.credit)
         python = max(0.0, self._meter() - self._begin - drafting)
-        self._python += _BLEND * (python - self._python)
         self._cost.observe(verified.pass_rows, verified.pass_past, verified.processor_seconds, verified.share)
-        return len(tokens) / (1 + price * self._token / (self._token + self._python))
+        return len(tokens) / (1 + price * self._token / (self._token + python))
 
     def _price_token(self, past: int) -> None:
         """Set the past length of a step, and from it the seconds of a token."""

@@ -25,7 +25,7 @@ from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
 from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
 from pystaged.drafting.lookups import Lookup
-from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, Proposal, Proposer
+from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, PassProposer, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
@@ -40,7 +40,7 @@ class TreeDrafter:
 
     With a GainPolicy, lookups expand every node that may be among the best, and each pass of the other proposer is
     bought by what it should add. With any other policy, all proposers expand the leaves that the policy chooses.
-    Methods without a description do for all proposers what Proposer's method of that name says.
+    Methods without a description do for all proposers what PassProposer's method of that name says.
 
     Args:
         proposers: in the order of their price: lookups in the order of mixing, then at most one other.
@@ -63,12 +63,12 @@ class TreeDrafter:
         meter: Meter | None = None,
         chains: bool = False,
     ) -> None:
-        self.recycled = next((proposer.recycled for proposer in proposers if proposer.recycled is not None), None)
         self.estimate = 0.0
         self.tree: TokenTree
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if isinstance(proposer, Lookup)]
-        self._costly = next((proposer for proposer in proposers if not isinstance(proposer, Lookup)), None)
+        self._costly = next((proposer for proposer in proposers if isinstance(proposer, PassProposer)), None)
+        self.recycled = next((lookup.recycled for lookup in self._lookups if lookup.recycled is not None), None)
         self._meter = meter or Meter()
         self._looking_up, self._passes = DrafterStats(), DrafterStats()
         self._policy = policy
@@ -84,8 +84,7 @@ class TreeDrafter:
         self._tree: GrowingTree | None = None  # the last tree until its outcome is known
         self._late: Sequence[Proposer] = ()  # proposers that read the text now, until `_deadline` of the meter
         self._deadline = math.inf
-        self._asking: Proposer | None = None  # whose pass is being made
-        self._asked = 0.0  # when preparing that pass began
+        self._asked = 0.0  # when preparing a pass began
 
     def work(self) -> dict[str, DrafterStats]:
         """Statistics of its work so far, by stage name."""
@@ -94,13 +93,13 @@ class TreeDrafter:
 
     def sessions(self) -> list[Session]:
         """Its own sessions, which hold texts."""
-        return [proposer.session for proposer in self._proposers if proposer.session is not None]
+        return [self._costly.session] if self._costly else []
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
-        return min(proposer.reusable(prompt) for proposer in self._proposers)
+        return self._costly.reusable(prompt) if self._costly else len(prompt)
 
     def watch(self, prompt: NDArray[np.int32], first: int, last: int) -> None:
-        self._late = [proposer for proposer in self._proposers if proposer.watch(prompt, first, last)]
+        self._late = [self._costly] if self._costly and self._costly.watch(prompt, first, last) else []
         self._deadline = math.inf
 
     def start(
@@ -175,8 +174,8 @@ class TreeDrafter:
         try:
             # Read what proposers lack of the text.
             while self._late:
-                self._asking, self._asked = self._late[0], self._meter()
-                if read := self._asking.catch_up(self._deadline - self._asked):
+                self._asked = self._meter()
+                if read := self._late[0].catch_up(self._deadline - self._asked):
                     self._meter.stop()
                     return read
                 self._late = self._late[1:]
@@ -194,7 +193,7 @@ class TreeDrafter:
             while True:
                 if tree.rows:
                     asked = [node for node in tree.rows if tree.nodes[node].depth < tree.deepest]
-                    self._asking, self._asked = costly, self._meter()
+                    self._asked = self._meter()
                     if costly and asked and (request := costly.request(tree, asked)):
                         self._meter.stop()
                         return request
@@ -215,13 +214,13 @@ class TreeDrafter:
     def take(self, request: AnyRequest) -> None:
         """Go on with the result of a pass. Raises the pass's error if the text cannot go on without it."""
         self._meter.go_on(request)
-        assert self._asking
-        self._asking.take(request)
+        assert self._costly
+        self._costly.take(request)
         if request.error is not None or (isinstance(request, Read) and request.hidden is None):
             return  # the prefill of a draft model is no drafting
         self._passes.native_seconds += request.share * request.seconds
         self._passes.weight_bytes += round(request.share * request.session.weight_bytes)
-        if (cost := self._asking.cost) and not isinstance(request, Read):  # reading takes less than a pass of its rows
+        if (cost := self._costly.cost) and not isinstance(request, Read):  # reading takes less than a pass of its rows
             others = (1 - request.share) * request.processor_seconds
             cost.observe(request.pass_rows, request.pass_past, self._meter() - self._asked + others, request.share)
 
@@ -262,12 +261,12 @@ class TreeDrafter:
 
     def _discard(self) -> None:
         self._tree = None
-        for proposer in self._proposers:
-            proposer.discard()
+        if self._costly:
+            self._costly.discard()
 
     def _rows(self, tree: GrowingTree) -> list[int]:
         """The nodes that the next pass expands, each after its parent; none if no pass is worth its price."""
-        nodes, gains = self._unjudged(tree) if self._gain else (self._leaves(tree), [])
+        nodes, gains = self._unjudged(tree)
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
@@ -279,40 +278,30 @@ class TreeDrafter:
             width -= 1
         return nodes[: max(width, 0)]
 
-    def _leaves(self, tree: GrowingTree) -> list[int]:
-        """All nodes that are not expanded yet, best first."""
-        deepest = tree.max_depth if self._lookups else tree.deepest
-        first = tree.nodes[tree.first].depth
-        nodes = [tree.first, *(node for node in tree.ranked() if tree.nodes[node].depth > first)]
-        return [node for node in nodes if node not in tree.judged and tree.nodes[node].depth < deepest]
-
     def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
-        """The nodes that the next pass of the costly proposer may judge, in the order of what it should add, each after
-        its parent; and what it should add for each: the chance that its children hold the target's token, less what
-        they hold already."""
-        by_levels = self._costly is not None and self._costly.by_levels
+        """The nodes that the next pass may expand, best first and each after its parent. With a GainPolicy best is what
+        adds most: the chance that a node's children hold the target's token, less what they hold already."""
         nodes, judged, depth = tree.nodes, tree.judged, tree.nodes[tree.first].depth
+        deepest = tree.max_depth if self._lookups and not self._gain else tree.deepest
+        grown = [tree.first, *(node for node in tree.ranked() if nodes[node].depth > depth)]
+        grown = [node for node in grown if node not in judged and nodes[node].depth < deepest]
+        if not self._gain:
+            return grown, []
+        by_levels = self._costly is not None and self._costly.by_levels
         gains = dict[int, float]()
-        for node in [tree.first, *tree.ranked()] if depth < tree.deepest else ():
+        for node in grown:
             here = nodes[node]
             if here.score < _LEAST:
                 break
-            if node in judged or here.depth >= tree.deepest or here.depth < depth:
-                continue
-            if by_levels and node != tree.first and here.parent not in judged:
-                continue
-            held = 0.0
-            for child in tree.children[node].values():
-                held += nodes[child].score
-            gains[node] = max(0.0, _EAGER * here.score * self._known.covered(here.cells) - held)
-        order = dict[int, float]()
-        for node in sorted(gains, key=gains.__getitem__, reverse=True):
-            above = [node]
-            while above[-1] != tree.first and (parent := nodes[above[-1]].parent) in gains and parent not in order:
-                above.append(parent)
-            for each in reversed(above):
-                order.setdefault(each, gains[each])
-        return list(order), list(order.values())
+            if node == tree.first or not by_levels or here.parent in judged:
+                held = math.fsum(nodes[child].score for child in tree.children[node].values())
+                gains[node] = max(0.0, _EAGER * here.score * self._known.covered(here.cells) - held)
+        best = gains.copy()  # of a node and those below
+        for node in reversed(gains):
+            if (parent := nodes[node].parent) in best:
+                best[parent] = max(best[parent], best[node])
+        order = sorted(gains, key=best.__getitem__, reverse=True)
+        return order, [gains[node] for node in order]
 
     def _look_ahead(self, tree: GrowingTree, policy: GainPolicy) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""

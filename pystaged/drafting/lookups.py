@@ -26,7 +26,12 @@ LOOKUP_SECONDS, READ_SECONDS = 5e-5, 2e-6
 
 
 class Lookup(Proposer):
-    """A proposer that depends on the last tokens alone."""
+    """A proposer that depends on the last tokens alone.
+
+    recycled: the candidates that it looks up and that learn from the target's rows, or None.
+    """
+
+    recycled: RecycledCandidates | None = None
 
     def after(self, tail: list[int]) -> Proposal:
         """Propose tokens after a text whose last tokens are `tail`."""
@@ -36,13 +41,11 @@ class Lookup(Proposer):
 class RecycledProposer(Lookup):
     """Proposes the target's own candidates after the same tokens in earlier passes, of all texts."""
 
-    recycled: RecycledCandidates
-
     def __init__(self, recycled: RecycledCandidates) -> None:
-        self.recycled = recycled
+        self.recycled, self._chances = recycled, recycled.chances
 
     def after(self, tail: list[int]) -> Proposal:
-        chances, known = self.recycled.chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
+        chances, known = self._chances(tail[-2] if len(tail) > 1 else -1, tail[-1])
         return Proposal(chances, RECYCLED[known])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged._core import ModelError, RecycledCandidates, Session
+from pystaged._core import ModelError, Session
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, TreeBuilder
@@ -87,49 +87,7 @@ class Candidates:
 
 
 class Proposer:
-    """Proposes tokens after the nodes of a tree. The defaults are those of a lookup without state.
-
-    Before `propose` it is asked for the passes that it needs: each `request` is made and given to `take`, until there
-    is none.
-
-    Attributes:
-        by_levels: whether a node's parent must have been in an earlier pass.
-        recycled: the candidates that it looks up and that learn from the target's rows, or None.
-        cost: processor seconds of its passes, which its drafter refines, or None.
-        session: its own, which holds the text, or None.
-    """
-
-    by_levels = False
-    recycled: RecycledCandidates | None = None
-    cost: PassCost | None = None
-    session: Session | None = None
-
-    def request(self, _tree: GrowingTree, _nodes: Sequence[int]) -> AnyRequest | None:
-        """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
-        one are forced."""
-        return None
-
-    def take(self, request: AnyRequest) -> None:
-        """Take the result of a pass. Raises the pass's error if the text cannot go on without it."""
-        raise NotImplementedError
-
-    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
-        """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
-        together with its parent."""
-        raise NotImplementedError
-
-    def price(self, _num_nodes: int) -> float:
-        """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
-        return 0.0
-
-    def reusable(self, prompt: NDArray[np.int32]) -> int:
-        """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
-        return len(prompt)
-
-    def watch(self, _prompt: NDArray[np.int32], _first: int, _last: int) -> bool:
-        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states. Returns
-        whether this proposer reads them now."""
-        return False
+    """Follows a text. The defaults are those of a proposer without state, which need not read it."""
 
     def start(self, context: NDArray[np.int32], prediction: Sequence[int]) -> None:
         """Begin a text with all its tokens so far, int32[n], the last of which is the root; and its
@@ -137,9 +95,6 @@ class Proposer:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text; the last of them is the next root."""
-
-    def discard(self) -> None:
-        """Drop the current tree, whose outcome will not be known."""
 
     def end(self) -> None:
         """End the text and free what the next start would discard."""
@@ -157,20 +112,16 @@ class Proposer:
         """Read the rest of the text, as much as fits into some seconds; returns the next pass that this needs."""
         return None
 
-    def most_levels(self) -> float:
-        """Levels of a tree that its context has room for."""
-        return math.inf
-
 
 class PassProposer(Proposer):
-    """Proposes by passes of a draft.
+    """Proposes by passes of a draft: each `request` is made and given to `take`, until there is none, then `propose`.
 
     Args:
         session: the draft's own context.
         cost: processor seconds of a pass, refined by the drafter; None counts 0.
     """
 
-    session: Session
+    by_levels = False  # whether a node's parent must have been in an earlier pass
 
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost
@@ -180,10 +131,35 @@ class PassProposer(Proposer):
         self._is_lost = False  # whether it cannot draft in this text
         self._asked: Sequence[int] = ()  # nodes that the current pass evaluates
 
+    def request(self, tree: GrowingTree, nodes: Sequence[int]) -> AnyRequest | None:
+        """The next pass that it needs to propose tokens after these nodes; the nodes on the path to the tree's first
+        one are forced."""
+        raise NotImplementedError
+
+    def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> Sequence[Proposal | Candidates]:
+        """Propose tokens after each node, if possible `num_candidates` or more. Is called once for each node, after or
+        together with its parent."""
+        raise NotImplementedError
+
     def price(self, num_nodes: int) -> float:
+        """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
         return self.cost(num_nodes, self._length) if self.cost else 0.0
 
+    def most_levels(self) -> float:
+        """Levels of a tree that its context has room for."""
+        raise NotImplementedError
+
+    def reusable(self, prompt: NDArray[np.int32]) -> int:
+        """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""
+        return len(prompt)
+
+    def watch(self, _prompt: NDArray[np.int32], _first: int, _last: int) -> bool:
+        """The target has read the tokens [first, last) of a prompt, int32[n], and holds their hidden states. Returns
+        whether this proposer reads them now."""
+        return False
+
     def take(self, request: AnyRequest) -> None:
+        """Take the result of a pass. Raises the pass's error if the text cannot go on without it."""
         if isinstance(request.error, ModelError):  # its values overflow; the text goes on without it
             self._lose()
         elif request.error is not None:
@@ -194,6 +170,7 @@ class PassProposer(Proposer):
             self.keep(request)
 
     def discard(self) -> None:
+        """Drop the current tree, whose outcome will not be known."""
         self._forget()
 
     def _lose(self) -> None:

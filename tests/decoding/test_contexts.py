@@ -611,7 +611,6 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         begun = engine._factory.context(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
         assert begun.account._left == {kind: min(left, OPENING) for kind, left in old.account._left.items()}
-        assert begun.account._python == old.account._python
         # How often candidates are right, all contexts of an engine learn together.
         for each in (begun, engine._factory.context(0, None)):
             assert cast(Any, each.drafter)._learnt is old.drafter._learnt
