@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +20,17 @@ _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class KatzTrigram:
-    """The likeliest words after every known context. Words that it was not seen with have the shorter context's
-    probability times `backoffs`.
+class KatzTrigram(NamedTuple):
+    """The likeliest words after every known context, the empty one first. Words that it was not seen with have the
+    shorter context's probability times `backoffs`.
 
-    older, newer: int64[rows], the context's tokens + 1, 0 for none; ascending, the empty context first.
+    contexts: int64[rows], ascending: 0, then v + 1 after v, then (u + 1) * (vocab_size + 1) + v + 1 after u, v.
     lengths: int64[rows], numbers of words, which are concatenated in tokens: int64[n] and probabilities: float64[n],
     descending in a row, ties to the lowest id. backoffs: float64[rows].
     """
 
     num_tokens: int
-    older: _Ints
-    newer: _Ints
+    contexts: _Ints
     lengths: _Ints
     tokens: _Ints
     probabilities: _Floats
@@ -48,22 +47,18 @@ def estimate(
     Raises:
         ValueError: there is no text, or it is outside the vocabulary.
     """
-    text, begins = _join(documents, vocab_size)
+    text = _join(documents, vocab_size)
     none = np.zeros(0, np.int64)
-    levels = [_Level(0, np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size), none, none, np.zeros(0))]
+    level = _Level(0, np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size), none, none, np.zeros(0))
+    found = []
     for order in (1, 2, 3):
-        grams = _pack(text, begins, order, vocab_size)
-        levels.append(_discount(grams, levels[-1], vocab_size, min_count if order == 3 else 1))
-    best = [(level, level.best(vocab_size, max_successors)) for level in levels[1:]]
-    return KatzTrigram(
-        num_tokens=len(text),
-        older=np.concatenate([level.contexts // vocab_size + (level.order == 3) for level in levels[1:]]),
-        newer=np.concatenate([level.contexts % vocab_size + (level.order > 1) for level in levels[1:]]),
-        lengths=np.concatenate([np.bincount(level.rows[words]) for level, words in best]),
-        tokens=np.concatenate([level.grams[words] % vocab_size for level, words in best]),
-        probabilities=np.concatenate([level.probabilities[words] for level, words in best]),
-        backoffs=np.concatenate([level.backoffs for level in levels[1:]]),
-    )
+        level = _discount(_pack(text, order, vocab_size), level, vocab_size, min_count if order == 3 else 1)
+        older, newer = np.divmod(level.contexts, vocab_size)
+        contexts = (older + (order == 3)) * (vocab_size + 1) + newer + (order > 1)
+        words = level.best(vocab_size, max_successors)
+        lengths, tokens = np.bincount(level.rows[words]), level.grams[words] % vocab_size
+        found.append((contexts, lengths, tokens, level.probabilities[words], level.backoffs))
+    return KatzTrigram(int(np.count_nonzero(text >= 0)), *map(np.concatenate, zip(*found, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +83,22 @@ class _Level:
         return order[rank < most]
 
 
-def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Concatenate the documents, and flag the first token of each."""
+def _join(documents: Iterable[NDArray[np.integer]], vocab_size: int) -> NDArray[np.int32]:
+    """The documents, each of them followed by -1, and -1."""
     parts = [part for part in map(np.asarray, documents) if part.size]
     if not parts:
         raise ValueError("there is no text to count")
     for part in parts:
         if part.min() < 0 or part.max() >= vocab_size:
             raise ValueError(f"a document has a token id outside the vocabulary of {vocab_size}")
-    begins = np.zeros(sum(map(len, parts)), np.bool_)
-    begins[np.cumsum([0, *map(len, parts[:-1])])] = True
-    return np.concatenate(parts, dtype=np.int32), begins
+    return np.concatenate([*(np.append(part.astype(np.int32), -1) for part in parts), [-1]], dtype=np.int32)
 
 
-def _pack(text: NDArray[np.int32], begins: NDArray[np.bool_], order: int, vocab_size: int) -> _Ints:
+def _pack(text: NDArray[np.int32], order: int, vocab_size: int) -> _Ints:
     """Pack every n-gram that lies inside a document into one number."""
-    count = max(len(text) - order + 1, 0)
-    grams = np.zeros(count, np.int64)
-    inside = np.ones(count, np.bool_)
-    for shift in range(order):
-        grams = grams * vocab_size + text[shift : shift + count]
-        if shift:
-            inside &= ~begins[shift : shift + count]
-    return grams[inside]
+    windows = np.lib.stride_tricks.sliding_window_view(text, order)
+    packed: _Ints = windows[windows.min(axis=1) >= 0] @ vocab_size ** np.arange(order)[::-1]
+    return packed
 
 
 def _shares(counts: _Ints) -> _Floats:

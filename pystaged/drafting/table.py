@@ -92,7 +92,7 @@ class NgramTable:
             vocab_hash=vocab_hash,
             num_tokens=katz.num_tokens,
             max_successors=max_successors,
-            keys=katz.older * (vocab_size + 1) + katz.newer,
+            keys=katz.contexts,
             offsets=np.append(0, np.cumsum(katz.lengths)),
             tokens=katz.tokens.astype(np.int32),
             logprobs=np.maximum(_log_steps(katz.probabilities), np.float32(-255 / _STEPS_PER_NAT)),

@@ -116,7 +116,7 @@ def test_heads_and_backoffs_are_exact(documents: list[list[int]], min_count: int
     katz = estimate(as_arrays(documents), vocab_size=VOCAB_SIZE, max_successors=max_successors, min_count=min_count)
     ends = np.cumsum(katz.lengths)
     for row, end in enumerate(ends):
-        codes = (katz.older[row], katz.newer[row])
+        codes = divmod(katz.contexts[row], VOCAB_SIZE + 1)
         context = tuple(int(code) - 1 for code in codes if code)
         expected = slow.distribution(context)
         assert sum(expected) == pytest.approx(1, abs=1e-12)
@@ -140,8 +140,8 @@ def test_lookups_find_the_likeliest_that_are_kept(
     katz = estimate(as_arrays(documents), vocab_size=VOCAB_SIZE, max_successors=max_successors, min_count=min_count)
     words = np.split(np.arange(len(katz.tokens)), np.cumsum(katz.lengths)[:-1])
     rows = {
-        tuple(int(code) - 1 for code in codes if code): row
-        for row, codes in enumerate(zip(katz.older, katz.newer, strict=True))
+        tuple(int(code) - 1 for code in divmod(context, VOCAB_SIZE + 1) if code): row
+        for row, context in enumerate(katz.contexts)
     }
     for context in every_context():
         kept, share = dict[int, float](), 1.0
