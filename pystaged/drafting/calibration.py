@@ -41,12 +41,9 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
     """Mix the lookups' proposals for one node, which must be in the order of lookups()."""
     mixed, source = dict[int, float](), NOBODY
     for proposal in proposals:
-        if not mixed:
-            mixed, source = proposal.chances, proposal.source if proposal.chances else NOBODY
-        elif proposal.chances:
-            share = _SHARES[proposal.source][source]
-            rest = 1 - share
-            mixed = {token: rest * chance for token, chance in mixed.items()}
+        if proposal.chances:
+            share = _SHARES[proposal.source][source] if mixed else 1.0
+            mixed = {token: (1 - share) * chance for token, chance in mixed.items()}
             for token, chance in proposal.chances.items():
                 mixed[token] = mixed.get(token, 0.0) + share * chance
             source = max(source, proposal.source)
@@ -55,14 +52,12 @@ def mix(proposals: Sequence[Proposal]) -> Proposal:
 
 def rank(chances: dict[int, float], sampling: SamplingConfig, position: int, k: int) -> dict[int, float]:
     """The scores of the k best tokens at a position of a text, as in Candidates; ties go to the lowest token."""
-    if sampling.temperature == 0 or not chances:
-        likeliest = sorted([(-chance, token) for token, chance in chances.items()])[:k]
-        return {token: math.log(-chance) for chance, token in likeliest}
-    noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()
-    cold = -1 / sampling.temperature
-    ranked = sorted(
-        [(cold * math.log(chance) - g, token) for (token, chance), g in zip(chances.items(), noise, strict=True)]
-    )[:k]
+    cold, noise = 1.0, [0.0] * len(chances)
+    if sampling.temperature > 0 and chances:
+        cold = 1 / sampling.temperature
+        noise = gumbel(sampling.seed, position, np.array(list(chances), np.int32)).tolist()
+    scores = zip(chances.items(), noise, strict=True)
+    ranked = sorted([(-cold * math.log(chance) - g, token) for (token, chance), g in scores])[:k]
     return {token: -score for score, token in ranked}
 
 
@@ -86,14 +81,6 @@ Child = tuple[float, int, tuple[Cell, ...]]
 """A candidate: the rate of its parent's tokens that it gets, the token, and the cells that learn from the outcome."""
 
 
-class _Rates(dict[Cell, float]):
-    """Rates by cell; of new ones the prior."""
-
-    def __missing__(self, cell: Cell) -> float:
-        found = self[cell] = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
-        return found
-
-
 class Calibration:
     """What a drafter learns from greedy texts, or from sampled ones: the probability that a candidate is the
     target's token, given that its parent is; and what judging a node adds.
@@ -103,12 +90,9 @@ class Calibration:
     perturbed scores are far apart, the target would have to differ much from the draft to choose another token. A
     candidate of a node that lookups and another proposer judged has a cell of both: the proposer's, and a bin of the
     rate that the lookups give it.
-
-    rates: the estimated rate of each cell of one source.
     """
 
     def __init__(self) -> None:
-        self.rates = _Rates()
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
         self._covered: dict[Cell, float] = {}
 
@@ -121,8 +105,6 @@ class Calibration:
         """Go on from what `counts` returned."""
         for a, b, c, d, tried, hits in counts:
             self._counts[a, b, c, d] = tried, hits
-            if not d:
-                self.rates[a, b, c, d] = _rate(tried, hits)
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
@@ -150,43 +132,33 @@ class Calibration:
         proposer found; where one of them is silent, the other one's."""
         cells = dict(zip(found.scores, self.cells(found.source, list(found.scores.values())), strict=True))
         if not cells or not guesses:
-            return [(self.rates[cell], token, (cell,)) for token, cell in (cells or guesses).items()]
+            return [(self.rate(cell), token, (cell,)) for token, cell in (cells or guesses).items()]
         best = next(iter(cells.values()))
         said = list[Child]()
         for token, cell in cells.items():
             guess = guesses.get(token)
-            support = self.rates[guess] if guess else 0.0
+            support = self.rate(guess) if guess else 0.0
             both: Cell = (*cell[:3], 1 + bisect_right(_SUPPORT, support) if guess else -1)
             learning = (both, cell, guess) if guess else (both, cell)
-            said.append((self._joint(both, max(self.rates[cell], support)), token, learning))
+            said.append((self.rate(both, max(self.rate(cell), support)), token, learning))
         for token, guess in guesses.items():
             if token not in cells:
-                support = self.rates[guess]
+                support = self.rate(guess)
                 both = (found.source, _ABSENT, best[2], 1 + bisect_right(_SUPPORT, support))
-                said.append((self._joint(both, support * (1 - self.rates[best])), token, (both, guess)))
+                said.append((self.rate(both, support * (1 - self.rate(best))), token, (both, guess)))
         said.sort(key=itemgetter(0), reverse=True)  # of equal rates, the better rank comes first
         return said
 
-    def _joint(self, cell: Cell, prior: float) -> float:
-        counts = self._counts.get(cell)
-        if counts is None:
-            return prior
-        tried, hits = counts
-        return _rate(tried + _WEIGHT, hits + _WEIGHT * prior)
+    def rate(self, cell: Cell, prior: float | None = None) -> float:
+        """The estimated rate of a cell; prior: what is expected of one of two sources. Never 0 or 1, so that a tree can
+        always grow a sibling or end."""
+        if prior is None:
+            prior = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
+        tried, hits = self._counts.get(cell) or (0.0, 0.0)
+        return min(max((hits + _WEIGHT * prior) / (tried + _WEIGHT), 0.002), 0.998)
 
     def update(self, cell: Cell, hit: bool) -> None:
         """Learn whether a candidate whose parent was accepted is the target's token."""
-        if cell[3]:  # of two sources, whose prior changes with theirs
-            tried, hits = self._counts.get(cell) or (0.0, 0.0)
-            fade = min(1.0, _MEMORY / (tried + 1))
-            self._counts[cell] = fade * tried + 1, fade * hits + hit
-            return
-        tried, hits = self._counts.get(cell) or (_WEIGHT, _WEIGHT * self.rates[cell])
-        fade = min(1.0, _MEMORY / tried)
-        tried, hits = self._counts[cell] = fade * tried + 1, fade * hits + hit
-        self.rates[cell] = _rate(tried, hits)
-
-
-def _rate(tried: float, hits: float) -> float:
-    """Never 0 or 1, so that a tree can always grow a sibling or end."""
-    return min(max(hits / tried, 0.002), 0.998)
+        tried, hits = self._counts.get(cell) or (0.0, 0.0)
+        fade = min(1.0, _MEMORY / (tried + 1))
+        self._counts[cell] = fade * tried + 1, fade * hits + hit

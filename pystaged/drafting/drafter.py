@@ -308,7 +308,7 @@ class TreeDrafter:
         grown = [node for node in tree.ranked() if node > tree.first]  # not forced
         leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
         scores = [-tree.nodes[node].score for node in grown]
-        first, before, least, rates = tree.looked_up, tree.seconds, 0.0, self._known.rates
+        first, before, least, rate = tree.looked_up, tree.seconds, 0.0, self._known.rate
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
@@ -324,7 +324,7 @@ class TreeDrafter:
                 break
             tree.seconds = spent
             for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
-                child = here.score * rates[cell]
+                child = here.score * rate(cell)
                 if child >= least / 2:
                     added = tree.add(node, token, child, Stage.NGRAM, (cell,))
                     insort(leaves, (-child, added))

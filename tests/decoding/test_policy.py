@@ -218,13 +218,13 @@ def test_one_stalled_pass_moves_nothing_and_a_lasting_change_is_followed() -> No
 def test_calibration_learns_rates() -> None:
     calibration = Calibration()
     sure, unsure = calibration.cells(1, [0.0, -8.0])[0], calibration.cells(1, [0.0, -0.1])[0]
-    assert calibration.rates[sure] > calibration.rates[unsure]
+    assert calibration.rate(sure) > calibration.rate(unsure)
     for i in range(3000):
         calibration.update(unsure, i % 10 == 0)
-    assert calibration.rates[unsure] == pytest.approx(0.1, abs=0.02)
+    assert calibration.rate(unsure) == pytest.approx(0.1, abs=0.02)
     for _ in range(3000):
         calibration.update(unsure, True)
-    assert 0.95 < calibration.rates[unsure] < 1
+    assert 0.95 < calibration.rate(unsure) < 1
 
 
 def test_a_second_voice_raises_or_lowers_a_guess() -> None:
