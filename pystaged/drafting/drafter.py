@@ -161,9 +161,6 @@ class TreeDrafter:
         self._known = self._learnt[sampling.is_greedy]
         children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
         tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint, self._vocab_size)
-        if max_depth < 1:
-            self.tree = tree.build([])
-            return
         self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
         if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
             self._read(late, seconds)
@@ -187,7 +184,7 @@ class TreeDrafter:
                 if costly and costly.is_ready:
                     tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
                 if self._constraint:
-                    for token in self._constraint.forced()[: min(tree.max_depth - 1, MAX_NODES)]:
+                    for token in self._constraint.forced()[: max(0, min(tree.max_depth - 1, MAX_NODES))]:
                         tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
             # Grow it, pass by pass. A pass is made between two calls.
             while True:
@@ -227,8 +224,7 @@ class TreeDrafter:
     def _finish(self, tree: GrowingTree) -> None:
         """Keep the nodes to verify, parents before children, and count the work."""
         kept = tree.ranked()
-        growth = self._growth(tree, [tree.nodes[node].score for node in kept])
-        kept = kept[: checked(self._policy, "keep", self._policy.keep(growth), MAX_NODES)]
+        kept = kept[: checked(self._policy, "keep", self._policy.keep(self._growth(tree)), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
         self.estimate = tree.reading + tree.seconds if self._gain else 0.0
         self._looking_up.passes += tree.looked_up
@@ -269,7 +265,7 @@ class TreeDrafter:
         nodes, gains = self._unjudged(tree)
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
-        growth = self._growth(tree, [tree.nodes[node].score for node in tree.ranked()])
+        growth = self._growth(tree)
         growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
         left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
         most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
@@ -305,16 +301,16 @@ class TreeDrafter:
 
     def _look_ahead(self, tree: GrowingTree, policy: GainPolicy) -> None:
         """Expand by lookups every node that may be among those that are verified or judged."""
-        grown = [node for node in tree.ranked() if node > tree.first]  # not forced
-        leaves = [(-tree.nodes[node].score, node) for node in (tree.first, *grown) if node not in tree.guessed]
-        scores = [-tree.nodes[node].score for node in grown]
+        grown = [tree.first, *(node for node in tree.ranked() if node > tree.first)]  # without those before, forced
+        leaves = [(-tree.nodes[node].score, node) for node in grown if node not in tree.guessed]
         first, before, least, rate = tree.looked_up, tree.seconds, 0.0, self._known.rate
         while leaves:
             count = tree.looked_up - first
             if count % 4 == 0:  # it changes little
-                least = max(policy.margin(self._growth(tree, [-score for score in scores]))[0], _LEAST / 2)
+                growth = self._growth(tree)
+                least = max(policy.margin(growth)[0], _LEAST / 2, *growth.scores[policy.budget - 1 : policy.budget])
             score, node = leaves.pop(0)
-            if -score < least or (len(scores) >= policy.budget and score >= scores[policy.budget - 1]):
+            if -score < least:
                 break
             here = tree.nodes[node]
             if here.depth >= tree.max_depth:
@@ -326,9 +322,7 @@ class TreeDrafter:
             for token, cell in islice(self._guess(tree, node).items(), tree.most_children):
                 child = here.score * rate(cell)
                 if child >= least / 2:
-                    added = tree.add(node, token, child, Stage.NGRAM, (cell,))
-                    insort(leaves, (-child, added))
-                    insort(scores, -child)
+                    insort(leaves, (-child, tree.add(node, token, child, Stage.NGRAM, (cell,))))
 
     def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
         """The cells of the best tokens after a node that lookups find."""
@@ -382,5 +376,6 @@ class TreeDrafter:
         """Seconds for which the next pass also reads what the costly proposer lacks."""
         return self._costly.lag() if self._costly and tree.deepest and not tree.passes else 0.0
 
-    def _growth(self, tree: GrowingTree, scores: list[float]) -> Growth:
+    def _growth(self, tree: GrowingTree) -> Growth:
+        scores = [tree.nodes[node].score for node in tree.ranked()]
         return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))

@@ -70,7 +70,7 @@ class FeatureProposer(PassProposer):
         self._add([self._root, *tokens][self.ahead : self.ahead + len(tokens)])
         self._root = tokens[-1]
         if len(self._unread) > _MOST_UNREAD:
-            self._drop(lost=True)
+            self._lose()
 
     @property
     def is_ready(self) -> bool:
@@ -109,7 +109,7 @@ class FeatureProposer(PassProposer):
         """Take the hidden states that the target has just computed, of as many rows as there are tokens."""
         hidden = self._target.hidden
         if self._is_lost or len(hidden) != len(tokens):
-            self._drop(lost=True)
+            self._lose()
             return
         both = self._hidden + hidden if self._hidden else hidden
         self._unread, self._hidden = self._unread + tokens, both
@@ -120,7 +120,7 @@ class FeatureProposer(PassProposer):
         self._align()
         unread = position - self._length
         if unread < 0:
-            self._drop()
+            self._unread, self._hidden = [], None
             self._length = self.session.rewind(position)
         elif self._hidden:
             self._unread, self._hidden = self._unread[:unread], self._hidden[:unread]
@@ -130,12 +130,7 @@ class FeatureProposer(PassProposer):
         """Drop queued rows that do not follow the session's rows, because it was rewound or a call was interrupted."""
         held, unread = len(self.session.tokens), len(self._hidden) if self._hidden else 0
         if held != self._length or unread != len(self._unread):
-            self._drop()
-            self._length = held
-
-    def _drop(self, *, lost: bool = False) -> None:
-        self._unread, self._hidden = [], None
-        self._is_lost = lost
+            self._unread, self._hidden, self._length = [], None, held
 
     def _proposal(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Proposal:
         """The proposal of rows of the draft's head, -1 for none, and their log-probabilities."""
@@ -174,8 +169,9 @@ class EagleProposer(FeatureProposer):
         self._judged = {node: judged for node, judged in self._judged.items() if node == 0}
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
-        if 0 not in self._judged:
-            return self._read_root()
+        if 0 not in self._judged:  # the root is the last row of what is unread
+            chain = range(-1, len(self._unread) - 1)
+            return self._evaluate([0], self._unread, chain, self._hidden) if self._hidden else None
         forced = range(1, tree.first if tree.first <= _MOST_FORCED else 0)
         nodes = [node for node in forced if node not in self._judged][:1] or nodes
         parents = [tree.nodes[node].parent for node in nodes]
@@ -187,11 +183,6 @@ class EagleProposer(FeatureProposer):
 
     def propose(self, _tree: GrowingTree, nodes: Sequence[int]) -> list[Proposal]:
         return [self._judged[node][0] if node in self._judged else Proposal({}, FEATURES) for node in nodes]
-
-    def _read_root(self) -> Propose | None:
-        """The pass over what is unread; the last row is the root's."""
-        parents = range(-1, len(self._unread) - 1)
-        return self._evaluate([0], self._unread, parents, self._hidden) if self._hidden else None
 
     def _evaluate(
         self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], hidden: HiddenRows
