@@ -160,7 +160,7 @@ class TreeDrafter:
             self._discard()  # the outcome of the last tree is not known, because its step failed
         self._known = self._learnt[sampling.is_greedy]
         children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
-        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint, self._vocab_size)
+        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint)
         self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
         if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
             self._read(late, seconds)
@@ -334,13 +334,18 @@ class TreeDrafter:
         tree.looked_up += 1
         return guesses
 
-    def _ranked(self, tree: GrowingTree, node: int, found: Proposal) -> dict[int, float]:
-        """The scores of the best of the proposed tokens that are allowed after a node."""
-        allowed = {token: chance for token, chance in found.chances.items() if token < self._vocab_size and chance > 0}
+    def _ranked(self, tree: GrowingTree, node: int, found: Proposal | Candidates) -> dict[int, float]:
+        """The scores of the best of the found tokens that are allowed after a node."""
+        values = found.scores if isinstance(found, Candidates) else found.chances
         if tree.constraint:
             mask = tree.constraint.mask(tree.path(node))
-            allowed = {} if mask is None else {token: allowed[token] for token in allowed if allows(mask, token)}
-        return rank(allowed, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
+            values = {} if mask is None else {token: values[token] for token in values if allows(mask, token)}
+        # A draft's vocabulary may be padded beyond the target's.
+        values = {token: value for token, value in values.items() if token < self._vocab_size}
+        if isinstance(found, Candidates):
+            return values
+        values = {token: chance for token, chance in values.items() if chance > 0}
+        return rank(values, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
 
     def _grow(self, tree: GrowingTree, rows: list[int], asked: list[int]) -> None:
         """Add the children of nodes that the costly proposer judges, and without a GainPolicy the lookups, too."""
@@ -349,8 +354,7 @@ class TreeDrafter:
             self._passes.passes += 1
             self._passes.nodes += len(asked)
             for node, said in zip(asked, self._costly.propose(tree, asked), strict=True):
-                scores = said.scores if isinstance(said, Candidates) else self._ranked(tree, node, said)
-                found[node] = Candidates(scores, said.source)
+                found[node] = Candidates(self._ranked(tree, node, said), said.source)
             tree.passing += self._meter() - tree.pass_began
         nobody = Candidates({}, NOBODY)
         for node in rows:

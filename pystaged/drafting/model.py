@@ -14,10 +14,10 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.drafting.calibration import DRAFT, LATER
 from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer
-from pystaged.sampling.constraint import Constraint, allows
 
 _LONGEST_PREFIX_ROWS = 16  # most unread tokens that are read in the root's pass rather than by prefill
 _PIECE = 32  # rows of the pass whose cost estimates the time of prefill
+_CONSTRAINED = 16  # candidates per node of which a grammar leaves those that it allows
 _LEAST_READ = 8  # least tokens that are read where not all seem to fit
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
@@ -38,7 +38,7 @@ class ModelProposer(PassProposer):
     ) -> None:
         super().__init__(session, cost)
         self._substitutes = substitutes or {}
-        self._tree: GrowingTree | None = None  # the current one; it holds the text's constraint
+        self._tree: GrowingTree | None = None  # the current one
         self._rows, self._num_rows = dict[int, int](), 0  # pending rows of its nodes; all that are pending
         self._after: dict[int, Candidates] = {}  # what it names, by node
 
@@ -93,12 +93,9 @@ class ModelProposer(PassProposer):
         self._num_rows += request.num_rows
         assert self._tree
         for key, tokens, scores in zip(self._asked, *request.result, strict=True):
-            # Filters may leave fewer candidates, and the draft's vocabulary may be padded beyond the target's.
-            good = {
-                token: score
-                for token, score in zip(tokens, scores, strict=True)
-                if 0 <= token < self._tree.vocab_size and token not in self._substitutes
-            }
+            # Filters may leave fewer candidates.
+            known = zip(tokens, scores, strict=True)
+            good = {token: score for token, score in known if token >= 0 and token not in self._substitutes}
             self._after[key] = Candidates(good, DRAFT)
 
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
@@ -118,9 +115,8 @@ class ModelProposer(PassProposer):
         parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
         tokens += more
         judged = len(nodes) + len(more)
-        masks = self._masks(tree.constraint, tree, judged) if tree.constraint else None
-        k, sampling = tree.num_candidates, tree.sampling.native
-        return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
+        k = _CONSTRAINED if tree.constraint else tree.num_candidates
+        return Propose(self.session, self._length, tokens, parents, judged, k, tree.sampling.native)
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])
@@ -138,21 +134,6 @@ class ModelProposer(PassProposer):
             self._unread = emitted[len(rows) - len(self._unread) : -1]
         self._root = tokens[-1]
         self._forget()
-
-    def _masks(self, constraint: Constraint, tree: GrowingTree, num_rows: int) -> NDArray[np.uint32]:
-        """Allowed tokens after each node, uint32[num_rows, words]. All are allowed in further rows, after a forbidden
-        node, and if the draft has none of the allowed tokens: its proposals do not matter there."""
-        words, rest = divmod(self.session.vocab_size, 32)
-        known = np.full(words + 1, 0xFFFFFFFF, np.uint32)  # the draft's tokens
-        known[words] = (1 << rest) - 1
-        masks = np.zeros((num_rows, words + 1), np.uint32)
-        for i, node in enumerate(self._asked):
-            found = constraint.mask(tree.path(node))
-            if found is not None:
-                masks[i, : len(found)] = found[: words + 1]
-        masks &= known
-        masks[~masks.any(axis=1)] = known
-        return masks
 
     def _reading(self, cost: PassCost, tokens: int) -> float:
         """Estimated seconds to prefill a number of the unread tokens."""
@@ -206,16 +187,8 @@ class ParallelModelProposer(ModelProposer):
             self._after[place].source = LATER[place - 1]
 
     def propose(self, tree: GrowingTree, nodes: Sequence[int]) -> list[Candidates]:
-        found = []
-        for node in nodes:
-            place = tree.nodes[node].depth - self._first
-            named = self._after.get(place) or Candidates({}, DRAFT)
-            if place and named.scores and tree.constraint:  # the pass judged all tokens there
-                mask = tree.constraint.mask(tree.path(node))
-                good = [token for token in named.scores if mask is not None and allows(mask, token)]
-                named = Candidates({token: named.scores[token] for token in good}, named.source)
-            found.append(named)
-        return found
+        places = [tree.nodes[node].depth - self._first for node in nodes]
+        return [self._after.get(place) or Candidates({}, DRAFT) for place in places]
 
 
 def draft_proposer(

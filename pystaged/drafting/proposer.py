@@ -29,7 +29,6 @@ class GrowingTree(TreeBuilder):
         max_depth: most levels below the root.
         most_children: children per node.
         sampling, constraint: the text's.
-        vocab_size: tokens at or above it are never proposed.
     """
 
     def __init__(
@@ -40,12 +39,11 @@ class GrowingTree(TreeBuilder):
         most_children: int,
         sampling: SamplingConfig,
         constraint: Constraint | None,
-        vocab_size: int,
     ) -> None:
         super().__init__(tail[-1])
         self.length, self.max_depth, self.most_children = length, max_depth, most_children
         self.num_candidates = max(_CANDIDATES, most_children)  # wanted per node
-        self.sampling, self.constraint, self.vocab_size = sampling, constraint, vocab_size
+        self.sampling, self.constraint = sampling, constraint
         self.first = 0  # the node that proposers begin with: the root, or the last forced node
         self.guessed: dict[int, dict[int, Cell]] = {}  # the cells of the lookups' tokens, by node
         self.judged: set[int] = set()  # nodes that a pass expanded
