@@ -138,11 +138,12 @@ def measure(
     samples = {n: len(took[n, 0]) for n in rows}
     cost = PassCost({n: min(took[n, 0], default=0.0) for n in rows}, samples=samples)
     slopes = {n: max(0.0, min(took[n, past]) - cost(n)) / (cells / 1000) for n, past in order if past and took[n, past]}
-    if not slopes:
-        return cost
-    known, slope = next(iter(slopes.items()))
-    for n in (1, rows[-1]):
-        # Attention takes each row about as long; one row's difference is mostly noise.
-        slopes.setdefault(n, slope * n / known if known > 1 else slope)
-    filled = np.interp(rows, sorted(slopes), [slopes[n] for n in sorted(slopes)]).tolist()
-    return PassCost(cost.seconds, dict(zip(rows, filled, strict=True)), samples)
+    if slopes:
+        known, slope = next(iter(slopes.items()))
+        for n in (1, rows[-1]):
+            # Attention takes each row about as long; one row's difference is mostly noise.
+            slopes.setdefault(n, slope * n / known if known > 1 else slope)
+        known_rows = sorted(slopes)
+        filled = np.interp(list(cost.slopes), known_rows, [slopes[n] for n in known_rows])
+        cost.slopes = dict(zip(cost.slopes, filled.tolist(), strict=True))
+    return cost

@@ -137,12 +137,10 @@ class TreeDrafter:
         return own if self._lookups or not self._costly else own + self._costly.price(1)
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        """Let `request` ask for the tokens that it has not read yet, as far as fits into `seconds`; so does `draft`."""
-        self._read(self._proposers, seconds)
-
-    def _read(self, proposers: Sequence[Proposer], seconds: float) -> None:
+        """Let `request` read what it lacks of the text to propose, as far as fits into `seconds`; so does `draft`."""
         self._deadline = self._meter() + seconds
-        self._late = [proposer for proposer in proposers if proposer is not self._costly or self._may_buy()]
+        late = [proposer for proposer in self._proposers if not proposer.is_ready]
+        self._late = [proposer for proposer in late if proposer is not self._costly or self._may_buy()]
 
     def _may_buy(self) -> bool:
         """Whether a pass of the costly proposer may be worth its price at the root of the next tree."""
@@ -161,9 +159,8 @@ class TreeDrafter:
         self._known = self._learnt[sampling.is_greedy]
         children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
         tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint)
-        self._tree, self._late, tree.began, tree.seconds_left = tree, (), begin, seconds
-        if late := [proposer for proposer in self._proposers if not proposer.is_ready]:
-            self._read(late, seconds)
+        self._tree, tree.began, tree.seconds_left = tree, begin, seconds
+        self.catch_up(seconds)
 
     def request(self) -> AnyRequest | None:
         """The next pass that it needs; None if it is done."""
@@ -201,7 +198,10 @@ class TreeDrafter:
                 if not tree.rows:
                     self._finish(tree)
                     return None
-                tree.pass_began, tree.price = self._meter(), self._lag(tree) + self._price(tree, len(tree.rows))
+                tree.pass_began = self._meter()
+                # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give
+                # one tree.
+                tree.seconds += self._lag(tree) + self._price(tree, len(tree.rows)) if self._gain else 0.0
                 tree.passes += 1
                 tree.judged.update(tree.rows)
         except BaseException:
@@ -272,7 +272,7 @@ class TreeDrafter:
         width = checked(self._policy, "expand", self._policy.expand(growth), most)
         while width > 0 and self._price(tree, width) > left:
             width -= 1
-        return nodes[: max(width, 0)]
+        return nodes[:width]
 
     def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
         """The nodes that the next pass may expand, best first and each after its parent. With a GainPolicy best is what
@@ -367,8 +367,7 @@ class TreeDrafter:
                     is_named = token in named.scores
                     stage = Stage.NGRAM if not is_named else Stage.CONFIRMED if token in guesses else Stage.DRAFT
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
-        # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give one tree.
-        tree.seconds += tree.price if self._gain else self._meter() - tree.pass_began
+        tree.seconds += 0.0 if self._gain else self._meter() - tree.pass_began
 
     def _price(self, tree: GrowingTree, num_nodes: int) -> float:
         """Seconds of a pass over a number of nodes."""

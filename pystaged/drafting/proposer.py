@@ -52,7 +52,6 @@ class GrowingTree(TreeBuilder):
         self.seconds = 0.0  # prices of its lookups and passes
         self.passing = 0.0  # measured seconds of its passes
         self.rows: list[int] | None = None  # nodes that the current pass expands
-        self.price = 0.0  # estimated seconds of that pass
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
         self._tail = tail

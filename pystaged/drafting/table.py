@@ -162,14 +162,12 @@ def _decode(content: bytes) -> NgramTable:
     """Build a table from the bytes of a file. Raises ValueError if a lookup could fail in it."""
     times, more = _MOST_UNPACKED
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = archive.infolist()
-        # By other methods a member may unpack to more than it says.
-        if {each.compress_type for each in members} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-            raise ValueError("compressed by a method that numpy does not use")
-        if sum(each.file_size for each in members) > min(times * len(content) + more, _MOST_BYTES // 4):
-            raise ValueError("it would unpack to more than any n-gram table")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            members = file.zip.infolist()
+            # By other methods a member may unpack to more than it says.
+            usual = all(each.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members)
+            size = sum(each.file_size for each in members)
+            _require(usual and size <= min(times * len(content) + more, _MOST_BYTES // 4), "too large for a table")
             vocab_hash = str(file["vocab_hash"])[:64]
             sizes, *arrays = (file[name].astype(np.int64, casting="safe") for name in _ARRAYS)
         version, vocab_size, num_tokens, max_successors = sizes.tolist()
