@@ -3,8 +3,7 @@
 A text has a credit: OPENING tokens of plain decoding at first, at least LEAST in each later text of a context, and
 SHARE of every decoded token; a step pays with it the time of drafting and of the rows beyond plain decoding's, earns
 its tokens after the first, and drafts only while the credit covers the cheapest guess. So drafting slows a text by no
-more than its credit, PROMPT of the target's prefill time, and the time by which two steps exceed their estimates: one
-whose draft stalls is charged only a part, and one overdraws the credit.
+more than its credit, PROMPT of the target's prefill time, and the time by which one step exceeds its estimate.
 
 In a batch, a plain step is a pass over one row of each text, and all texts wait while one of them drafts.
 """
@@ -27,7 +26,6 @@ LEAST_SECONDS = 0.003  # least credit of any text: a token of a tiny target take
 SHARE = 0.005  # tokens of credit added for each decoded token
 MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
 PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
-STALL = 2.0  # times its estimate that one stalled draft of a text is charged: the first one waits for memory
 _READ = 32  # rows of the pass whose cost estimates the time of prefill
 
 
@@ -69,11 +67,11 @@ class Account:
         self.credit = OPENING  # tokens
         self._cost, self._batch, self._meter = cost, batch, meter
         self._left = {True: OPENING, False: OPENING}  # credit for the next text, by whether decoding is greedy
-        self._greedy = self._may_stall = True  # of the text; whether none of its drafts has stalled yet
+        self._greedy = True  # whether decoding of the text is
         self._free_until = math.inf  # the meter's time from which reading the prompt is charged
         self._past = 0  # past length of the step's rows
         self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its texts
-        self._begin = self._drafting = self._stalled = 0.0  # when the step began; seconds of drafting, and uncharged
+        self._begin = self._drafting = 0.0  # when the step began; seconds of drafting
 
     def inherit(self, other: Account) -> None:
         """Copy the credit of another account for the same target and drafter."""
@@ -86,7 +84,7 @@ class Account:
             drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
             greedy: whether decoding is greedy, which has a credit of its own.
         """
-        self._greedy, self._may_stall, self._free_until = greedy, True, math.inf
+        self._greedy, self._free_until = greedy, math.inf
         self.credit = max(LEAST, self._left[greedy])
         if self._cost is None or drafter is None:
             return
@@ -105,7 +103,7 @@ class Account:
     def begin(self, drafter: Drafter | None, past: int) -> float | None:
         """Begin a step. past: tokens of the text before the root. Returns the seconds that it may draft, which are the
         credit less the price of verifying one node; None if it does not draft."""
-        self._begin, self._drafting, self._stalled = self._meter(), 0.0, 0.0
+        self._begin, self._drafting = self._meter(), 0.0
         if drafter is None or self._cost is None:
             return None if drafter is None else math.inf
         self._price_token(past)
@@ -115,15 +113,13 @@ class Account:
         self._left[self._greedy] = 0.0  # until the step ends: the time of a failed one is not subtracted
         return (self.credit - verifying) * self._token - (self._meter() - self._begin)
 
-    def trim(self, tree: TokenTree, estimate: float) -> TokenTree:
+    def trim(self, tree: TokenTree) -> TokenTree:
         """The first nodes of a drafted tree, as many as the credit covers, but at least the forced ones and the first
-        guess. estimate: seconds that drafting it should have taken."""
+        guess."""
         if self._cost is None:
             return tree
         self._drafting = self._meter() - self._begin
-        if self._may_stall and 0 < STALL * estimate < self._drafting:
-            self._stalled, self._may_stall = self._drafting - STALL * estimate, False
-        left = self.credit - (self._drafting - self._stalled) / self._token
+        left = self.credit - self._drafting / self._token
         rows, certain = len(tree), tree.num_certain
         while rows > certain + 1 and self._extra(rows, certain) > left:
             rows -= 1
@@ -143,7 +139,7 @@ class Account:
         drafting = self._drafting + telling
         price = drafting / self._token + self._extra(len(verified.tree), verified.tree.num_certain)
         guessed, before = max(1, len(tokens) - certain), self.credit
-        self.credit = min(before + guessed - 1 - price + self._stalled / self._token + SHARE * guessed, MOST)
+        self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
         # The text may end before the tokens that this step gained.
         self._left[self._greedy] = min(before, self.credit)
         python = max(0.0, self._meter() - self._begin - drafting)

@@ -24,12 +24,10 @@ class Drafter(Protocol):
     until there is none.
 
     Attributes:
-        estimate: seconds that the last draft should have taken; 0 without costs.
         tree: the last draft: the root alone if nothing is worth verifying.
         recycled: learns from every row of a step that drafted; None for a drafter that does not.
     """
 
-    estimate: float
     tree: TokenTree
     recycled: RecycledCandidates | None
 

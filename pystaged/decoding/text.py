@@ -328,7 +328,7 @@ class Text:
         """The pass over the tree that was drafted."""
         assert self.context
         context, drafts, masks = self.context, self._drafts, None
-        tree = context.account.trim(drafts.tree, drafts.estimate) if drafts else TokenTree.root(self._root)
+        tree = context.account.trim(drafts.tree) if drafts else TokenTree.root(self._root)
         if self.constraint is not None:
             most = max(0, min(self._max_depth, MAX_NODES))
             forced = self.constraint.forced()[:most] if self.config.speculate else []

@@ -63,7 +63,6 @@ class TreeDrafter:
         meter: Meter | None = None,
         chains: bool = False,
     ) -> None:
-        self.estimate = 0.0
         self.tree: TokenTree
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if isinstance(proposer, Lookup)]
@@ -226,7 +225,6 @@ class TreeDrafter:
         kept = tree.ranked()
         kept = kept[: checked(self._policy, "keep", self._policy.keep(self._growth(tree)), MAX_NODES)]
         growing = self._meter() - tree.began - tree.reading - tree.passing
-        self.estimate = tree.reading + tree.seconds if self._gain else 0.0
         self._looking_up.passes += tree.looked_up
         self._looking_up.seconds += growing
         self._passes.seconds += tree.passing

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.decoding import text_of
 
-from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, STALL, Account, Meter
+from pystaged.decoding.account import LEAST, LEAST_SECONDS, MOST, OPENING, PROMPT, SHARE, Account, Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad
@@ -49,8 +49,7 @@ class Behaviour:
     """What happens in a step.
 
     passes: seconds of each pass of the drafter. accept: nodes that come true. interrupted: seconds that other programs
-    take in the step. telling: seconds of being told. obeys: whether the drafter minds its deadline. claims: the
-    estimate that it tells, as a share of what its passes should take.
+    take in the step. telling: seconds of being told. obeys: whether the drafter minds its deadline.
     """
 
     passes: Sequence[float]
@@ -58,7 +57,6 @@ class Behaviour:
     interrupted: float = 0.0
     telling: float = 0.0
     obeys: bool = True
-    claims: float = 1.0
 
 
 class SimulatedDrafter:
@@ -73,7 +71,7 @@ class SimulatedDrafter:
         self._machine, self._price = machine, price
         self._lag, self._true_lag = lag, lag if true_lag is None else true_lag
         self.behaviour = Behaviour([])
-        self.estimate = self.took = self.late = 0.0
+        self.took = self.late = 0.0
         self.drafted = 0  # nodes
         self._behind = False
 
@@ -107,19 +105,17 @@ class SimulatedDrafter:
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         del sampling
-        begin, usual, builder = self._machine.processor, 0.0, TreeBuilder(0)
+        begin, builder = self._machine.processor, TreeBuilder(0)
         for i, took in enumerate(self.behaviour.passes[:max_depth]):
             price = self.lag() + self._price
             if i and self.behaviour.obeys and self._machine.processor - begin + price > seconds:
                 break
-            usual += price
             whole = took + (self._true_lag if self._behind else 0.0)
             self._machine.work(whole, self.behaviour.interrupted)
             self.late, self._behind = max(self.late, whole - price), False
             builder.add(i, 1, 0.5, Stage.DRAFT)
         self.took = self._machine.processor - begin
         self.late = self.late if self.behaviour.obeys else self.took
-        self.estimate = usual * self.behaviour.claims
         self.drafted = len(builder.nodes) - 1
         self.tree = builder.build(range(1, len(builder.nodes)))
 
@@ -218,7 +214,7 @@ class Text:
         token = cost(texts, self.session.past) / texts
         reading = cost(32) / 32
         self.lost = (machine.processor - begin - reading * (prompt_tokens - 1)) / token
-        overdrawn, forgiven = drafter.late / token, 0.0
+        overdrawn = drafter.late / token
         prompt = PROMPT * cost(32, prompt_tokens // 2) / 32 * prompt_tokens / token
         least = max(LEAST if self._bound else OPENING, LEAST_SECONDS / cost(1))
         self.tokens, self.used = 0.0, []
@@ -231,9 +227,7 @@ class Text:
             self.tokens += count
             self.lost += (machine.processor - begin - plain) / token - (count - 1)
             overdrawn = max(overdrawn, (drafter.late + behaviour.telling) / token)
-            if not forgiven and self.used[-1] and drafter.estimate:
-                forgiven = max(0.0, drafter.took - STALL * drafter.estimate) / token
-            bound = SHARE * self.tokens + prompt + overdrawn + forgiven + 1e-6 * (1 + abs(self._lost + self.lost))
+            bound = SHARE * self.tokens + prompt + overdrawn + 1e-6 * (1 + abs(self._lost + self.lost))
             assert self.lost <= (MOST if self._bound else least) + bound
             assert self._lost + self.lost <= self._bound + least + bound
         self._lost, self._bound = self._lost + self.lost, self._bound + least + bound
@@ -260,7 +254,6 @@ behaviours = st.lists(
         interrupted=st.one_of(st.just(0.0), st.floats(0.0, 100.0)),
         telling=st.floats(0.0, 0.2),
         obeys=st.booleans(),
-        claims=st.one_of(st.just(1.0), st.floats(0.0, 2.0)),
     ),
     min_size=1,
     max_size=40,
@@ -283,12 +276,11 @@ def test_no_text_falls_further_behind_than_the_bound_whatever_happens(
 
 
 def test_a_drafter_that_is_always_wrong_or_always_late_is_given_up() -> None:
-    """However it is late: one stalled draft of a text is charged as STALL times its estimate, later ones as a whole."""
     for passes in ([0.3, 0.3], [1.5]):
         text = Text(FLAT, 0.3)
         for i in range(4):
             text.write([Behaviour(passes)] * 96)
-            assert text.lost <= (LEAST if i else OPENING) + SHARE * 96 + 0.6 + 1.2 + 1.2
+            assert text.lost <= (LEAST if i else OPENING) + SHARE * 96 + 0.6 + 1.2
             assert text.used[0]
             assert sum(text.used[-50:]) <= 2
 
@@ -301,16 +293,10 @@ def test_a_text_that_was_unlucky_for_twenty_steps_drafts_again(price: float) -> 
     assert text.used[120:].count(False) < 25
 
 
-def test_one_draft_that_stalls_does_not_end_the_drafting_but_a_second_does() -> None:
-    text = Text(FLAT, 0.1)
-    text.write([Behaviour([20.0], accept=1), *[GOOD] * 60, Behaviour([40.0]), GOOD])
-    assert text.used == [True] * 62 + [False]
-
-
 def test_a_hiccup_does_not_end_the_drafting_of_a_tiny_target() -> None:
     """Its token takes less than a scheduling delay, which the credit of a later text covers nevertheless."""
     text = Text(PassCost({1: 9e-4, 32: 9e-4}), 9e-5)
-    hiccup = Behaviour([1e-3], claims=0.0)  # without an estimate, it is charged as a whole
+    hiccup = Behaviour([1e-3])
     text.write([hiccup] + [Behaviour([9e-5] * 3)] * 300)
     assert not text.used[-1]
     text.write([hiccup] + [Behaviour([9e-5] * 3, accept=2)] * 60)
@@ -392,7 +378,7 @@ def test_a_tree_is_cut_to_what_the_credit_covers_but_not_its_forced_tokens_and_f
         account.credit = credit
         assert account.begin(drafter, 0) == pytest.approx(credit - 0.5)
         machine.work(seconds)
-        assert len(account.trim(tree, seconds)) == kept
+        assert len(account.trim(tree)) == kept
     # Two forced tokens are no gain of the drafter's, and their rows no cost.
     session: Any = None
     verified = Verify(session, 0, tree.head(4), SamplingConfig().native)

@@ -309,7 +309,6 @@ class Guesser(TreeDrafter):
     def __init__(self, machine: Machine, scores: Sequence[float], policy: TreePolicy) -> None:
         super().__init__([Proposer()], policy, 300)
         self._machine, self._scores = machine, scores
-        self.estimate = self.price()
 
     def price(self) -> float:
         return 0.0002
