@@ -77,10 +77,6 @@ _FORGET = 0.05  # share of the way that each new text moves the root's chance ba
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 
-Child = tuple[float, int, tuple[Cell, ...]]
-"""A candidate: the rate of its parent's tokens that it gets, the token, and the cells that learn from the outcome."""
-
-
 class Calibration:
     """What a drafter learns from greedy texts, or from sampled ones: the probability that a candidate is the
     target's token, given that its parent is; and what judging a node adds.
@@ -127,14 +123,15 @@ class Calibration:
             (source, min(rank, _RANKS - 1), bisect_right(_EDGES, power / total), 0) for rank, power in enumerate(powers)
         ]
 
-    def judged(self, found: Candidates, guesses: dict[int, Cell]) -> list[Child]:
+    def judged(self, found: Candidates, guesses: dict[int, Cell]) -> list[tuple[float, int, tuple[Cell, ...]]]:
         """The children of a node, best first, from the cells of the tokens that lookups guessed and from what another
-        proposer found; where one of them is silent, the other one's."""
+        proposer found; where one of them is silent, the other one's. Of each: its rate, the token, and the cells that
+        learn whether it is right."""
         cells = dict(zip(found.scores, self.cells(found.source, list(found.scores.values())), strict=True))
         if not cells or not guesses:
             return [(self.rate(cell), token, (cell,)) for token, cell in (cells or guesses).items()]
         best = next(iter(cells.values()))
-        said = list[Child]()
+        said = list[tuple[float, int, tuple[Cell, ...]]]()
         for token, cell in cells.items():
             guess = guesses.get(token)
             support = self.rate(guess) if guess else 0.0

@@ -24,8 +24,8 @@ from pystaged.decoding.policy import MAX_CHILDREN, MAX_EXPANDED, MAX_NODES, Gain
 from pystaged.decoding.requests import AnyRequest, Read
 from pystaged.decoding.tree import Cell, Stage, TokenTree
 from pystaged.drafting.calibration import NOBODY, Calibration, mix, rank
-from pystaged.drafting.lookups import Lookup
-from pystaged.drafting.proposer import TAIL, Candidates, GrowingTree, PassProposer, Proposal, Proposer
+from pystaged.drafting.lookups import TAIL, Lookup
+from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer, Proposal, Proposer
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import DrafterStats
@@ -157,7 +157,7 @@ class TreeDrafter:
             self._discard()  # the outcome of the last tree is not known, because its step failed
         self._known = self._learnt[sampling.is_greedy]
         children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
-        tree = GrowingTree(self._tail, self._length, max_depth, children, sampling, self._constraint)
+        tree = GrowingTree(self._tail[-1], max_depth, children, sampling, self._constraint)
         self._tree, tree.began, tree.seconds_left = tree, begin, seconds
         self.catch_up(seconds)
 
@@ -198,9 +198,6 @@ class TreeDrafter:
                     self._finish(tree)
                     return None
                 tree.pass_began = self._meter()
-                # A user's policy sees measured times; what a GainPolicy buys is reckoned, so that the same costs give
-                # one tree.
-                tree.seconds += self._lag(tree) + self._price(tree, len(tree.rows)) if self._gain else 0.0
                 tree.passes += 1
                 tree.judged.update(tree.rows)
         except BaseException:
@@ -264,12 +261,16 @@ class TreeDrafter:
         if not nodes or not (self._gain or tree.passes):
             return nodes[:1]  # without a GainPolicy, the first is always expanded
         growth = self._growth(tree)
-        growth.leaves, growth.gains, growth.lag = [tree.nodes[node].score for node in nodes], gains, self._lag(tree)
+        growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
+        if self._costly and tree.deepest and not tree.passes:  # the first pass also reads what it lacks
+            growth.lag = self._costly.lag()
         left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
         most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
         width = checked(self._policy, "expand", self._policy.expand(growth), most)
         while width > 0 and self._price(tree, width) > left:
             width -= 1
+        if self._gain and width:  # reckoned, so that the same costs give one tree; a user's policy sees measured times
+            tree.seconds += growth.lag + self._price(tree, width)
         return nodes[:width]
 
     def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
@@ -324,7 +325,7 @@ class TreeDrafter:
 
     def _guess(self, tree: GrowingTree, node: int) -> dict[int, Cell]:
         """The cells of the best tokens after a node that lookups find."""
-        tail = tree.tail(node)
+        tail = [*self._tail, *tree.path(node)][-TAIL:]
         mixed = mix([lookup.after(tail) for lookup in self._lookups])
         scores = self._ranked(tree, node, mixed) if mixed.chances else {}
         cells = self._known.cells(mixed.source, list(scores.values())) if scores else []
@@ -343,7 +344,7 @@ class TreeDrafter:
         if isinstance(found, Candidates):
             return values
         values = {token: chance for token, chance in values.items() if chance > 0}
-        return rank(values, tree.sampling, tree.length + tree.nodes[node].depth, tree.num_candidates)
+        return rank(values, tree.sampling, self._length + tree.nodes[node].depth, tree.num_candidates)
 
     def _grow(self, tree: GrowingTree, rows: list[int], asked: list[int]) -> None:
         """Add the children of nodes that the costly proposer judges, and without a GainPolicy the lookups, too."""
@@ -372,10 +373,6 @@ class TreeDrafter:
         if self._costly is None or not tree.deepest:
             return self._cost(num_nodes) if self._cost and not self._gain else 0.0
         return self._costly.price(num_nodes)
-
-    def _lag(self, tree: GrowingTree) -> float:
-        """Seconds for which the next pass also reads what the costly proposer lacks."""
-        return self._costly.lag() if self._costly and tree.deepest and not tree.passes else 0.0
 
     def _growth(self, tree: GrowingTree) -> Growth:
         scores = [tree.nodes[node].score for node in tree.ranked()]

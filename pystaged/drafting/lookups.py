@@ -16,8 +16,9 @@ from pystaged.drafting.calibration import CONTEXT, RECYCLED, TABLE
 from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.drafting.table import NgramTable
 
+TAIL = 16  # last tokens of a text on which a lookup depends
 _LONGEST = 4  # tokens of the longest n-gram of the text that is looked up
-_LONGER = (16, 8)  # where the last 4 tokens match, these lengths are also tried
+_LONGER = (TAIL, 8)  # where the last 4 tokens match, these lengths are also tried
 _WINDOW = 32  # most recent occurrences that a lookup counts, to bound its time
 _CANDIDATES = 8  # per node, of the text's n-grams and of the table
 _KEPT_LOOKUPS = 1024  # cached lookups of a table, which repeat often

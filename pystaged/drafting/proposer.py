@@ -16,7 +16,6 @@ from pystaged.decoding.tree import Cell, TreeBuilder
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint
 
-TAIL = 16  # tokens of the longest n-gram
 _CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
 
 
@@ -24,8 +23,7 @@ class GrowingTree(TreeBuilder):
     """A growing tree at the end of a text.
 
     Args:
-        tail: the last tokens of the text, at most TAIL; the last one is the root.
-        length: tokens of the text, the root included.
+        root: the last token of the text.
         max_depth: most levels below the root.
         most_children: children per node.
         sampling, constraint: the text's.
@@ -33,15 +31,14 @@ class GrowingTree(TreeBuilder):
 
     def __init__(
         self,
-        tail: Sequence[int],
-        length: int,
+        root: int,
         max_depth: int,
         most_children: int,
         sampling: SamplingConfig,
         constraint: Constraint | None,
     ) -> None:
-        super().__init__(tail[-1])
-        self.length, self.max_depth, self.most_children = length, max_depth, most_children
+        super().__init__(root)
+        self.max_depth, self.most_children = max_depth, most_children
         self.num_candidates = max(_CANDIDATES, most_children)  # wanted per node
         self.sampling, self.constraint = sampling, constraint
         self.first = 0  # the node that proposers begin with: the root, or the last forced node
@@ -54,11 +51,6 @@ class GrowingTree(TreeBuilder):
         self.rows: list[int] | None = None  # nodes that the current pass expands
         self.began = self.pass_began = 0.0  # when drafting began, and that pass
         self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
-        self._tail = tail
-
-    def tail(self, node: int) -> list[int]:
-        """The last TAIL tokens of the text up to a node."""
-        return [*self._tail, *self.path(node)][-TAIL:]
 
 
 @dataclass(slots=True)
