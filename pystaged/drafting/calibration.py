@@ -72,7 +72,6 @@ _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
 _COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
 _BLEND = 0.02  # weight of a new observation of it
-_ROOT: Cell = (0, 0, 0, 0)  # stands for a node without cells
 _FORGET = 0.05  # share of the way that each new text moves the root's chance back to that
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
@@ -90,7 +89,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._counts: dict[Cell, tuple[float, float]] = {}  # decayed numbers of candidates and of hits
-        self._covered: dict[Cell, float] = {}
+        self._covered: dict[tuple[Cell, ...], float] = {}  # by the first of a node's cells; the root has none
 
     def counts(self) -> list[tuple[float, ...]]:
         """Each cell with its decayed numbers of candidates and of hits, for JSON; another thread may learn meanwhile.
@@ -104,16 +103,16 @@ class Calibration:
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
-        self._covered[_ROOT] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
+        self._covered[()] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
 
     def covered(self, cells: tuple[Cell, ...]) -> float:
         """The chance that the children of a judged node hold the target's token, by its own cells."""
-        return self._covered.get(cells[0] if cells else _ROOT, _COVERED)
+        return self._covered.get(cells[:1], _COVERED)
 
     def cover(self, cells: tuple[Cell, ...], hit: bool) -> None:
         """Learn whether a judged node's children held the target's token."""
         before = self.covered(cells)
-        self._covered[cells[0] if cells else _ROOT] = before + _BLEND * (hit - before)
+        self._covered[cells[:1]] = before + _BLEND * (hit - before)
 
     def cells(self, source: int, scores: Sequence[float]) -> list[Cell]:
         """The cell of each of a node's candidates, given the scores of all of them, best first."""

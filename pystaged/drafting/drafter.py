@@ -152,13 +152,12 @@ class TreeDrafter:
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
         """Begin a tree, which `request` grows to at most max_depth levels below the root, by passes that fit into
         `seconds`."""
-        begin = self._meter()
         if self._tree is not None:
             self._discard()  # the outcome of the last tree is not known, because its step failed
         self._known = self._learnt[sampling.is_greedy]
         children = checked(self._policy, "children", self._policy.children, 1 if self._chains else MAX_CHILDREN, 1)
         tree = GrowingTree(self._tail[-1], max_depth, children, sampling, self._constraint)
-        self._tree, tree.began, tree.seconds_left = tree, begin, seconds
+        self._tree = tree
         self.catch_up(seconds)
 
     def request(self) -> AnyRequest | None:
@@ -172,11 +171,11 @@ class TreeDrafter:
                     self._meter.stop()
                     return read
                 self._late = self._late[1:]
-                if tree:
-                    tree.reading = self._meter() - tree.began
             if tree is None or tree.rows == []:
                 return None
             if tree.rows is None:  # the tree begins, with forced tokens
+                tree.began = self._meter()
+                tree.seconds_left = self._deadline - tree.began
                 if costly and costly.is_ready:
                     tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
                 if self._constraint:
@@ -221,7 +220,7 @@ class TreeDrafter:
         """Keep the nodes to verify, parents before children, and count the work."""
         kept = tree.ranked()
         kept = kept[: checked(self._policy, "keep", self._policy.keep(self._growth(tree)), MAX_NODES)]
-        growing = self._meter() - tree.began - tree.reading - tree.passing
+        growing = self._meter() - tree.began - tree.passing
         self._looking_up.passes += tree.looked_up
         self._looking_up.seconds += growing
         self._passes.seconds += tree.passing
@@ -264,7 +263,7 @@ class TreeDrafter:
         growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
         if self._costly and tree.deepest and not tree.passes:  # the first pass also reads what it lacks
             growth.lag = self._costly.lag()
-        left = tree.seconds_left - tree.reading - growth.seconds - growth.lag
+        left = tree.seconds_left - growth.seconds - growth.lag
         most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
         width = checked(self._policy, "expand", self._policy.expand(growth), most)
         while width > 0 and self._price(tree, width) > left:
@@ -315,7 +314,7 @@ class TreeDrafter:
             if here.depth >= tree.max_depth:
                 continue
             spent = before + (self._cost(count + 1) if self._cost else 0.0)
-            if spent > tree.seconds_left - tree.reading:
+            if spent > tree.seconds_left:
                 break
             tree.seconds = spent
             for token, cell in islice(self._guess(tree, node).items(), tree.most_children):

@@ -76,15 +76,6 @@ class FeatureProposer(PassProposer):
     def is_ready(self) -> bool:
         return not self._is_lost and len(self._unread) <= _LEAST_READ
 
-    def lag(self) -> float:
-        if self._is_lost:
-            return math.inf
-        return self._reading(self.cost, len(self._unread)) if self.cost and self._unread else 0.0
-
-    def _reading(self, cost: PassCost, unread: int) -> float:
-        """Estimated seconds that unread rows add to a tree."""
-        raise NotImplementedError
-
     def catch_up(self, _seconds: float = math.inf) -> Read | None:
         # Without a limit, because it takes a small part of the time of the target's own pass over the rows.
         unread = len(self._unread) - 1  # the last row belongs to the first pass of the next tree
@@ -162,7 +153,7 @@ class EagleProposer(FeatureProposer):
         return self.session.n_ctx - self._length - len(self._unread)
 
     def _reading(self, cost: PassCost, unread: int) -> float:
-        return max(0.0, cost(unread, self._length) - cost(1, self._length))  # they are read in the root's pass
+        return super()._reading(cost, unread - 1)  # the last row is the root's
 
     def discard(self) -> None:
         self.session.discard()
@@ -195,13 +186,9 @@ class EagleProposer(FeatureProposer):
         first = self.session.num_pending - len(self._asked)
         for row, (node, proposal) in enumerate(zip(self._asked, found, strict=True), first):
             self._judged[node] = proposal, self.session.hidden_of([row]), row if node else -1
-        if self._asked[0] == 0:
-            self._keep_root(request.num_rows)
-
-    def _keep_root(self, count: int) -> None:
-        """Commit the rows that the root's pass read."""
-        self.session.commit(range(count))
-        self._note_read(count)
+        if self._asked[0] == 0 and not self._model.borrows_cells:  # the rows that the root's pass read
+            self.session.commit(range(request.num_rows))
+            self._note_read(request.num_rows)
 
     def _forget(self) -> None:
         super()._forget()
@@ -231,9 +218,6 @@ class AssistantProposer(EagleProposer):
     def _add(self, tokens: list[int]) -> None:
         self._length += len(tokens)
         self._unread, self._hidden = tokens[-1:], None if self._is_lost else self._target.hidden[-1:].copy() or None
-
-    def _keep_root(self, count: int) -> None:
-        """It has no rows of the text."""
 
 
 class BlockProposer(FeatureProposer):

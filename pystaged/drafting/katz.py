@@ -1,4 +1,4 @@
-"""Estimates a Katz-backoff trigram from text: discounted counts of the likeliest words of every context.
+"""Estimates a trigram with backoff from text: discounted counts of the likeliest words of every context.
 
 Katz, "Estimation of probabilities from sparse data for the language model component of a speech recognizer", 1987.
 An order's n-grams are packed into int64: context * vocab_size + word, where the context is packed likewise.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_VOCABULARY = 2**21 - 1  # three tokens pack into one int64
-_RELIABLE_COUNT = 5  # Katz's k: larger counts are not discounted
+_DISCOUNT = 0.5  # taken from each count; predicts texts better than Katz's discounts by Good and Turing
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
@@ -101,36 +101,19 @@ def _pack(text: NDArray[np.int32], order: int, vocab_size: int) -> _Ints:
     return packed
 
 
-def _shares(counts: _Ints) -> _Floats:
-    """The share of a count r that its n-gram keeps, by min(r, 6): Good-Turing for r <= 5 (Katz 1987), else 1.
-
-    Where the counts of counts are too irregular for Good-Turing, half a count is subtracted instead.
-    """
-    limit = _RELIABLE_COUNT
-    occurring = np.bincount(np.minimum(counts, limit + 2), minlength=limit + 3).astype(np.float64)
-    r = np.arange(1, limit + 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        common = (limit + 1) * occurring[limit + 1] / occurring[1]
-        turing = ((r + 1) * occurring[r + 1] / (r * occurring[r]) - common) / (1 - common)
-    return np.concatenate(([1], np.where((turing > 0) & (turing < 1), turing, 1 - 0.5 / r), [1]))
-
-
 def _discount(text_grams: _Ints, shorter: _Level, vocab_size: int, min_count: int) -> _Level:
     """Discount the counts of one order, and give the freed probability to the words that were not kept."""
     grams, counts = np.unique(text_grams, return_counts=True)
     every_context, every_row = np.unique(grams // vocab_size, return_inverse=True)
     every_total = np.bincount(every_row, counts)
     kept = counts >= min_count
-    remaining = (counts * _shares(counts)[np.minimum(counts, _RELIABLE_COUNT + 1)])[kept]
-    grams = grams[kept]
+    grams, remaining = grams[kept], counts[kept] - _DISCOUNT
     contexts, rows = np.unique(grams // vocab_size, return_inverse=True)
     below = np.searchsorted(shorter.grams, grams % vocab_size ** max(shorter.order, 1))
 
     retained = np.bincount(rows, remaining, len(contexts))
     complete = np.bincount(rows, minlength=len(contexts)) == vocab_size
-    totals = every_total[np.searchsorted(every_context, contexts)]
-    # If nothing is freed, the total gets one more count, so that no word is impossible (SRILM does this too).
-    totals = np.where(complete, retained, totals + (retained >= totals))
+    totals = np.where(complete, retained, every_total[np.searchsorted(every_context, contexts)])
     unseen = np.where(complete, 1, 1 - np.bincount(rows, shorter.probabilities[below], len(contexts)))
     backoffs = np.where(complete, 0, (1 - retained / totals) / unseen)
     return _Level(shorter.order + 1, grams, remaining / totals[rows], rows, contexts, backoffs)

@@ -62,16 +62,6 @@ class ModelProposer(PassProposer):
         room = min(self.session.n_ctx - self._length, self.session.most_pending - self._places)
         return room - len(self._unread)
 
-    def lag(self) -> float:
-        missing = len(self._unread)
-        if self._is_lost or missing >= self.session.n_ctx - self._length:
-            return math.inf  # or the text is longer than the draft's context
-        if self.cost is None or missing == 0:
-            return 0.0
-        if self.is_ready:  # they are read in the root's pass
-            return self.cost(missing + 1, self._length) - self.cost(1, self._length)
-        return self._reading(self.cost, missing)
-
     def catch_up(self, seconds: float = math.inf) -> Read | None:
         count = len(self._unread)
         if not count or self._is_lost or count > self.session.n_ctx - self._length:
@@ -135,9 +125,10 @@ class ModelProposer(PassProposer):
         self._root = tokens[-1]
         self._forget()
 
-    def _reading(self, cost: PassCost, tokens: int) -> float:
-        """Estimated seconds to prefill a number of the unread tokens."""
-        return cost(_PIECE, self._length + tokens // 2) * tokens / _PIECE
+    def _reading(self, cost: PassCost, unread: int) -> float:
+        if unread <= _LONGEST_PREFIX_ROWS:
+            return super()._reading(cost, unread)
+        return cost(_PIECE, self._length + unread // 2) * unread / _PIECE
 
     def _forget(self) -> None:
         super()._forget()

@@ -49,8 +49,8 @@ class GrowingTree(TreeBuilder):
         self.seconds = 0.0  # prices of its lookups and passes
         self.passing = 0.0  # measured seconds of its passes
         self.rows: list[int] | None = None  # nodes that the current pass expands
-        self.began = self.pass_began = 0.0  # when drafting began, and that pass
-        self.reading, self.seconds_left = 0.0, math.inf  # seconds of reading before it; for reading and passes
+        self.began = self.pass_began = 0.0  # when drafting began, after reading the text, and that pass
+        self.seconds_left = math.inf  # for all passes
 
 
 @dataclass(slots=True)
@@ -133,6 +133,15 @@ class PassProposer(Proposer):
     def price(self, num_nodes: int) -> float:
         """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
         return self.cost(num_nodes, self._length) if self.cost else 0.0
+
+    def lag(self) -> float:
+        if self._is_lost:
+            return math.inf
+        return self._reading(self.cost, len(self._unread)) if self.cost and self._unread else 0.0
+
+    def _reading(self, cost: PassCost, unread: int) -> float:
+        """Estimated seconds to read a number of the unread tokens; here of the root's pass, which reads them, too."""
+        return max(0.0, cost(unread + 1, self._length) - cost(1, self._length))
 
     def most_levels(self) -> float:
         """Levels of a tree that its context has room for."""

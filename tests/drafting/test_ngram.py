@@ -43,20 +43,6 @@ SIX, SEVEN = "6-0123456789abcdef", "7-0123456789abcdef"  # as vocabularies are n
 ROUNDING = 3 / 32 + 1e-6  # one log-probability and two backoffs, each rounded to 1/16
 
 
-def shares(counts: Counter[tuple[int, ...]]) -> dict[int, float]:
-    """The share of a count that stays with its n-gram: Katz 1987, k = 5."""
-    n = Counter(counts.values())
-    result = {}
-    for r in range(1, 6):
-        result[r] = 1 - 0.5 / r
-        if n[1] and n[r] and 6 * n[6] != n[1]:
-            common = 6 * n[6] / n[1]
-            turing = ((r + 1) * n[r + 1] / (r * n[r]) - common) / (1 - common)
-            if 0 < turing < 1:
-                result[r] = turing
-    return result
-
-
 class SlowKatz:
     """A Katz trigram from dictionaries, one context at a time."""
 
@@ -76,14 +62,11 @@ class SlowKatz:
         followers = {gram[-1]: count for gram, count in counts.items() if gram[:-1] == context}
         total = sum(followers.values())
         least = self.min_count if len(context) == 2 else 1
-        share = shares(counts)
-        kept = {word: count * share.get(count, 1.0) for word, count in followers.items() if count >= least}
+        kept = {word: count - 0.5 for word, count in followers.items() if count >= least}
         if not kept:
             return lower
         if len(kept) == VOCAB_SIZE:
             return [kept[word] / sum(kept.values()) for word in range(VOCAB_SIZE)]
-        if sum(kept.values()) >= total:
-            total += 1
         freed = 1 - sum(kept.values()) / total
         unseen = sum(p for word, p in enumerate(lower) if word not in kept)
         return [kept[word] / total if word in kept else freed * p / unseen for word, p in enumerate(lower)]
