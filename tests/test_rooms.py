@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": 1239,
     "chat": 2736,
     "decoding": 2755,
-    "drafting": 1811,
+    "drafting": 1647,
     "backends": 357,
     "loading": 3961,
     "receipts": 721,
