@@ -24,7 +24,7 @@ from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.requests import AnyRequest, Logprobs, Read, Score, Verify
 from pystaged.decoding.stop_strings import TextBuffer
-from pystaged.decoding.tree import Stage, TokenTree, constrained
+from pystaged.decoding.tree import Stage, TreeBuilder, constrained
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.binding import bind
@@ -328,7 +328,7 @@ class Text:
         """The pass over the tree that was drafted."""
         assert self.context
         context, drafts, masks = self.context, self._drafts, None
-        tree = context.account.trim(drafts.tree) if drafts else TokenTree.root(self._root)
+        tree = context.account.trim(drafts.tree) if drafts else TreeBuilder(self._root).build()
         if self.constraint is not None:
             most = max(0, min(self._max_depth, MAX_NODES))
             forced = self.constraint.forced()[:most] if self.config.speculate else []

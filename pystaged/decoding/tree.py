@@ -42,12 +42,6 @@ class TokenTree:
     scores: NDArray[np.float32]
     stages: NDArray[np.uint8]
 
-    @classmethod
-    def root(cls, token: int) -> TokenTree:
-        """A tree of one token."""
-        tokens, parents = np.array([token], np.int32), np.array([-1], np.int32)
-        return cls(tokens, parents, np.array([1.0], np.float32), np.array([Stage.TARGET.value], np.uint8))
-
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -122,7 +116,7 @@ class TreeBuilder:
             node = self.nodes[node].parent
         return tokens[::-1]
 
-    def build(self, kept: Sequence[int]) -> TokenTree:
+    def build(self, kept: Sequence[int] = ()) -> TokenTree:
         """The tree of the root and these nodes in this order; a node's parent must be the root or an earlier node."""
         index = {0: 0} | {node: i for i, node in enumerate(kept, 1)}
         nodes = [self.nodes[node] for node in (0, *kept)]

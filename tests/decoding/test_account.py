@@ -23,7 +23,7 @@ from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import Clocks, Read, Verify, fulfil
 from pystaged.decoding.text import Phase
-from pystaged.decoding.tree import Stage, TokenTree, TreeBuilder
+from pystaged.decoding.tree import Stage, TreeBuilder
 from pystaged.options.config import SamplingConfig
 from pystaged.stats import DrafterStats
 
@@ -391,7 +391,7 @@ def test_the_meter_stands_still_while_others_work_and_counts_a_share_of_a_draft_
     machine = Machine()
     meter = Meter(machine.clocks.processor)
     session: Any = None
-    request = Verify(session, 0, TokenTree.root(1), SamplingConfig().native)
+    request = Verify(session, 0, TreeBuilder(1).build(), SamplingConfig().native)
     request.share, request.processor_seconds = 0.25, 2.0
     spent = []
     for draft in (request, None):

@@ -20,7 +20,7 @@ from pystaged.bench.pairs import drafters
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
 from pystaged.decoding.requests import only
-from pystaged.decoding.tree import TokenTree, TreeBuilder, constrained
+from pystaged.decoding.tree import TreeBuilder, constrained
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import GenerationStats
@@ -200,7 +200,7 @@ def test_what_a_constraint_leaves_of_a_tree() -> None:
     np.testing.assert_array_equal(left.scores, np.array([1, 0.9, 0.8, 0.5], np.float32))
     assert [[token for token in range(300) if allows(mask, token)] for mask in masks] == [[1, 2, 3], [4], [5], [4]]
     language.advance([2])
-    left, masks = constrained(TokenTree.root(2), language, language.forced())
+    left, masks = constrained(TreeBuilder(2).build(), language, language.forced())
     assert left.tokens.tolist() == [2, 4, 5]
     assert left.stages.tolist() == [Stage.TARGET, Stage.GRAMMAR, Stage.GRAMMAR]
     assert left.scores.tolist() == [1, 1, 1]
