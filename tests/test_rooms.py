@@ -21,16 +21,16 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 2755,
+    "decoding": 2716,
     "drafting": 1647,
-    "backends": 357,
-    "loading": 3961,
+    "backends": 385,
+    "loading": 3968,
     "receipts": 721,
-    "server": 3878,
+    "server": 3884,
     "integrations": 829,
-    "bench": 2657,
+    "bench": 2656,
     "distill": 1707,
-    "cli": 2998,
+    "cli": 2996,
 }
 ROOT = 11  # files in no room
 
