@@ -23,7 +23,7 @@ ROOMS = {
     "chat": 2736,
     "decoding": 2716,
     "drafting": 1647,
-    "backends": 385,
+    "backends": 387,
     "loading": 3968,
     "receipts": 721,
     "server": 3884,

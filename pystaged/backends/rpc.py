@@ -6,6 +6,7 @@ end raises an exception here.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -43,14 +44,15 @@ def endpoints(device: str) -> list[str]:
     return found
 
 
-def check_server(endpoint: str, seconds: float = _CONNECT_SECONDS) -> None:
-    """Connect to a server, check its protocol version, and disconnect.
+def check_server(endpoint: str, most_seconds: float = math.inf) -> None:
+    """Connect to a server, check its protocol version, and disconnect; 5 seconds at most.
 
     Raises:
         DeviceError: the installed llama-cpp-python has no RPC; or no server answers there, or with another version.
     """
     own = _core.rpc_version()
     host, _, port = endpoint.rpartition(":")
+    seconds = min(most_seconds, _CONNECT_SECONDS)
     try:
         with socket.create_connection((host, int(port)), seconds) as connection:
             connection.sendall(struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES))
@@ -122,7 +124,7 @@ class Servers:
         lost = []
         for endpoint in self._endpoints:
             try:
-                check_server(endpoint, seconds=_PROBE_SECONDS)
+                check_server(endpoint, _PROBE_SECONDS)
             except DeviceError:
                 lost.append(endpoint)
         names = ", ".join(lost or self._endpoints)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ import pystaged
 from pystaged import DeviceError, DeviceLostError, FixedPolicy, SamplingConfig, _core
 from pystaged._core import Model, Sampling, Session, Tokenizer
 from pystaged.backends import rpc
+from pystaged.backends.devices import failure
 from pystaged.bench.pairs import continuation
 from pystaged.cli import rpc_server
 from pystaged.decoding.context import Context
@@ -126,7 +127,7 @@ def test_mixtures_and_hybrids_over_two_servers(start: Start, tmp_path: Path, cas
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child loads the model itself, so what goes through the connection can be tested without RPC."""
-    monkeypatch.setattr(rpc, "check_server", lambda _: None)
+    monkeypatch.setattr(rpc, "check_server", lambda *_: None)
     monkeypatch.setattr(rpc, "endpoints", lambda device: [device])
 
 
@@ -176,6 +177,7 @@ def test_a_child_that_is_killed(random_gguf: Callable[..., Path]) -> None:
         with pytest.raises(DeviceError, match="RPC server cpu ended the connection; start it again"):
             prefill(session, np.zeros(3, np.int32))
     assert child.returncode == -signal.SIGKILL
+    assert "ended the connection" in failure(cast(Model, remote))
 
 
 @pytest.mark.usefixtures("servers")

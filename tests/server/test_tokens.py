@@ -58,6 +58,12 @@ def test_what_no_tokenizer_counts_is_no_fault_of_the_servers(server: Server, mon
     assert (status, found["error"]["message"]) == (400, "the text has 1100000 bytes in a row")
 
 
+def test_a_lost_device_shows(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "failure", "RPC server a:1 ended the connection")
+    status, found = server.ask("/health")
+    assert (status, found["error"]["message"]) == (503, "RPC server a:1 ended the connection")
+
+
 def test_what_the_server_is(server: Server, engine: Engine) -> None:
     assert server.ask("/health") == server.ask("/v1/health") == (200, {"status": "ok"})
     _, props = server.ask("/props")
