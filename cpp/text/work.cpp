@@ -317,8 +317,7 @@ private:
                 float* scores = &outcome.scores[size_t(j) * work.k];
                 const bool verified = work.kind == Work::Kind::verify;
                 try {
-                    const Sampling* sampling =
-                        verified ? nullptr : &work.samplings[work.samplings.size() == 1 ? 0 : j];
+                    const Sampling* sampling = verified ? nullptr : &work.samplings[work.samplings.size() == 1 ? 0 : j];
                     const Mask mask = verified ? Mask() : work.masks.row(j);
                     rows.push_back(text.judged(row, sampling, mask, work.k, tokens, scores));
                 } catch (const ModelError&) {
