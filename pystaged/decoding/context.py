@@ -72,18 +72,14 @@ class Context:
         """The target's session, then those of the drafter."""
         return [self.target, *(self.drafter.sessions() if self.drafter else [])]
 
-    def inherit(self, other: Context) -> None:
-        """Copy the account of another context with the same proposers."""
-        self.account.inherit(other.account)
-
     def rest(self) -> None:
         """Note what it holds. Raises DeviceError or ValueError if it is lost, closed or in a call."""
         self.num_bytes = sum(SPARE_CELLS * session.cell_bytes + session.num_bytes for session in self.sessions)
 
-    def reaches(self, tokens: NDArray[np.int32]) -> bool:
-        """Whether it can rewind to exactly these tokens."""
-        length = len(tokens)
-        return np.array_equal(tokens, self.target.tokens[:length]) and self.target.reachable(length) == length
+    def reach(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """Of how many of these tokens it can rewind to a prefix, and how many it holds. Raises as `rest`."""
+        held = common_prefix(self.target.tokens, tokens)
+        return self.target.reachable(held), held
 
     def cut(self, length: int) -> None:
         """Keep the first tokens of each session; a draft's may hold fewer. Raises as `rest`."""
@@ -181,7 +177,7 @@ class ContextPool:
         with self._lock:
             self.check_open()
             need, wanted = self._needed(len(prompt) + max_tokens), prompt[:most_reused]
-            if self._lent and not must and sum(context.num_bytes for context in self._lent) + need > self.memory:
+            if self._lent and not must and sum(each.num_bytes for each in self._lent) + need > self.memory:
                 return Wait.MEMORY
             source, length, common = self._most_like(wanted)
             if not must and self._is_being_read(wanted, length):
@@ -225,7 +221,8 @@ class ContextPool:
                 context.close()
                 return
             for other in self._idle.copy():
-                if context.reaches(other.target.tokens):
+                tokens = other.target.tokens
+                if context.reach(tokens)[0] == len(tokens):
                     self._free(other)
             self._idle.append(context)
             for oldest in self._idle[:-_MOST_IDLE]:
@@ -274,12 +271,10 @@ class ContextPool:
 
     def _make_room(self, need: int, spared: Context | None = None) -> None:
         """Cut and free idle contexts until `need` more bytes are within the bound, or none is left to cut."""
-        for context in self._idle.copy():
+        for context in [each for each in self._idle if each is not spared]:
             # The bytes that a cut frees in layers with a sliding window are known only afterwards.
-            while context in self._idle and context is not spared:
-                excess, target = self.num_bytes + need - self.memory, context.target
-                if excess <= 0:
-                    return
+            while context in self._idle and (excess := self.num_bytes + need - self.memory) > 0:
+                target = context.target
                 length = target.reachable(max(0, len(target.tokens) - -(-excess // max(1, target.cell_bytes))))
                 if length < _LEAST_KEPT:
                     self._free(context)
@@ -288,11 +283,8 @@ class ContextPool:
 
     def _begin(self, source: Context | None, length: int) -> Context:
         """Make a context with the first `length` tokens of another one; an empty one if memory is short."""
-        try:
+        with suppress(DeviceError, MemoryError):
             return self._make(source, length)
-        except (DeviceError, MemoryError):
-            if not self._idle:
-                raise
         self.forget()  # a device may have less memory than the bound
         return self._make(source, 0)
 
@@ -307,8 +299,8 @@ class ContextPool:
         most = longest = 0
         for context in (*self._lent, *self._idle):
             with suppress(*_OUT_OF_REACH):
-                common = common_prefix(context.target.tokens, prompt)
-                length, longest = context.target.reachable(common), max(longest, common)
+                length, held = context.reach(prompt)
+                longest = max(longest, held)
                 if length >= most:
                     best, most = context, length
         return best, most, longest
@@ -320,7 +312,7 @@ class ContextPool:
             common = common_prefix(context.prompt[:-1], prompt)
             with suppress(*_OUT_OF_REACH):
                 # If it has read them already, and `length` is less, it cannot rewind to them.
-                if common >= length + _WORTH_WAITING and common_prefix(context.target.tokens, prompt) < common:
+                if common >= length + _WORTH_WAITING and context.reach(prompt)[1] < common:
                     context.partings.add(common)
                     context.keep_states(self._num_kept)
                     return True

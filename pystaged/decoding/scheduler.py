@@ -189,22 +189,21 @@ class Scheduler:
 
     def _admit_all(self) -> list[Text]:
         """Begin texts in the order of their arrival; returns those that can step."""
-        if new := [text for text in self._texts if not text.context]:
-            asked = 0
-            for text in new:
-                asked += text.wait is Wait.PROMPT
-                if text.wait is not Wait.PROMPT or asked <= _MOST_ASKED:
-                    self._admit(text, must=False)
-                # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
-                if text.wait is Wait.MEMORY:
-                    break
-            waiting = [text for text in new if text.wait]
-            if waiting and not self._ready():
-                # All running texts wait for their readers, who may wait for this one.
-                self._admit(waiting[0], must=True)
+        new, asked = [text for text in self._texts if not text.context], 0
+        for text in new:
+            asked += text.wait is Wait.PROMPT
+            if text.wait is not Wait.PROMPT or asked <= _MOST_ASKED:
+                self._admit(text)
+            # No text overtakes one that waits for memory, or small ones could delay a large one for ever.
+            if text.wait is Wait.MEMORY:
+                break
+        waiting = next((text for text in new if text.wait), None)
+        if waiting and not self._ready():
+            # All running texts wait for their readers, who may wait for this one.
+            self._admit(waiting, must=True)
         return self._ready()
 
-    def _admit(self, text: Text, *, must: bool) -> None:
+    def _admit(self, text: Text, *, must: bool = False) -> None:
         """Begin a text in a context, or store its reason to wait; with `must` it does not wait."""
         text.wait = None
         try:

@@ -374,9 +374,8 @@ class Text:
             self.constraint.advance(tokens)
             finish = "stop" if self.constraint.is_complete else finish
         for count, token in enumerate(tokens, 1):
-            piece = self.tokenizer.token_bytes(token, special=token in self.roles.spelled) if self.tokenizer else b""
-            self.pieces.append(piece)
-            text += self._buffer.push(piece)
+            self.pieces.append(self.token_bytes(token))
+            text += self._buffer.push(self.pieces[-1])
             if self._buffer.met is not None:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):

@@ -62,7 +62,7 @@ class ContextFactory:
                 raise
         context = self._context(target, draft, policy)
         if source:
-            context.inherit(source)
+            context.account.inherit(source.account)
         return context
 
     def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:
