@@ -89,11 +89,11 @@ def _load(package: str) -> None:
         raise ImportError(
             f"there is no libllama in {package}; run: pip install --force-reinstall llama-cpp-python=={VERSION}"
         )
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else ggml starts a debugger before it aborts
     ctypes.CDLL(found)
 
 
 check_lock(getattr(sys, "_is_gil_enabled", lambda: True)(), getattr(sys.flags, "gil", None) == 0)
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else ggml starts a debugger before it aborts
 if not IS_INSIDE:
     _folder = _package()
     check(_installed(_folder) if _folder else None, os.environ.get("LLAMA_CPP_LIB_PATH"))

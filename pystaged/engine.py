@@ -130,7 +130,7 @@ class Engine:
     @property
     def failure(self) -> str:
         """Why no text can be written any more, as an RPC server is lost; "" where it can."""
-        return failure(self._bundle.target)
+        return next(filter(None, map(failure, self._bundle.models)), "")
 
     def check_exact(self) -> None:
         """Raise ValueError if texts are not exact, because pystaged's kernels do not compute the model."""

@@ -18,7 +18,7 @@ from pystaged.loading.prompt_cache import KeptPrompts
 
 _USUAL_CONTEXT = 8192  # positions of a context, by default
 _TEXTS = 4  # full contexts that llama.cpp has room for, by default
-_MOST_CELLS = 2**31 - 512  # of llama.cpp, which rounds them up
+_MOST_CELLS = 2**30  # that can be reserved
 _LONG_CONTEXTS = (32_768, 16_384)  # few, because receipts name the length
 
 

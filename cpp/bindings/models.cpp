@@ -10,6 +10,14 @@ static KvType to_kv_type(const std::string& name) {
     return name == "f16" ? KvType::f16 : KvType::q8_0;
 }
 
+// A change of a model that has no sessions yet.
+static auto before_sessions(void (Model::*change)(int)) {
+    return [change](Model& self, int value) {
+        const auto lock = Executor::none_of(self);
+        (self.*change)(value);
+    };
+}
+
 void add_models(py::module_& m) {
     m.def("metadata", [](const Path& path) { return to_dict(GgufFile(path.bytes).spelled()); }, py::arg("path"));
     m.def("devices", [] {
@@ -107,20 +115,8 @@ void add_models(py::module_& m) {
              py::arg("path"), py::arg("kernel") = "", py::arg("num_threads") = 0, py::arg("device") = "cpu",
              py::arg("progress") = std::function<void()>(), py::arg("kv") = "f16", py::arg("packed") = "",
              py::arg("target") = nullptr, py::arg("other_pairs") = false, py::arg("other_feedback") = false)
-        .def(
-            "cut_head",
-            [](Model& self, int rows) {
-                const auto lock = Executor::none_of(self);
-                self.cut_head(rows);
-            },
-            py::arg("rows"))
-        .def(
-            "reserve",
-            [](Model& self, int num_cells) {
-                const auto lock = Executor::none_of(self);
-                self.reserve(num_cells);
-            },
-            py::arg("num_cells"))
+        .def("cut_head", before_sessions(&Model::cut_head), py::arg("rows"))
+        .def("reserve", before_sessions(&Model::reserve), py::arg("num_cells"))
         .def(
             "tap",
             [](Model& self, std::vector<int> layers, bool all_rows, bool last_row) {

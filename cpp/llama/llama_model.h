@@ -74,6 +74,7 @@ public:
                              said.empty() ? "" : ": " + said, "; is there enough memory?");
         return context;
     }
+    bool has_windows() const { return llama_model_n_swa(get()) > 0; }
     bool is_recurrent() const { return llama_model_is_recurrent(get()) || llama_model_is_hybrid(get()); }
     // Bytes that a token takes, and the states of recurrent layers, as libllama writes them.
     size_t cell_bytes() const { return cell_bytes_; }

@@ -72,6 +72,7 @@ struct LlamaPass : Backend {
         : Backend(model),
           process_(process_id()),
           is_recurrent_(model.llama()->is_recurrent()),
+          is_guarded_(model.llama()->has_windows() && !is_recurrent_),
           num_back_(model.llama()->num_back()) {}
     ~LlamaPass() override {
         const LogCapture quiet;
@@ -152,7 +153,6 @@ struct LlamaPass : Backend {
         require<std::runtime_error>(
             !interrupts(),
             "the model is in a pass that this call interrupts; in a signal handler, set a flag or raise instead");
-        // In a child of fork() somebody may hold it for ever, and nobody computes.
         return process_ == process_id() ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
     }
 
@@ -161,7 +161,7 @@ struct LlamaPass : Backend {
     std::vector<LlamaText*> texts_;
     std::vector<int> released_;  // ids of texts that are gone
     const int process_;
-    const bool is_recurrent_;
+    const bool is_recurrent_, is_guarded_;
     const int num_back_;
     LlamaContextPtr context_;
     llama_memory_t memory_ = nullptr;
@@ -184,7 +184,10 @@ struct LlamaText : TextState {
     };
 
     LlamaText(LlamaPass& pass, int num_rows) : pass_(pass), num_rows_(num_rows) {
-        const int id = pass.take_id();
+        int id = pass.take_id();
+        if (pass.is_guarded_ && id >= 0 && (guard_ = pass.take_id()) < 0) {
+            pass.free_ids_.push_back(std::exchange(id, -1));
+        }
         require<DeviceError>(id >= 0, "llama.cpp has room for the states of no more texts at once; end one first");
         sequences_.push_back({id});
         const std::lock_guard<std::mutex> lock(pass.texts_mutex_);
@@ -199,11 +202,14 @@ struct LlamaText : TextState {
         for (const Sequence& sequence : sequences_) {
             pass_.released_.push_back(sequence.id);
         }
-        if (shadow_ >= 0) {
-            pass_.released_.push_back(shadow_);
+        for (const int id : {shadow_, guard_}) {
+            if (id >= 0) {
+                pass_.released_.push_back(id);
+            }
         }
         pass_.texts_.erase(std::find(pass_.texts_.begin(), pass_.texts_.end(), this));
     }
+    int num_committed() const { return static_cast<int>(committed_.size()); }
     // Committed tokens, and pending rows up to one.
     std::vector<int32_t> tokens_to(int row) const {
         std::vector<int32_t> tokens = committed_;
@@ -241,9 +247,10 @@ struct LlamaText : TextState {
         }
         const std::lock_guard<std::mutex> lock(pass_.mutex_);
         drop_rows(first);
-        kept_.cut(static_cast<int>(committed_.size()));
     }
     void drop_rows(int first) {
+        unguard(num_committed() + first);
+        kept_.cut(num_committed() + first);
         for (Sequence& sequence : sequences_) {
             if (sequence.tail < first) {
                 continue;
@@ -251,11 +258,21 @@ struct LlamaText : TextState {
             while (sequence.tail >= first) {
                 sequence.tail = rows_[sequence.tail].parent;
             }
-            const int end = sequence.tail < 0 ? static_cast<int>(committed_.size()) : rows_[sequence.tail].position + 1;
+            const int end = sequence.tail < 0 ? num_committed() : rows_[sequence.tail].position + 1;
             llama_memory_seq_rm(pass_.memory_, sequence.id, end, -1);
             sequence.is_leaf = sequence.tail >= 0;
         }
         rows_.resize(std::min<size_t>(first, rows_.size()));
+    }
+    void guard(int first, int last) {
+        if (guard_ >= 0) {
+            llama_memory_seq_cp(pass_.memory_, sequences_[0].id, guard_, first, last);
+        }
+    }
+    void unguard(int first) {
+        if (guard_ >= 0) {
+            llama_memory_seq_rm(pass_.memory_, guard_, first, -1);
+        }
     }
     // The index of a sequence that ends with a pending row, or the committed tokens; -1 where there is none.
     int sequence_behind(int row) {
@@ -276,7 +293,7 @@ struct LlamaText : TextState {
             sequences_.push_back({id});
         }
         Sequence& sequence = sequences_[found];
-        const int length = static_cast<int>(committed_.size());
+        const int length = num_committed();
         if (sequence.length < length) {
             llama_memory_seq_cp(pass_.memory_, sequences_[0].id, sequence.id, sequence.length, length);
             sequence.length = length;
@@ -321,7 +338,7 @@ struct LlamaText : TextState {
     }
     void keep(int length, const std::vector<int32_t>& path, bool) override {
         pass_.check_process();
-        const std::lock_guard<std::mutex> lock(pass_.mutex_);
+        const auto lock = pass_.lock();
         const int end = length + static_cast<int>(path.size());
         Sequence& own = sequences_[0];
         const int last = path.empty() ? -1 : path.back(), source = last < 0 ? own.id : rows_[last].id;
@@ -333,6 +350,7 @@ struct LlamaText : TextState {
                 llama_memory_seq_cp(pass_.memory_, source, own.id, length, end);
             }
             own.length = source >= 0 ? end : length;
+            guard(length, own.length);
             for (size_t i = 1; i < sequences_.size(); ++i) {
                 if (sequences_[i].is_leaf) {
                     llama_memory_seq_rm(pass_.memory_, sequences_[i].id, length, -1);
@@ -368,6 +386,7 @@ struct LlamaText : TextState {
         drop_rows(0);
         committed_.resize(length);
         kept_.cut(length);
+        unguard(length);
         for (Sequence& sequence : sequences_) {
             if (sequence.length > length) {
                 llama_memory_seq_rm(pass_.memory_, sequence.id, length, -1);
@@ -387,6 +406,7 @@ struct LlamaText : TextState {
         if (!pass_.is_recurrent_) {
             sequences_[0].length = std::min(length, from.sequences_[0].length);
             llama_memory_seq_cp(pass_.memory_, from.sequences_[0].id, sequences_[0].id, 0, sequences_[0].length);
+            guard(0, sequences_[0].length);
             return length;
         }
         // States at other lengths are found there when the next pass is computed.
@@ -479,6 +499,9 @@ struct LlamaText : TextState {
     // read.
     std::vector<int32_t> held_;
     mutable int last_rows_ = 0;
+    // Where layers have windows, a second id of what is read or committed: libllama gives a cell of one id that a
+    // window hides to other rows, but the text may go back to it.
+    int guard_ = -1;
     int shadow_ = -1, shadow_length_ = 0;  // a copy of the text's own sequence when it had so many tokens
     KeptStates kept_;                      // of recurrent layers, as libllama writes them
 };
@@ -583,6 +606,7 @@ void LlamaPass::read(LlamaText& text, const std::vector<int32_t>& tokens, size_t
         }
         if (!is_recurrent_) {
             own.length = static_cast<int>(last);
+            text.guard(static_cast<int>(first), own.length);
             continue;
         }
         text.held_.insert(text.held_.end(), tokens.begin() + first, tokens.begin() + last);
@@ -613,7 +637,6 @@ void LlamaPass::compute(const Pass& pass) {
     } catch (...) {
         for (const Part& part : parts) {
             part.text->drop_rows(part.first);
-            part.text->kept_.cut(static_cast<int>(part.text->committed_.size()));
             if (part.rolled_back) {  // libllama took rows back, and a copy of the text would not know that
                 part.text->forget();
             }
@@ -643,6 +666,8 @@ void LlamaPass::compute(const Pass& pass, Part* parts, size_t num_parts) {
             const size_t before = text.held_.size();
             text.held_ = text.tokens_to(static_cast<int>(text.rows_.size()) - 1);
             text.last_rows_ = static_cast<int>(text.held_.size() - before);
+        } else if (part->is_reading) {
+            text.guard(text.num_committed() + part->first, text.num_committed() + static_cast<int>(text.rows_.size()));
         }
         write_outputs(pass, part->rows, at);
     }
@@ -674,8 +699,7 @@ std::vector<std::vector<int>> LlamaPass::go_on(Part& part, const Pass& pass, Bat
     std::vector<int32_t> tokens = text.tokens_to(behind);
     const size_t begin = tokens.size();
     part.rolled_back = text.go_back(tokens);
-    if (!part.is_reading && behind >= 0 && !part.rolled_back &&
-        text.shadow_length_ < static_cast<int>(text.committed_.size())) {
+    if (!part.is_reading && behind >= 0 && !part.rolled_back && text.shadow_length_ < text.num_committed()) {
         text.cast_shadow();
     }
     for (const int row : part.rows) {

@@ -140,18 +140,17 @@ public:
     }
     // Whether the pass had no room for the row.
     bool is_left_out(const Logits& logits, int row) const {
-        const size_t stride = model_.numbers().logits_stride() / kRun;
-        const float* maxima = logits.maxima.data() + row * stride;
-        return std::all_of(maxima, maxima + stride, [](float x) { return x == -INFINITY; });
+        return logits.maxima[row * model_.numbers().logits_stride() / kRun] == -INFINITY;
     }
     // Throws ModelError where the row is not finite: only of rows that are used, as others may be of rejected guesses.
     LogitsRow row(const Logits& logits, int row) const {
         const size_t stride = model_.numbers().logits_stride();
         const float* maxima = logits.maxima.data() + row * stride / kRun;
         const bool finite = std::all_of(maxima, maxima + stride / kRun, [](float x) { return std::isfinite(x); });
-        require<ModelError>(finite,
-                            "the logits of a pass are not finite; the model's file is damaged, get it again, or its "
-                            "numbers are too large here");
+        require<ModelError>(finite, is_left_out(logits, row)
+                                        ? "a row was left out: llama.cpp has 256 ids for texts and leaves"
+                                        : "the logits of a pass are not finite; the model's file is damaged, get it "
+                                          "again, or its numbers are too large here");
         return {logits.values.data() + row * stride, maxima, model_.numbers().vocab_rows, static_cast<int>(stride)};
     }
     void find_candidates(const std::vector<Judged>& rows) {

@@ -217,10 +217,6 @@ struct Text {
         require(judged.logits != nullptr, "row ", row, " was evaluated without logits");
         return executor->row(*judged.logits, judged.slot);
     }
-    bool is_left_out(int row) const {
-        const Row& judged = checked_row(row);
-        return judged.logits && executor->is_left_out(*judged.logits, judged.slot);
-    }
     Judged judged(int row, const Sampling* sampling, const Mask& mask, int k, int32_t* tokens, float* scores) {
         return {logits_row(row), mask, pending[row].position + 1, sampling, k, tokens, scores, prefix(sampling, row)};
     }

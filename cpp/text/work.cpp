@@ -321,8 +321,9 @@ private:
                     const Mask mask = verified ? Mask() : work.masks.row(j);
                     rows.push_back(text.judged(row, sampling, mask, work.k, tokens, scores));
                 } catch (const ModelError&) {
-                    if (!verified && !text.is_left_out(row)) {  // a verified guess need not be finite
-                        throw;
+                    const Text::Row& judged = text.pending[row];
+                    if (!verified && !executor_->is_left_out(*judged.logits, judged.slot)) {
+                        throw;  // a guess that is verified need not be finite
                     }
                     std::fill_n(tokens, work.k, -1);
                     std::fill_n(scores, work.k, -INFINITY);

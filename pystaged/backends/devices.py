@@ -27,8 +27,7 @@ def devices() -> list[Device]:
     found = [Device(*fields) for fields in _core.devices()]
     # ggml says that all of the CPU's memory is free, and its own name is that of our kernels.
     return [
-        each if each.is_gpu else replace(each, name=f"ggml-{each.name.lower()}", free_bytes=available_memory())
-        for each in found
+        replace(each, name="ggml-cpu", free_bytes=available_memory()) if each.name == "CPU" else each for each in found
     ]
 
 
@@ -41,18 +40,19 @@ def candidates(name: str, kv: str = "f16") -> list[str]:
 
 def check(name: str, kv: str = "f16") -> str:
     """Check the form of a device's name and its type of KV cache before anything is loaded; returns the name without
-    spaces, and "cpu" and "auto" in small letters.
+    spaces, and the names that are ours in small letters.
 
     Raises:
         ValueError: an empty name, "rpc:" without HOST:PORT, or a type other than "f16" on a device other than the CPU.
     """
     name = "".join(name.split())
-    name = name.lower() if name.lower() in ("cpu", "auto") else name
+    if name.lower() in ("cpu", "auto", "ggml-cpu") or name.lower().startswith("rpc:"):
+        name = name.lower()
     if not name:
         raise ValueError("a device needs a name; 'cpu' always exists, `pystaged info` lists the others")
     if name.startswith("rpc:"):
         endpoints(name)
-    elif len(names := name.lower().split(",")) > 1 and (len({*names}) < len(names) or {"cpu", "auto"} & {*names}):
+    elif len(names := name.lower().split(",")) > 1 and (len({*names}) < len(names) or {"cpu", "auto", ""} & {*names}):
         raise ValueError(f"a list of devices has each once, and neither cpu nor auto, not {name!r}")
     if name not in ("cpu", "auto") and kv != "f16":
         raise ValueError(f"keys and values of type {kv} are for the device cpu, not {name}; leave them at f16")

@@ -114,8 +114,9 @@ def only(following: NDArray[np.int32]) -> NDArray[np.uint32]:
 @dataclass(slots=True, eq=False)
 class Propose(Request):
     """Request to evaluate rows, which stay pending. The result is the k best candidates after each of the last `judged`
-    rows, best first: their tokens, -1 where there are fewer, and their scores. hidden: for each token the hidden states
-    that a draft reads, as in Read."""
+    rows, best first: their tokens, -1 where there are fewer, and their scores.
+    masks: allowed tokens after each of those rows, uint32[judged, words]; None allows all. hidden: for each token the
+    hidden states that a draft reads, as in Read."""
 
     kind = "propose"
     tokens: Sequence[int]
@@ -123,6 +124,7 @@ class Propose(Request):
     judged: int
     k: int
     sampling: Sampling
+    masks: NDArray[np.uint32] | None = None
     hidden: HiddenRows | None = None
 
     def __post_init__(self) -> None:
@@ -130,7 +132,7 @@ class Propose(Request):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.tokens, self.parents, self.judged, self.k, self.sampling, None, self.hidden
+        return self.tokens, self.parents, self.judged, self.k, self.sampling, self.masks, self.hidden
 
     def take(self, found: Any) -> None:
         self.result = tuple(each.tolist() for each in found)

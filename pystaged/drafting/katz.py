@@ -63,7 +63,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The Katz model of one order: P(word | context) of the kept n-grams, and the backoff factors of the contexts.
+    """The model of one order: P(word | context) of the kept n-grams, and the backoff factors of the contexts.
 
     grams: int64[n], ascending; probabilities: float64[n]; rows: int64[n], the context of each.
     contexts: int64[c], ascending; backoffs: float64[c].

@@ -51,7 +51,7 @@ class RecycledProposer(Lookup):
 
 
 class TableProposer(Lookup):
-    """Proposes by a Katz trigram counted on the draft's text (Spector & Ré 2023)."""
+    """Proposes by a trigram with backoff, counted on the draft's text (Spector & Ré 2023)."""
 
     def __init__(self, table: NgramTable) -> None:
         self._after = lru_cache(_KEPT_LOOKUPS)(lambda *last: table.after(last, _CANDIDATES))

@@ -14,10 +14,10 @@ from pystaged.decoding.drafter import common_prefix
 from pystaged.decoding.requests import AnyRequest, Propose, Read
 from pystaged.drafting.calibration import DRAFT, LATER
 from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer
+from pystaged.sampling.constraint import Constraint
 
 _LONGEST_PREFIX_ROWS = 16  # most unread tokens that are read in the root's pass rather than by prefill
 _PIECE = 32  # rows of the pass whose cost estimates the time of prefill
-_CONSTRAINED = 16  # candidates per node of which a grammar leaves those that it allows
 _LEAST_READ = 8  # least tokens that are read where not all seem to fit
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
@@ -105,8 +105,21 @@ class ModelProposer(PassProposer):
         parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
         tokens += more
         judged = len(nodes) + len(more)
-        k = _CONSTRAINED if tree.constraint else tree.num_candidates
-        return Propose(self.session, self._length, tokens, parents, judged, k, tree.sampling.native)
+        masks = self._masks(tree.constraint, tree, judged) if tree.constraint else None
+        k, sampling = tree.num_candidates, tree.sampling.native
+        return Propose(self.session, self._length, tokens, parents, judged, k, sampling, masks)
+
+    def _masks(self, constraint: Constraint, tree: GrowingTree, num_rows: int) -> NDArray[np.uint32]:
+        """Allowed tokens after each node, uint32[num_rows, words]; all of the draft's after further rows, and where it
+        has none of those that are allowed."""
+        words, rest = divmod(self.session.vocab_size, 32)
+        masks = np.zeros((num_rows, words + 1), np.uint32)
+        for row, node in zip(masks, self._asked, strict=False):
+            if (found := constraint.mask(tree.path(node))) is not None:
+                row[: len(found)] = found[: words + 1]
+        masks[:, words] &= (1 << rest) - 1
+        masks[~masks.any(axis=1)] = [0xFFFFFFFF] * words + [(1 << rest) - 1]
+        return masks
 
     def advance(self, tokens: Sequence[int]) -> None:
         emitted = self._spelled([self._root, *tokens])

@@ -145,7 +145,7 @@ class PassProposer(Proposer):
 
     def most_levels(self) -> float:
         """Levels of a tree that its context has room for."""
-        raise NotImplementedError
+        return math.inf
 
     def reusable(self, prompt: NDArray[np.int32]) -> int:
         """Number of tokens at the beginning of a prompt, int32[n], that the target need not read again for it."""

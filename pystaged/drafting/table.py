@@ -1,4 +1,4 @@
-"""N-gram tables: a Katz trigram counted on the draft's own text, and its file format."""
+"""N-gram tables: a trigram with backoff, counted on the draft's own text, and its file format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OtherVocabularyError(ValueError):
 class NgramTable:
     """The most probable next tokens after known pairs of tokens, single tokens, and no token. Immutable.
 
-    A Katz-backoff trigram (Katz 1987) counted on text sampled from the draft, as in Spector & Ré 2023 (arXiv
+    A trigram with backoff, counted on text sampled from the draft, as in Spector & Ré 2023 (arXiv
     2308.04623). A row holds the likeliest tokens after one context. It gives the other tokens the log-probabilities of
     the shorter context, plus `log_backoffs[row]`.
 

@@ -25,8 +25,7 @@ COMPARING = 2.0  # seconds of sampling a model on each of several devices
 # Text of the passes that are timed.
 _TEXT = (
     "The sky is blue because air scatters blue light more than red light. In the evening the light comes a longer way "
-    "through the air, so that more of the blue is lost, and what is left is red. On the Moon, which has no air, the "
-    "sky is black even when the Sun shines. Question: What would the sky look like if the air were much thicker?"
+    "through the air, so that more of the blue is lost, and what is left is red. On the Moon the sky is black."
 )
 _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise

@@ -35,7 +35,7 @@ class KeptCandidates:
     def __init__(
         self, model: Path, vocabulary: str, draft: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._head = f"pystaged memory 2\n{SeenModel.now(model).key} {vocabulary}\n".encode()
+        self._head = f"pystaged memory 3\n{SeenModel.now(model).key} {vocabulary}\n".encode()
         self._path, self._clock = RECYCLED.path(model), clock
         self._draft = SeenModel.now(draft).key if draft else ""
         self.candidates, self.calibrations = RecycledCandidates(), {True: Calibration(), False: Calibration()}

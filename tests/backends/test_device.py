@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.device import DEVICE, gap_alone
-from support.family_reference import FamilyReference
+from support.families import CASES
+from support.family_reference import FamilyReference, log_softmax
 from support.logits import model_logits
-from support.random_models import quantize
+from support.random_models import quantize, write
 from support.steps import evaluate, path_to, prefill, rank, verify
 from typer.testing import CliRunner
 
@@ -126,6 +127,26 @@ def test_auto_takes_the_fastest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.target.devices
     assert chosen.draft is not None
     assert chosen.draft.devices == []
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gpt-oss", "olmo2-windows"])
+def test_cells_that_a_window_hides_stay_a_texts_own(tmp_path: Path, case: str) -> None:
+    """Another text's rows, which need cells meanwhile, change nothing of what a text can go back to."""
+    path = write(tmp_path / "model.gguf", CASES[case])
+    model, alone = (Model(path, num_threads=1, device=DEVICE) for _ in range(2))
+    tokens = np.random.default_rng(0).integers(0, 8, 150)
+    other, session, fresh = Session(model, 500), Session(model, 500), Session(alone, 500)
+    prefill(other, [5] * 30)
+    prefill(session, tokens)
+    other.rewind(29)
+    prefill(other, [6] * 60)
+    prefill(fresh, tokens[:20])
+    for left in (session.fork(20), session):
+        assert left.rewind(20) == 20
+        for each in (left, fresh):
+            evaluate(each, [3], [-1])
+        assert np.abs(log_softmax(left.logits(0)) - log_softmax(fresh.logits(0))).max() <= TOLERANCE
+        fresh.discard()
 
 
 def test_candidates() -> None:

@@ -61,7 +61,7 @@ def test_what_no_tokenizer_counts_is_no_fault_of_the_servers(server: Server, mon
 def test_a_lost_device_shows(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "failure", "RPC server a:1 ended the connection")
     status, found = server.ask("/health")
-    assert (status, found["error"]["message"]) == (503, "RPC server a:1 ended the connection")
+    assert (status, found["error"]["message"]) == (503, "the device is lost; the server's log names it")
 
 
 def test_what_the_server_is(server: Server, engine: Engine) -> None:
