@@ -30,12 +30,7 @@ class GrowingTree(TreeBuilder):
     """
 
     def __init__(
-        self,
-        root: int,
-        max_depth: int,
-        most_children: int,
-        sampling: SamplingConfig,
-        constraint: Constraint | None,
+        self, root: int, max_depth: int, most_children: int, sampling: SamplingConfig, constraint: Constraint | None
     ) -> None:
         super().__init__(root)
         self.max_depth, self.most_children = max_depth, most_children

@@ -23,10 +23,7 @@ from pystaged.platform.seen import SeenModel
 
 COMPARING = 2.0  # seconds of sampling a model on each of several devices
 # Text of the passes that are timed.
-_TEXT = (
-    "The sky is blue because air scatters blue light more than red light. In the evening the light comes a longer way "
-    "through the air, so that more of the blue is lost, and what is left is red. On the Moon the sky is black."
-)
+_TEXT = "The sky is blue because air scatters blue light more than red, which is left when light comes a longer way."
 _CELLS = 2048  # past length, in tokens, at which passes are timed
 _LEAST_CELLS = 256  # a shorter past adds less than the noise
 
@@ -44,8 +41,7 @@ def measure_passes(model: Model, text: Sequence[int] | NDArray[np.int32], second
     # llama.cpp would really read so many tokens.
     cells = min(_CELLS, room) if room >= _LEAST_CELLS and not model.devices else 0
     most_rows = min(most_rows, model.most_pending)
-    sessions: dict[int, Session] = {}
-    tokens = np.resize(text, most_rows)
+    sessions, tokens = dict[int, Session](), np.resize(text, most_rows)
     clock = time.perf_counter if model.devices else time.thread_time
 
     def timed(num_rows: int, cells: int) -> float:
