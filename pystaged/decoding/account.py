@@ -26,7 +26,6 @@ LEAST_SECONDS = 0.003  # least credit of any text: a token of a tiny target take
 SHARE = 0.005  # tokens of credit added for each decoded token
 MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
 PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
-_READ = 32  # rows of the pass whose cost estimates the time of prefill
 
 
 class Meter:
@@ -66,51 +65,40 @@ class Account:
     def __init__(self, cost: PassCost | None, batch: BatchLoad, meter: Meter) -> None:
         self.credit = OPENING  # tokens
         self._cost, self._batch, self._meter = cost, batch, meter
-        self._left = {True: OPENING, False: OPENING}  # credit for the next text, by whether decoding is greedy
-        self._greedy = True  # whether decoding of the text is
+        self.left = OPENING  # credit for the next text
         self._free_until = math.inf  # the meter's time from which reading the prompt is charged
-        self._past = 0  # past length of the step's rows
-        self._token = math.inf  # seconds of one token of plain decoding: a plain pass's, divided by its texts
+        self._past, self._token = 0, math.inf  # tokens before the root; seconds of a token of plain decoding
         self._begin = self._drafting = 0.0  # when the step began; seconds of drafting
 
-    def inherit(self, other: Account) -> None:
-        """Copy the credit of another account for the same target and drafter."""
-        self._left = {greedy: min(left, OPENING) for greedy, left in other._left.items()}
-
-    def open(self, drafter: Drafter | None, prompt_tokens: int, read: int, greedy: bool) -> None:
-        """Begin a text: the drafter begins to read the prompt, as far as that is covered, until `opened`.
+    def open(self, drafter: Drafter | None, prompt_tokens: int, read: int) -> None:
+        """Begin a text: the drafter begins to read the prompt, as far as that is covered.
 
         Args:
             drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
-            greedy: whether decoding is greedy, which has a credit of its own.
         """
-        self._greedy, self._free_until = greedy, math.inf
-        self.credit = max(LEAST, self._left[greedy])
+        self.credit, self._free_until = max(LEAST, self.left), math.inf
         if self._cost is None or drafter is None:
             return
         self._price_token(prompt_tokens - 1)
         self.credit = max(self.credit, LEAST_SECONDS / self._token)
-        self._left[greedy] = 0.0  # until prefill ends: the time of an interrupted prefill is not subtracted
-        free = PROMPT * self._cost(_READ, self._past // 2) / _READ * read
+        self.left = 0.0  # of a text whose prefill is interrupted, as its time is not subtracted
+        free = PROMPT * self._cost.prefill(read, self._past - read)
         self._free_until = self._meter() + free
         drafter.catch_up(free + self.credit / 2 * self._token)
-
-    def opened(self) -> None:
-        """The drafter has read what it reads of the prompt."""
-        self.credit -= max(0.0, self._meter() - self._free_until) / self._token
-        self._left[self._greedy] = self.credit
 
     def begin(self, drafter: Drafter | None, past: int) -> float | None:
         """Begin a step. past: tokens of the text before the root. Returns the seconds that it may draft, which are the
         credit less the price of verifying one node; None if it does not draft."""
         self._begin, self._drafting = self._meter(), 0.0
-        if drafter is None or self._cost is None:
-            return None if drafter is None else math.inf
+        if self._cost is None:
+            return math.inf if drafter else None
         self._price_token(past)
+        self.credit -= max(0.0, self._begin - self._free_until) / self._token  # for the prompt, before the first step
+        self.left, self._free_until = self.credit, math.inf
         verifying = self._extra(2)
-        if verifying + (drafter.lag() + drafter.price()) / self._token > self.credit:
+        if drafter is None or verifying + (drafter.lag() + drafter.price()) / self._token > self.credit:
             return None
-        self._left[self._greedy] = 0.0  # until the step ends: the time of a failed one is not subtracted
+        self.left = 0.0  # of a text whose step fails, as its time is not subtracted
         return (self.credit - verifying) * self._token - (self._meter() - self._begin)
 
     def trim(self, tree: TokenTree) -> TokenTree:
@@ -140,14 +128,14 @@ class Account:
         price = drafting / self._token + self._extra(len(verified.tree), verified.tree.num_certain)
         guessed, before = max(1, len(tokens) - certain), self.credit
         self.credit = min(before + guessed - 1 - price + SHARE * guessed, MOST)
-        # The text may end before the tokens that this step gained.
-        self._left[self._greedy] = min(before, self.credit)
+        # What this step gained counts from the next one on: the text may have ended before it.
+        self.left = min(before, self.credit)
         python = max(0.0, self._meter() - self._begin - drafting)
         self._cost.observe(verified.pass_rows, verified.pass_past, verified.processor_seconds, verified.share)
         return len(tokens) / (1 + price * self._token / (self._token + python))
 
     def _price_token(self, past: int) -> None:
-        """Set the past length of a step, and from it the seconds of a token."""
+        """Set the past length of a step, and from it the seconds of a token: a plain pass's, divided by its texts."""
         assert self._cost is not None
         self._past = past
         self._token = self._cost(self._batch.texts, past) / self._batch.texts

@@ -13,6 +13,7 @@ MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SAMPLING = 0.3  # seconds of sampling a model's passes at loading
 _FIRST = 3.0  # samples of a number of rows of which the fastest counts
 _RISE = 0.1  # time of another row where none is sampled, as a share of one row's pass
+_PIECE = 32  # rows of the passes that read a prompt, as assumed for their time
 _LEAST = 1e-6  # shortest time of a pass, in seconds: a coarse clock may show 0
 _BLEND = 0.05  # weight of a new observation, for passes of any size
 _OWN_BLEND = 0.02  # additional weight, for passes of its own size
@@ -63,6 +64,10 @@ class PassCost:
         rise = self.seconds[above] + thousands * self.slopes[above] - low
         return low + along * (max(0.0, rise) if along > 1 else rise)
 
+    def prefill(self, tokens: int, past: int) -> float:
+        """Seconds to read a number of tokens after a past of so many."""
+        return self(_PIECE, past + tokens / 2) * tokens / _PIECE
+
     def observe(self, num_rows: int, cells: float, seconds: float, share: float = 1.0) -> None:
         """Refine the estimate by the time of a pass, because the load of a machine varies.
 
@@ -82,7 +87,7 @@ class PassCost:
             if weight >= 0.5 and samples < _FIRST:
                 first, own = True, late if late < 0 or not samples else 0.0
                 self.samples[n] = min(samples + weight * share, _FIRST)
-            self.seconds[n] *= 1 + own / norm
+            self.seconds[n] = max(_LEAST, self.seconds[n] + own * believed / norm)
             self.slopes[n] = max(0.0, self.slopes[n] + own * believed * thousands / norm)
         if first:
             self._fill()

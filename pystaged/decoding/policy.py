@@ -34,10 +34,10 @@ class Growth:
     """A growing tree, as a policy sees it.
 
     scores: probabilities of all nodes but the root, descending. leaves: those of the nodes that the next pass can
-    expand, best first, and parents before children; gains: the tokens that expanding each should add to a step. passes:
-    number of drafting passes so far; seconds: their time. price: seconds of another pass, by the number of leaves that
-    it expands; 0 without costs.
-    lag: seconds for which the first pass also reads tokens that it lacks.
+    expand, best first, and parents before children. passes: number of drafting passes so far; seconds: their time.
+    gains: the tokens that expanding each leaf should add to a step, with those of later passes; for a GainPolicy alone.
+    price: this text's seconds of another pass, by the number of leaves that it expands; 0 without costs.
+    lag: seconds that the first pass takes besides, to read tokens that it lacks.
     cells: past length: tokens of the text before the root, which every pass attends to.
     """
 
@@ -114,7 +114,7 @@ class GainPolicy:
 
     Args:
         target_cost: seconds of a target pass, by its rows and its past length.
-        budget: most nodes of a tree.
+        budget: most nodes of a tree, at most 64.
         children: candidates per node.
         batch: the batch that shares the passes; by default this text alone.
     """
@@ -122,7 +122,7 @@ class GainPolicy:
     def __init__(
         self, target_cost: Callable[..., float], budget: int = 31, children: int = 4, batch: BatchLoad | None = None
     ) -> None:
-        self.children, self.budget = children, budget
+        self.children, self.budget = children, min(budget, MAX_NODES)
         self._batch = batch or BatchLoad()
         self._target_cost = target_cost
         self._known: tuple[tuple[int, int], list[float]] = (-1, -1), []  # what verifying one tree costs, by its rows
@@ -131,18 +131,21 @@ class GainPolicy:
         return self._best_size(growth)[0]
 
     def expand(self, growth: Growth) -> int:
-        (row, rate), texts = self.margin(growth), self._batch.texts
+        row, rate = self.margin(growth)
         best_width, best_gain, gain = 0, 0.0, 0.0
         for width, more in enumerate(growth.gains, 1):
             gain += max(0.0, more - row)
-            net = gain - rate * (growth.lag + growth.price(width * texts) / texts)
+            net = gain - rate * (growth.lag + growth.price(width))
             if net > best_gain:
                 best_width, best_gain = width, net
         return best_width
 
+    def shared(self, price: Callable[[int], float], num_nodes: int) -> float:
+        """Seconds of this text's part in a pass for so many nodes of each text; price: of a pass, by its nodes."""
+        return price(num_nodes * self._batch.texts) / self._batch.texts
+
     def margin(self, growth: Growth) -> tuple[float, float]:
-        """What another row after the best number of nodes costs, in tokens, which is the least score of a guess that is
-        worth a row; and the tokens per second of that number."""
+        """The least score of a guess for which one more row pays, and the tokens per second of the best number."""
         size, rate = self._best_size(growth)
         costs = self._costs(size + 2, growth.cells)
         return rate * (costs[size + 1] - costs[size]), rate
@@ -154,7 +157,7 @@ class GainPolicy:
         return best_size(tokens, scores, costs, drafting)
 
     def _costs(self, rows: int, cells: int) -> list[float]:
-        """Seconds of the passes that verify 1, 2, ... rows of this text, of `rows` or more."""
+        """Seconds of the passes that verify 1, 2, ... rows of this text; `rows` entries or more."""
         # Kept, because each growth of a tree needs the same values again.
         others, (key, known) = self._batch.rows, self._known
         known = known if key == (others, cells) else []

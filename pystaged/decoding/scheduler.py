@@ -101,14 +101,12 @@ class Scheduler:
     @property
     def can_wait(self) -> bool:
         """Whether the caller may wait for a text: not in a child of fork(), nor inside a step, as a policy is."""
-        return os.getpid() == self._process and self._thread is not threading.current_thread()
+        return not self.is_forked and self._thread is not threading.current_thread()
 
     def check_caller(self) -> None:
         """Raise RuntimeError if the caller cannot wait for a text."""
-        if os.getpid() != self._process:
-            raise RuntimeError(_FORKED)
-        if self._thread is threading.current_thread():
-            raise RuntimeError(_IN_STEP)
+        if not self.can_wait:
+            raise RuntimeError(_FORKED if self.is_forked else _IN_STEP)
 
     def cancel(self, text: Text) -> None:
         """End a text after the current pass. Does not wait."""

@@ -45,7 +45,7 @@ def speculate(
     room = min(max_tokens, target.n_ctx - len(prompt) + 1)
     while room > 0:
         # Begin a tree of guesses and grow it. Its root is the last token, which the target has not read yet.
-        drafter.draft(sampling, room - 1)
+        drafter.draft(sampling, min(room, target.most_pending) - 1)
         fulfil_all(drafter)
         tree = drafter.tree
 

@@ -24,7 +24,7 @@ from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.requests import AnyRequest, Logprobs, Read, Score, Verify
 from pystaged.decoding.stop_strings import TextBuffer
-from pystaged.decoding.tree import Stage, TreeBuilder, constrained
+from pystaged.decoding.tree import Stage, TreeBuilder, masks_of
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.binding import bind
@@ -221,13 +221,12 @@ class Text:
                 return self._piece_of_prompt()
             # The drafter begins, and reads the prompt as far as its account allows.
             self._before, self._root = int(prompt[-2]) if len(prompt) > 1 else -1, int(prompt[-1])
-            greedy = self.sampling.is_greedy
             if drafter:
-                drafter.start(prompt, greedy=greedy, prediction=self.prediction, constraint=self.constraint)
-            account.open(drafter, len(prompt), self._length - self.reused, greedy)
+                greedy, prediction = self.sampling.is_greedy, self.prediction
+                drafter.start(prompt, greedy=greedy, prediction=prediction, constraint=self.constraint)
+            account.open(drafter, len(prompt), self._length - self.reused)
             self._phase = Phase.CATCH_UP
         else:
-            account.opened()
             self.stats.reused_tokens += self.reused
             self.stats.prefill_seconds += self.context.clocks.wall() - self._began
             self.finish = "stop" if self.constraint is not None and self.constraint.is_complete else None
@@ -327,12 +326,15 @@ class Text:
     def _verify(self) -> Verify:
         """The pass over the tree that was drafted."""
         assert self.context
-        context, drafts, masks = self.context, self._drafts, None
-        tree = context.account.trim(drafts.tree) if drafts else TreeBuilder(self._root).build()
-        if self.constraint is not None:
-            most = max(0, min(self._max_depth, MAX_NODES))
-            forced = self.constraint.forced()[:most] if self.config.speculate else []
-            tree, masks = constrained(tree, self.constraint, forced)
+        context, drafts, limits = self.context, self._drafts, self.constraint
+        if drafts:
+            tree = context.account.trim(drafts.tree)
+        else:
+            plain = TreeBuilder(self._root)
+            if limits and self.config.speculate:
+                plain.force(limits.forced()[: min(self._max_depth, MAX_NODES)])
+            tree = plain.build(range(1, len(plain.nodes)))
+        masks = None if limits is None else masks_of(tree, limits)
         # A plain step asks for no candidates, because the time to find them would be a loss.
         recycled = drafts.recycled if drafts else None
         wanted = min(recycled.num_candidates, context.target.vocab_size) if recycled else 0

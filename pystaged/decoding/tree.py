@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pystaged.sampling.constraint import Constraint, allows
+from pystaged.sampling.constraint import Constraint
 
 
 class Stage(IntEnum):
@@ -101,6 +101,13 @@ class TreeBuilder:
             self.nodes[child].score = min(self.nodes[child].score * factor, self.nodes[node].score)
             self._scale_below(child, factor)
 
+    def force(self, tokens: Iterable[int]) -> int:
+        """Add the tokens that a grammar forces after the root, one below the other; returns the last node."""
+        node = 0
+        for token in tokens:
+            node = self.add(node, token, 1.0, Stage.GRAMMAR)
+        return node
+
     def ranked(self) -> list[int]:
         """All nodes but the root, the likeliest first and parents before children."""
         if self._ranked is None:
@@ -128,34 +135,13 @@ class TreeBuilder:
         )
 
 
-def constrained(tree: TokenTree, constraint: Constraint, forced: Sequence[int]) -> tuple[TokenTree, NDArray[np.uint32]]:
-    """Add the forced tokens to a tree and cut the forbidden nodes, which could not have been accepted.
-
-    Returns: the new tree of n nodes, and the mask after each node, uint32[n, words].
-    """
-    builder, first = TreeBuilder(int(tree.tokens[0])), constraint.mask([])
-    if first is None:
+def masks_of(tree: TokenTree, constraint: Constraint) -> NDArray[np.uint32]:
+    """The tokens that a constraint allows after each node, uint32[n, words]; any after a node that ends the text, or is
+    forbidden and so never accepted. Raises ValueError if the constraint forbids the tokens that it was advanced by."""
+    paths, masks = list[list[int]](), list[NDArray[np.uint32] | None]()
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append([*paths[parent], token] if paths else [])
+        masks.append(constraint.mask(paths[-1]))
+    if (first := masks[0]) is None:
         raise ValueError("the constraint forbids the tokens that it was advanced by")
-    masks = [first]
-
-    def add(parent: int, token: int, score: float, stage: Stage) -> int | None:
-        known = builder.children[parent].get(token)
-        if known is not None:
-            return known
-        mask = constraint.mask([*builder.path(parent), token]) if allows(masks[parent], token) else None
-        if mask is None:
-            return None
-        masks.append(mask)
-        return builder.add(parent, token, score, stage)
-
-    last = 0
-    for token in forced:
-        if (node := add(last, token, 1.0, Stage.GRAMMAR)) is None:
-            break
-        last = node
-    kept: dict[int, int] = {0: 0}
-    nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), tree.stages.tolist(), strict=True)
-    for i, (token, parent, score, stage) in enumerate(nodes):
-        if parent in kept and (found := add(kept[parent], token, score, Stage(stage))) is not None:
-            kept[i] = found
-    return builder.build(range(1, len(builder.nodes))), np.stack(masks)
+    return np.stack([first if mask is None else mask for mask in masks])

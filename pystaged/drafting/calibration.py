@@ -72,7 +72,7 @@ _MEMORY = 500.0  # observations after which the older ones fade
 _WEIGHT = 12.0  # weight of the prior, in observations
 _COVERED = 0.8  # assumed chance that a judged node's children hold the target's token
 _BLEND = 0.02  # weight of a new observation of it
-_FORGET = 0.05  # share of the way that each new text moves the root's chance back to that
+_FORGET = 0.05  # share of the way that each new text moves what was learnt of it back to _COVERED
 _TRUST = {DRAFT: 0.9, CONTEXT[8]: 0.9, CONTEXT[16]: 0.95}  # prior rate of a candidate, divided by its share; else 0.6
 
 
@@ -103,7 +103,8 @@ class Calibration:
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
-        self._covered[()] = self.covered(()) + _FORGET * (_COVERED - self.covered(()))
+        for cells, chance in self._covered.items():
+            self._covered[cells] = chance + _FORGET * (_COVERED - chance)
 
     def covered(self, cells: tuple[Cell, ...]) -> float:
         """The chance that the children of a judged node hold the target's token, by its own cells."""
@@ -123,8 +124,8 @@ class Calibration:
         ]
 
     def judged(self, found: Candidates, guesses: dict[int, Cell]) -> list[tuple[float, int, tuple[Cell, ...]]]:
-        """The children of a node, best first, from the cells of the tokens that lookups guessed and from what another
-        proposer found; where one of them is silent, the other one's. Of each: its rate, the token, and the cells that
+        """Merge what another proposer found after a node with the cells of the tokens that lookups guessed; if one of
+        both is empty, use the other. Returns the children, best first: of each its rate, the token, and the cells that
         learn whether it is right."""
         cells = dict(zip(found.scores, self.cells(found.source, list(found.scores.values())), strict=True))
         if not cells or not guesses:
@@ -146,8 +147,8 @@ class Calibration:
         return said
 
     def rate(self, cell: Cell, prior: float | None = None) -> float:
-        """The estimated rate of a cell; prior: what is expected of one of two sources. Never 0 or 1, so that a tree can
-        always grow a sibling or end."""
+        """The estimated rate of a cell, never 0 or 1, so that a tree can always grow a sibling or end. prior: what to
+        assume of a cell of two sources."""
         if prior is None:
             prior = _TRUST.get(cell[0], 0.6) * _CENTRES[cell[2]]
         tried, hits = self._counts.get(cell) or (0.0, 0.0)

@@ -11,7 +11,6 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -32,7 +31,7 @@ from pystaged.stats import DrafterStats
 
 _LEAST = 0.02  # score from which a node may be judged
 _HELD = 0.4  # assumed chance that the children which lookups give the root hold the target's token
-_EAGER = 1.5  # how much more a pass is worth than the children that it adds: others may follow
+_EAGER = 1.5  # assumed ratio of what a pass adds, with the passes that follow, to what its children add
 
 
 class TreeDrafter:
@@ -136,7 +135,7 @@ class TreeDrafter:
         return own if self._lookups or not self._costly else own + self._costly.price(1)
 
     def catch_up(self, seconds: float = math.inf) -> None:
-        """Let `request` read what it lacks of the text to propose, as far as fits into `seconds`; so does `draft`."""
+        """Let the next requests read what proposers lack of the text, for at most some seconds; so does `draft`."""
         self._deadline = self._meter() + seconds
         late = [proposer for proposer in self._proposers if not proposer.is_ready]
         self._late = [proposer for proposer in late if proposer is not self._costly or self._may_buy()]
@@ -146,7 +145,7 @@ class TreeDrafter:
         if self._gain is None or self._costly is None:
             return True
         gain = _EAGER * self._known.covered(()) - _HELD
-        growth = Growth([], [1.0], 0, 0.0, self._length - 1, gains=[gain], price=self._costly.price)
+        growth = Growth([], [1.0], 0, 0.0, self._length - 1, gains=[gain], price=self._price)
         return self._gain.expand(growth) > 0
 
     def draft(self, sampling: SamplingConfig, max_depth: int, seconds: float = math.inf) -> None:
@@ -176,11 +175,10 @@ class TreeDrafter:
             if tree.rows is None:  # the tree begins, with forced tokens
                 tree.began = self._meter()
                 tree.seconds_left = self._deadline - tree.began
-                if costly and costly.is_ready:
-                    tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
                 if self._constraint:
-                    for token in self._constraint.forced()[: max(0, min(tree.max_depth - 1, MAX_NODES))]:
-                        tree.first = tree.add(tree.first, token, 1.0, Stage.GRAMMAR)
+                    tree.first = tree.force(self._constraint.forced()[: min(tree.max_depth, MAX_NODES)])
+                if costly and costly.is_ready and tree.first <= costly.most_forced:
+                    tree.deepest = max(0, int(min(tree.max_depth, costly.most_levels())))
             # Grow it, pass by pass. A pass is made between two calls.
             while True:
                 if tree.rows:
@@ -190,9 +188,13 @@ class TreeDrafter:
                         self._meter.stop()
                         return request
                     self._grow(tree, tree.rows, asked)
-                if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no room for two
+                # A node of a chain has one child, the draft's.
+                if self._gain and self._lookups and not (self._chains and tree.deepest):
                     self._look_ahead(tree, self._gain)
                 tree.rows = self._rows(tree)
+                if not tree.rows and self._chains and tree.deepest and not tree.passes:
+                    tree.deepest = 0  # no pass pays, so lookups draft
+                    continue
                 if not tree.rows:
                     self._finish(tree)
                     return None
@@ -210,6 +212,7 @@ class TreeDrafter:
         self._costly.take(request)
         if request.error is not None or (isinstance(request, Read) and request.hidden is None):
             return  # the prefill of a draft model is no drafting
+        self._passes.passes += not isinstance(request, Read)
         self._passes.native_seconds += request.share * request.seconds
         self._passes.weight_bytes += round(request.share * request.session.weight_bytes)
         if (cost := self._costly.cost) and not isinstance(request, Read):  # reading takes less than a pass of its rows
@@ -218,15 +221,14 @@ class TreeDrafter:
 
     def _finish(self, tree: GrowingTree) -> None:
         """Keep the nodes to verify, parents before children, and count the work."""
-        kept = tree.ranked()
-        kept = kept[: checked(self._policy, "keep", self._policy.keep(self._growth(tree)), MAX_NODES)]
+        kept = checked(self._policy, "keep", self._policy.keep(self._growth(tree)), MAX_NODES)
         growing = self._meter() - tree.began - tree.passing
         self._looking_up.passes += tree.looked_up
         self._looking_up.seconds += growing
         self._passes.seconds += tree.passing
         if self._cost and tree.looked_up:
             self._cost.observe(tree.looked_up, 0, growing)
-        self.tree = tree.build(kept)
+        self.tree = tree.build(tree.ranked()[: max(kept, tree.first)])  # what a grammar forces is certain
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append the tokens that the target emitted after the root. If it has not drafted, this takes almost no time,
@@ -262,14 +264,14 @@ class TreeDrafter:
         growth = self._growth(tree)
         growth.leaves, growth.gains = [tree.nodes[node].score for node in nodes], gains
         if self._costly and tree.deepest and not tree.passes:  # the first pass also reads what it lacks
-            growth.lag = self._costly.lag()
+            growth.lag = self._costly.lag() + (tree.first * self._price(1) if self._costly.by_levels else 0.0)
         left = tree.seconds_left - growth.seconds - growth.lag
         most = min(len(nodes), MAX_EXPANDED - len(tree.judged))
         width = checked(self._policy, "expand", self._policy.expand(growth), most)
-        while width > 0 and self._price(tree, width) > left:
+        while width > 0 and growth.price(width) > left:
             width -= 1
-        if self._gain and width:  # reckoned, so that the same costs give one tree; a user's policy sees measured times
-            tree.seconds += growth.lag + self._price(tree, width)
+        if self._gain and width:  # estimated, so that equal costs give equal trees; a user's policy sees measured times
+            tree.seconds += growth.lag + growth.price(width)
         return nodes[:width]
 
     def _unjudged(self, tree: GrowingTree) -> tuple[list[int], list[float]]:
@@ -304,7 +306,7 @@ class TreeDrafter:
         first, before, least, rate = tree.looked_up, tree.seconds, 0.0, self._known.rate
         while leaves:
             count = tree.looked_up - first
-            if count % 4 == 0:  # it changes little
+            if count % 4 == 0:  # less often than it changes, because it takes time
                 growth = self._growth(tree)
                 least = max(policy.margin(growth)[0], _LEAST / 2, *growth.scores[policy.budget - 1 : policy.budget])
             score, node = leaves.pop(0)
@@ -349,7 +351,6 @@ class TreeDrafter:
         """Add the children of nodes that the costly proposer judges, and without a GainPolicy the lookups, too."""
         found: dict[int, Candidates] = {}
         if self._costly and asked:
-            self._passes.passes += 1
             self._passes.nodes += len(asked)
             for node, said in zip(asked, self._costly.propose(tree, asked), strict=True):
                 found[node] = Candidates(self._ranked(tree, node, said), said.source)
@@ -367,12 +368,14 @@ class TreeDrafter:
                     tree.add(node, token, tree.nodes[node].score * rate, stage, cells)
         tree.seconds += 0.0 if self._gain else self._meter() - tree.pass_began
 
-    def _price(self, tree: GrowingTree, num_nodes: int) -> float:
-        """Seconds of a pass over a number of nodes."""
-        if self._costly is None or not tree.deepest:
-            return self._cost(num_nodes) if self._cost and not self._gain else 0.0
-        return self._costly.price(num_nodes)
+    def _price(self, num_nodes: int) -> float:
+        """Seconds of this text's part in a pass of the costly proposer over a number of its nodes."""
+        assert self._costly
+        return self._gain.shared(self._costly.price, num_nodes) if self._gain else self._costly.price(num_nodes)
 
     def _growth(self, tree: GrowingTree) -> Growth:
         scores = [tree.nodes[node].score for node in tree.ranked()]
-        return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=partial(self._price, tree))
+        growth = Growth(scores, [], tree.passes, tree.seconds, self._length - 1)
+        if tree.deepest:
+            growth.price = self._price
+        return growth

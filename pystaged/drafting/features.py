@@ -21,8 +21,7 @@ from pystaged.options.config import SamplingConfig
 _CANDIDATES = 16  # per node
 _LEAST_READ = 32  # queued rows that are read without waiting for a tree
 _MOST_UNREAD = 512  # queued rows; with more the draft stops drafting in this text
-_WORTH_READING = 64  # tokens; so many the target always reads again for a draft that lacks their hidden states
-_MOST_FORCED = 4  # forced tokens before the first guess, each of which takes a pass of an EAGLE-3 draft or MTP layer
+_WORTH_READING = 64  # if the draft lacks the hidden states of at most this many tokens, the target reads them again
 _GREEDY = SamplingConfig().native
 
 
@@ -76,10 +75,11 @@ class FeatureProposer(PassProposer):
     def is_ready(self) -> bool:
         return not self._is_lost and len(self._unread) <= _LEAST_READ
 
-    def catch_up(self, _seconds: float = math.inf) -> Read | None:
-        # Without a limit, because it takes a small part of the time of the target's own pass over the rows.
+    def catch_up(self, seconds: float = math.inf) -> Read | None:
         unread = len(self._unread) - 1  # the last row belongs to the first pass of the next tree
-        return self._read(unread) if unread >= _LEAST_READ else None
+        if unread < _LEAST_READ or (self.cost and self._reading(self.cost, unread) > seconds):
+            return None
+        return self._read(unread)
 
     def _lose(self) -> None:
         super()._lose()
@@ -138,6 +138,7 @@ class EagleProposer(FeatureProposer):
 
     ahead = 1
     by_levels = True
+    most_forced = 4
 
     def __init__(self, session: Session, model: Model, target: Session, cost: PassCost | None = None) -> None:
         super().__init__(session, model, target, cost)
@@ -163,11 +164,10 @@ class EagleProposer(FeatureProposer):
         if 0 not in self._judged:  # the root is the last row of what is unread
             chain = range(-1, len(self._unread) - 1)
             return self._evaluate([0], self._unread, chain, self._hidden) if self._hidden else None
-        forced = range(1, tree.first if tree.first <= _MOST_FORCED else 0)
-        nodes = [node for node in forced if node not in self._judged][:1] or nodes
+        nodes = [node for node in range(1, tree.first) if node not in self._judged][:1] or nodes
         parents = [tree.nodes[node].parent for node in nodes]
         if all(node in self._judged for node in nodes) or any(parent not in self._judged for parent in parents):
-            return None  # they are found; or it is lost, or too many tokens before are forced
+            return None  # they are found; or it is lost
         _, states, rows = zip(*(self._judged[parent] for parent in parents), strict=True)
         tokens = [tree.nodes[node].token for node in nodes]
         return self._evaluate(nodes, tokens, rows, sum(states[1:], states[0]))

@@ -17,7 +17,6 @@ from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer
 from pystaged.sampling.constraint import Constraint
 
 _LONGEST_PREFIX_ROWS = 16  # most unread tokens that are read in the root's pass rather than by prefill
-_PIECE = 32  # rows of the pass whose cost estimates the time of prefill
 _LEAST_READ = 8  # least tokens that are read where not all seem to fit
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
@@ -39,7 +38,7 @@ class ModelProposer(PassProposer):
         super().__init__(session, cost)
         self._substitutes = substitutes or {}
         self._tree: GrowingTree | None = None  # the current one
-        self._rows, self._num_rows = dict[int, int](), 0  # pending rows of its nodes; all that are pending
+        self._rows = dict[int, int]()  # pending rows of its nodes
         self._after: dict[int, Candidates] = {}  # what it names, by node
 
     def start(self, context: NDArray[np.int32], _prediction: Sequence[int]) -> None:
@@ -80,7 +79,6 @@ class ModelProposer(PassProposer):
         return [self._after.get(node) or Candidates({}, DRAFT) for node in nodes]
 
     def keep(self, request: AnyRequest) -> None:
-        self._num_rows += request.num_rows
         assert self._tree
         for key, tokens, scores in zip(self._asked, *request.result, strict=True):
             # Filters may leave fewer candidates.
@@ -100,7 +98,7 @@ class ModelProposer(PassProposer):
             before = range(nodes[0])
         for node in (*before, *nodes):
             parents.append(self._rows[tree.nodes[node].parent] if node else len(tokens) - 1)
-            self._rows[node] = self._num_rows + len(tokens)
+            self._rows[node] = self.session.num_pending + len(tokens)
             tokens += self._spelled([tree.nodes[node].token])
         parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
         tokens += more
@@ -141,11 +139,11 @@ class ModelProposer(PassProposer):
     def _reading(self, cost: PassCost, unread: int) -> float:
         if unread <= _LONGEST_PREFIX_ROWS:
             return super()._reading(cost, unread)
-        return cost(_PIECE, self._length + unread // 2) * unread / _PIECE
+        return cost.prefill(unread, self._length)
 
     def _forget(self) -> None:
         super()._forget()
-        self._tree, self._rows, self._num_rows, self._after = None, {}, 0, {}
+        self._tree, self._rows, self._after = None, {}, {}
 
     def _spelled(self, tokens: list[int]) -> list[int]:
         """The draft's tokens in place of the target's."""

@@ -44,7 +44,8 @@ class GrowingTree(TreeBuilder):
         self.seconds = 0.0  # prices of its lookups and passes
         self.passing = 0.0  # measured seconds of its passes
         self.rows: list[int] | None = None  # nodes that the current pass expands
-        self.began = self.pass_began = 0.0  # when drafting began, after reading the text, and that pass
+        self.began = 0.0  # when drafting began, after reading the text
+        self.pass_began = 0.0  # when the current pass did
         self.seconds_left = math.inf  # for all passes
 
 
@@ -106,6 +107,7 @@ class PassProposer(Proposer):
     """
 
     by_levels = False  # whether a node's parent must have been in an earlier pass
+    most_forced = math.inf  # forced tokens before the first guess; by levels each takes a pass
 
     def __init__(self, session: Session, cost: PassCost | None = None) -> None:
         self.session, self.cost = session, cost

@@ -178,9 +178,8 @@ class Text:
         self.lost = self.tokens = 0.0  # of the last text, in tokens of plain decoding
         self._lost = self._bound = 0.0  # of the texts before
 
-    def start(self, prompt_tokens: int = 40, speculate: bool = True, greedy: bool = True) -> None:
-        sampling = SamplingConfig(temperature=0.0 if greedy else 1.0)
-        self.text = text_of(np.zeros(prompt_tokens, np.int32), sampling, 10**9, speculate=speculate)
+    def start(self, prompt_tokens: int = 40, speculate: bool = True) -> None:
+        self.text = text_of(np.zeros(prompt_tokens, np.int32), None, 10**9, speculate=speculate)
         self.text.begin(self.decoder)
         while self.text._phase is not Phase.STEP:
             if request := (self.text._drafter and self.text._drafter.request()) or self.text._go_on():
@@ -334,25 +333,17 @@ def test_what_costs_more_than_may_be_lost_is_not_tried() -> None:
 
 
 @pytest.mark.parametrize("fails", ["prefill", "step", "plain step"])
-def test_credit_is_kept_by_sampling_inherited_and_lost_by_what_is_interrupted(fails: str) -> None:
+def test_credit_is_kept_for_the_next_text_and_lost_by_what_is_interrupted(fails: str) -> None:
     """The time of an interrupted prefill or draft is not charged, so that it must not be had again."""
     text = Text(FLAT, 0.1)
     account = text.decoder.account
     text.write([GOOD] * 20)
     text.start()
     assert account.credit == MOST
-    text.start(greedy=False)
-    assert account.credit == OPENING
-    copied = Account(FLAT, BatchLoad(), Meter(lambda: 0.0))
-    copied.inherit(account)
-    copied.open(text.drafter, 40, 0, True)  # type: ignore[arg-type]
-    copied.opened()
-    assert copied.credit == OPENING  # at most
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    text.start()
     text.drafter._price = 50.0 if fails == "plain step" else 0.1
     where, name = (text.drafter, "catch_up") if fails == "prefill" else (text.session, "run")
     act = text.start if fails == "prefill" else lambda: text.step(GOOD)
@@ -362,8 +353,6 @@ def test_credit_is_kept_by_sampling_inherited_and_lost_by_what_is_interrupted(fa
             act()
     text.start()
     assert account.credit == (MOST if fails == "plain step" else LEAST)
-    text.start(greedy=False)
-    assert account.credit == OPENING
 
 
 def test_a_tree_is_cut_to_what_the_credit_covers_but_not_its_forced_tokens_and_first_guess() -> None:

@@ -19,8 +19,11 @@ from pystaged._core import Model, Session
 from pystaged.bench.pairs import drafters
 from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
+from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import only
-from pystaged.decoding.tree import TreeBuilder, constrained
+from pystaged.decoding.tree import TreeBuilder, masks_of
+from pystaged.drafting.drafter import TreeDrafter
+from pystaged.drafting.lookups import lookups
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint, allows
 from pystaged.stats import GenerationStats
@@ -183,35 +186,28 @@ def test_guesses_below_what_must_come(target: Model) -> None:
     assert any(step.stages.index(Stage.GRAMMAR) < step.stages.index(Stage.DRAFT) for step in both)
 
 
-def test_what_a_constraint_leaves_of_a_tree() -> None:
+def test_what_may_follow_each_node_of_a_tree() -> None:
     language = Language(lambda text: [[1, 2, 3], [4], [5], [6, END], [7, 8]][len(text)])
     builder = TreeBuilder(99)
-    one = builder.add(0, 1, 0.9, Stage.DRAFT, (1, 0, 0))
-    four = builder.add(one, 4, 0.8, Stage.NGRAM, (2, 0, 0))
-    builder.add(one, 9, 0.7, Stage.DRAFT, (1, 0, 0))  # forbidden, and what follows it
-    builder.add(4 - 1, 5, 0.6, Stage.DRAFT, (1, 0, 0))
-    builder.add(0, 3, 0.5, Stage.DRAFT, (1, 0, 0))
-    tree = builder.build(range(1, 6))
-    assert four == 2
-    left, masks = constrained(tree, language, [])
-    assert left.tokens.tolist() == [99, 1, 4, 3]
-    assert left.parents.tolist() == [-1, 0, 1, 0]
-    assert left.stages.tolist() == [Stage.TARGET, Stage.DRAFT, Stage.NGRAM, Stage.DRAFT]
-    np.testing.assert_array_equal(left.scores, np.array([1, 0.9, 0.8, 0.5], np.float32))
-    assert [[token for token in range(300) if allows(mask, token)] for mask in masks] == [[1, 2, 3], [4], [5], [4]]
-    language.advance([2])
-    left, masks = constrained(TreeBuilder(2).build(), language, language.forced())
-    assert left.tokens.tolist() == [2, 4, 5]
-    assert left.stages.tolist() == [Stage.TARGET, Stage.GRAMMAR, Stage.GRAMMAR]
-    assert left.scores.tolist() == [1, 1, 1]
-    # The end of text is no node, and no mask comes after it.
-    language.advance([4, 5])
-    builder = TreeBuilder(5)
-    builder.add(0, END, 0.9, Stage.DRAFT, (1, 0, 0))
-    builder.add(0, 6, 0.5, Stage.DRAFT, (1, 0, 0))
-    left, masks = constrained(builder.build([1, 2]), language, language.forced())
-    assert left.tokens.tolist() == [5, 6]
-    assert masks.shape == (2, 10)
+    for parent, token in ((0, 1), (1, 4), (1, 9), (0, 3)):
+        builder.add(parent, token, 0.5, Stage.DRAFT)
+    masks = masks_of(builder.build(range(1, 5)), language)
+    forbidden = [1, 2, 3]  # as good as any, since 9 is never accepted
+    allowed = [[token for token in range(300) if allows(mask, token)] for mask in masks]
+    assert allowed == [[1, 2, 3], [4], [5], forbidden, [4]]
+    language.mask = lambda _: None  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="forbids the tokens"):
+        masks_of(builder.build(), language)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_a_grammar_forces_is_verified_whatever_the_policy_keeps(target: Model, drafts: bool) -> None:
+    drafter = TreeDrafter([*lookups()], FixedPolicy(1, 0, 0), target.vocab_size) if drafts else None
+    language = Language(lambda text: [[1], [4], [5], [6, 7]][min(len(text), 3)])
+    steps = list(generate(Context(Session(target), drafter), PROMPT, SamplingConfig(), 4, constraint=language))
+    assert steps[0].tree.tokens.tolist()[1:] == [1, 4, 5]
+    assert set(steps[0].tree.stages.tolist()[1:]) == {Stage.GRAMMAR}
+    assert steps[0].path == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("way", ["n-grams of the context alone", "tree", "wide tree", "tree with n-grams", "one tree"])

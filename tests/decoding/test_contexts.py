@@ -610,7 +610,7 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         old.drafter.advance([int(tree.tokens[1])])
         begun = engine._factory.context(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
-        assert begun.account._left == {kind: min(left, OPENING) for kind, left in old.account._left.items()}
+        assert begun.account.left == min(old.account.left, OPENING)
         # How often candidates are right, all contexts of an engine learn together.
         for each in (begun, engine._factory.context(0, None)):
             assert cast(Any, each.drafter)._learnt is old.drafter._learnt

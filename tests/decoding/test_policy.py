@@ -50,10 +50,11 @@ def test_a_pass_is_bought_for_the_leaves_that_pay(gains: list[float], first: flo
 
 
 def test_texts_share_a_pass_but_not_what_each_must_read_before() -> None:
-    eight = GainPolicy(TARGET, batch=BatchLoad(8))
+    eight, price = GainPolicy(TARGET, batch=BatchLoad(8)), PassCost({1: 0.004, 2: 0.0042})
+    assert eight.shared(price, 3) == price(24) / 8
     for lag, bought in ((0.0, 1), (0.002, 1), (0.2, 0)):
-        asked = growth([], [1.0], PassCost({1: 0.004, 2: 0.0042}))
-        asked.lag = lag
+        asked = growth([], [1.0])
+        asked.lag, asked.price = lag, lambda n: eight.shared(price, n)
         assert eight.expand(asked) == bought
 
 
@@ -99,6 +100,7 @@ def test_fixed_policy() -> None:
 
 def test_gain_policy_keeps_its_budget() -> None:
     assert GainPolicy(TARGET, budget=2).keep(Growth([0.9, 0.9, 0.9], [], 1, 0.001)) == 2
+    assert GainPolicy(PassCost({1: 1.0, 32: 1.0}), budget=999).keep(Growth([0.9] * 99, [], 1, 0.001)) == MAX_NODES
 
 
 def test_costs_are_interpolated_and_extended() -> None:
@@ -196,6 +198,12 @@ def test_the_fastest_of_the_first_samples_counts() -> None:
     cost = PassCost({1: 1.0, 8: 0.0, 32: 0.0}, samples={1: 3, 8: 0, 32: 0})
     cost.observe(16, 0, 5.0)
     assert (cost.samples[8] > 0, cost.samples[32]) == (True, 0)  # a pass is a sample of the nearest number alone
+
+
+def test_the_first_sample_in_a_long_context_is_believed() -> None:
+    cost = PassCost({1: 1.0, 2: 1.0}, {1: 1.0, 2: 1.0}, {1: 0, 2: 0})
+    cost.observe(1, 1000, 1.5)
+    assert cost(1, 1000) == pytest.approx(1.5)
 
 
 def test_a_pass_of_no_time_by_a_coarse_clock_is_not_free() -> None:

@@ -23,12 +23,12 @@ from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.drafter import fulfil_all
-from pystaged.decoding.policy import FixedPolicy, GainPolicy, Growth
+from pystaged.decoding.policy import BatchLoad, FixedPolicy, GainPolicy, Growth, TreePolicy
 from pystaged.decoding.requests import Clocks, Verify, fulfil
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import LOOKUP_SECONDS, ContextProposer, lookups
 from pystaged.drafting.model import ModelProposer
-from pystaged.drafting.proposer import Proposal
+from pystaged.drafting.proposer import Proposal, Proposer
 from pystaged.loading import names
 from pystaged.loading.drafts import substitutes
 from pystaged.options.config import SamplingConfig
@@ -367,7 +367,7 @@ class SlowSession(Heard):
         self.now += 0.1 * len(tokens) if kind == "read" else 1.0
 
 
-def slow(draft: Model, cost: PassCost, policy: FixedPolicy = CHAIN) -> tuple[SlowSession, TreeDrafter]:
+def slow(draft: Model, cost: PassCost, policy: TreePolicy = CHAIN) -> tuple[SlowSession, TreeDrafter]:
     """Such a session of a draft, and a drafter that believes these costs."""
     session: Any = SlowSession(Session(draft))
     meter = Meter(session.clocks.processor)
@@ -385,6 +385,34 @@ def test_a_draft_stops_where_the_next_pass_would_not_fit(draft: Model, seconds: 
     # What was not read is read with the next pass.
     drafter.advance([7])
     assert len(drafted(drafter, GREEDY, 20)) == 7
+
+
+def test_a_batch_pays_a_text_its_part_of_the_passes_that_all_share(draft: Model) -> None:
+    seen: list[Growth] = []
+
+    class Seen(GainPolicy):
+        def keep(self, growth: Growth) -> int:
+            seen.append(growth)
+            return super().keep(growth)
+
+    cost, policy = PassCost({1: 1.0, 32: 2.0}), Seen(PassCost({1: 90.0, 32: 90.0}), batch=BatchLoad(8, 7, 7.0))
+    session, drafter = slow(draft, cost, policy)
+    drafter.start(np.arange(5, dtype=np.int32))
+    drafter.catch_up()
+    fulfil_all(drafter, session.clocks)
+    drafted(drafter, GREEDY, 20, clocks=session.clocks)
+    passes = drafter.work()["draft"].passes
+    assert passes >= 2
+    assert passes * cost(1) / 8 < seen[-1].seconds < passes
+
+
+def test_a_chain_is_drafted_by_lookups_where_the_draft_does_not_pay(draft: Model) -> None:
+    proposers: list[Proposer] = [*lookups(), ModelProposer(Session(draft), PassCost({1: 99.0, 32: 99.0}))]
+    policy = GainPolicy(PassCost({1: 1.0, 32: 1.0}))
+    drafter = TreeDrafter(proposers, policy, draft.vocab_size, chains=True)
+    drafter.start(np.array([1, 2, 3] * 5, np.int32))
+    assert drafted(drafter, GREEDY, 6).tokens.tolist() == [3, 1, 2, 3, 1, 2, 3]
+    assert drafter.work()["draft"].passes == 0
 
 
 def test_a_prompt_is_read_as_far_as_the_seconds_reach(draft: Model) -> None:
@@ -457,11 +485,12 @@ def test_lookups_stop_where_the_next_one_would_not_fit(number: int, monkeypatch:
 
     meter = Meter(lambda: now[0])
     proposer = Ticking()
-    drafter = TreeDrafter([proposer], CHAIN, 300, cost=PassCost({1: 1.0}), meter=meter)
+    policy = GainPolicy(PassCost({1: 1000.0, 32: 1000.0}), children=1)
+    drafter = TreeDrafter([proposer], policy, 300, cost=PassCost({1: 1.0}), meter=meter)
     drafter.start(np.array([1, 2, 3] * 20, np.int32))
     assert (drafter.lag(), drafter.price()) == (pytest.approx(0.6), 1.0)
     tree = drafted(drafter, GREEDY, 20, 0.7 + number)
-    assert drafter.work()["ngram"].passes == now[0] == len(tree) - 1 == max(number, 1)
+    assert drafter.work()["ngram"].passes == now[0] == len(tree) - 1 == number
 
 
 def test_lookups_of_a_tree_are_paid_for() -> None:

@@ -141,6 +141,10 @@ def test_a_drafter_that_waits_reads_what_it_missed(pair: Pair) -> None:
             text.extend(tokens.tolist())
 
     go_on(70)
+    proposer = drafter._costly
+    proposer.cost = PassCost({1: 1.0, 32: 32.0})
+    assert (proposer.catch_up(5.0), type(proposer.catch_up(99.0))) == (None, Read)
+    proposer.cost = None
     same(drafted(drafter, sampling, 20), first_tree(pair, text, sampling, decoder))
     go_on(520)
     assert drafter.lag() == float("inf")
