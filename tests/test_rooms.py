@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 2708,
+    "decoding": 2678,
     "drafting": 1655,
     "backends": 387,
     "loading": 3963,

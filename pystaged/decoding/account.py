@@ -40,7 +40,7 @@ class Meter:
         self._since, self._before = clock(), 0.0
 
     def __call__(self) -> float:
-        """Seconds so far. Only the difference of two calls within one step has a meaning."""
+        """Seconds so far. Only the difference of two calls has a meaning."""
         return self._before + self._clock() - self._since
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class Account:
             return
         self._price_token(prompt_tokens - 1)
         self.credit = max(self.credit, LEAST_SECONDS / self._token)
-        self.left = 0.0  # of a text whose prefill is interrupted, as its time is not subtracted
+        self.left = 0.0  # if prefill is interrupted, its time is never subtracted
         free = PROMPT * self._cost.prefill(read, self._past - read)
         self._free_until = self._meter() + free
         drafter.catch_up(free + self.credit / 2 * self._token)
@@ -98,7 +98,7 @@ class Account:
         verifying = self._extra(2)
         if drafter is None or verifying + (drafter.lag() + drafter.price()) / self._token > self.credit:
             return None
-        self.left = 0.0  # of a text whose step fails, as its time is not subtracted
+        self.left = 0.0  # if the step fails, its time is never subtracted
         return (self.credit - verifying) * self._token - (self._meter() - self._begin)
 
     def trim(self, tree: TokenTree) -> TokenTree:

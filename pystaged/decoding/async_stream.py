@@ -31,7 +31,7 @@ class LoopQueue:
 class AsyncStream(AsyncIterator[Piece]):
     """Asynchronous iterator of the pieces of one text, to be read in one event loop.
 
-    A thread of the engine decodes all texts in batches, each pauses while 256 tokens are unread. `aclose`,
+    A thread of the engine decodes all texts in batches. A text pauses while 256 tokens are unread. `aclose`,
     leaving `async with`, or cancelling the task that reads stops it early; so does dropping the stream. The option
     `progress` may be a coroutine function here.
     """
@@ -87,7 +87,7 @@ class AsyncStream(AsyncIterator[Piece]):
     async def aclose(self) -> None:
         """Stop after the current pass. If another task is reading, its iteration ends."""
         self._scheduler.cancel(self.text)
-        if self._queue is None:
+        if not self.text.is_open:
             self._over = True
         while self._queue and self._scheduler.can_wait and not (self._over or self._is_read):
             await self._next(self._queue)

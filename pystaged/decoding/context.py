@@ -45,7 +45,7 @@ class Context:
 
     Attributes:
         prompt: int32[n], of the text that has it, or had it last.
-        num_bytes: that this text can fill, or that an idle one holds.
+        num_bytes: most bytes that its text can need; of an idle one, those that it holds.
         partings: after how many tokens other texts are known to differ from the prompt.
         anchor: shortly before the last user turn's end, -1 for unknown; recurrent layers keep a state there.
     """
@@ -213,6 +213,7 @@ class ContextPool:
         with self._lock:
             if context in self._lent:
                 self._lent.remove(context)
+            context.batch.texts, context.batch.rows, context.batch.tokens = 1, 0, 0.0
             try:
                 self.check_open()
                 self._keep(context)
@@ -258,11 +259,11 @@ class ContextPool:
         length: tokens of the prompt that a context here can supply."""
         found = self.prompts.find(prompt, self.n_ctx, length) if self.prompts else None
         if found is None or any(np.array_equal(context.target.tokens, found[1]) for context in self._idle):
-            return False  # one that is here cannot rewind so far
+            return False  # the same text is here, but cannot rewind to this prefix: reading it again gains nothing
         need = self._needed(len(found[1]))  # all of it is read
-        self._make_room(need)
-        if self._lent and self.num_bytes + need > self.memory:
+        if self._lent and sum(each.num_bytes for each in self._lent) + need > self.memory:
             return False
+        self._make_room(need)
         context = self._begin(None, 0)
         self.prompts.load(found[0], context.sessions)
         context.rest()

@@ -22,7 +22,7 @@ class Stream(Iterator[Piece]):
     """Iterator of the pieces of one text. To stop early, close it from any thread, use it as a context manager,
     or drop it.
 
-    A thread of the engine decodes all texts in batches, each pauses while 256 tokens are unread.
+    A thread of the engine decodes all texts in batches. A text pauses while 256 tokens are unread.
 
     Args:
         then: called once, at the end or when the stream is dropped.

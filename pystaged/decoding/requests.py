@@ -96,7 +96,7 @@ class Score(Read):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of a chain whose masks force its acceptance."""
+        """Of a chain whose masks allow the known next token alone, so that all rows are accepted."""
         parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
         return self.tokens[: self.num_rows], parents, self.sampling, 0, only(self.following[: self.num_rows])
 
@@ -208,22 +208,25 @@ def fulfil(requests: Sequence[AnyRequest], clocks: Clocks = _CLOCKS, make: Make 
     # On the CPU, processor time of the calling thread, which takes part in all of the work: interruptions do not count,
     # and its part is the same on a busy machine. A device computes outside this process's threads.
     processor = clocks.wall if getattr(requests[0].session, "on_device", True) else clocks.processor
-    found = None
     try:
         begin, processor_begin = clocks.wall(), processor()
         found = make(requests)
-        seconds, cost = clocks.wall() - begin, processor() - processor_begin
-        rows, past = mean_past(requests)
-        for request, each in zip(requests, found, strict=True):
-            request.take(each)
-            request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
-            request.seconds, request.processor_seconds = seconds, cost
     except BaseException as error:
         for request in requests:
-            if several and found is None and (not isinstance(error, MemoryError) or _is_unchanged(request)):
+            if several and (not isinstance(error, MemoryError) or _is_unchanged(request)):
                 fulfil([request], clocks, make)
             else:
                 request.error = error
+        return
+    seconds, cost = clocks.wall() - begin, processor() - processor_begin
+    rows, past = mean_past(requests)
+    for request, each in zip(requests, found, strict=True):
+        request.share, request.pass_rows, request.pass_past = request.num_rows / rows, rows, past
+        request.seconds, request.processor_seconds = seconds, cost
+        try:
+            request.take(each)
+        except BaseException as error:
+            request.error = error
 
 
 def _is_unchanged(request: AnyRequest) -> bool:

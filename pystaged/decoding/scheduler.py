@@ -68,9 +68,10 @@ class Scheduler:
         except RuntimeError as error:  # the system refuses a thread, or the process ends
             if isinstance(error.__context__, (KeyboardInterrupt, SystemExit)):
                 raise error.__context__ from None  # a signal came while threading held a lock of its own
-            self._end(text, error)
+            text.error = error
+            self._end(text)
         self._ring()
-        text.is_open = True  # last, so that after Ctrl-C the reader opens it again
+        text.is_open = True  # last: if Ctrl-C comes before this, the reader's next call opens the text again
 
     def _start(self) -> None:
         if self._is_stopping:
@@ -139,37 +140,32 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
-        if self._is_stopping:
-            self._fault = RuntimeError(_ENDS)
-        if self._fault is not None:
-            for text in self._texts:
-                self._end(text, self._fault)
-            self._fault = None
         while not self._inbox.empty():
             text = self._inbox.get()
             if text not in self._texts:  # after Ctrl-C its reader may open it again
                 self._texts.append(text)
+        if self._is_stopping:
+            self._fault = RuntimeError(_ENDS)
         for text in self._texts:
+            text.error = self._fault or text.error
             if text.is_cancelled or text.finish or text.error is not None:
-                self._end(text, text.error)
+                self._end(text)
+        self._fault = None
         self._texts = [text for text in self._texts if not text.is_over]
 
-    def _end(self, text: Text, error: BaseException | None = None) -> None:
-        """End a text: its context rests, and its reader hears of the end. After a MemoryError it can be called again.
-
-        Args:
-            error: what has ended it, None for nothing.
-        """
+    def _end(self, text: Text) -> None:
+        """End a text, with or without an error: its context rests, and its reader hears of the end. After a MemoryError
+        it can be called again."""
         if text.is_over and text.queue is None:
             return
         try:
             try:
-                text.end(error)
+                text.end()
             finally:
                 if context := text.context:
                     text.context = None
                     self._contexts.give_back(context)
-                    if isinstance(error, DeviceError):  # the idle ones may be lost, too
+                    if isinstance(text.error, DeviceError):  # the idle ones may be lost, too
                         self._contexts.forget()
                     self._note_end()
         except BaseException as fault:  # must end this text alone
@@ -180,7 +176,7 @@ class Scheduler:
         if isinstance(text.error, MemoryError) and text.error.args in _OUT_OF_MEMORY:
             text.error = _OUT_OF_MEMORY[text.error.args]
             text.error.__traceback__ = text.error.__context__ = None
-        text.is_over = True  # first, because Ctrl-C may keep its reader from what is in the queue
+        text.is_over = True  # first: a reader that Ctrl-C interrupts after it took the end still sees that it is over
         if text.queue:
             text.queue.put((text, None))
         text.queue = None  # which may hold the text
@@ -214,7 +210,8 @@ class Scheduler:
                 text.context = context
                 text.begin(context)
         except BaseException as error:
-            self._end(text, error)
+            text.error = error
+            self._end(text)
 
     def _ready(self) -> list[Text]:
         """The texts that have begun and have not ended, except those that are too far ahead of their readers."""

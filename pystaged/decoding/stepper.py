@@ -2,7 +2,7 @@
 
 The guesses of all trees are ranked together by score, and the n best are verified, where n maximizes
 
-    (texts + sum of scores) / (T(texts + n) + drafting time, which is the time since the last pass).
+    (texts + sum of scores) / (T(texts + n) + processor time since the last pass, which is that of drafting).
 
 Prefill runs in pieces in the same passes. The values of a row do not depend on the other rows, so batching changes no
 token.
@@ -85,16 +85,12 @@ class Stepper:
 
     def _count(self, requests: Iterable[AnyRequest]) -> None:
         """Add the results of requests to the statistics of target passes."""
-        passes = seconds = 0.0
-        rows = step_rows = steps = 0
-        for request in requests:
-            if request.error is None:
-                passes += request.share  # of one pass, or each request's own
-                seconds += request.share * request.seconds
-                rows += request.num_rows
-                if isinstance(request, Verify):
-                    steps, step_rows = steps + 1, step_rows + request.num_rows
-        more = PassStats(round(passes), seconds, rows, rows - step_rows, step_rows - steps, steps)
+        done = [request for request in requests if request.error is None]
+        steps = [request for request in done if isinstance(request, Verify)]
+        rows, of_steps = (sum(request.num_rows for request in some) for some in (done, steps))
+        passes = sum(request.share for request in done)  # of one pass, or each request's own
+        seconds = sum(request.share * request.seconds for request in done)
+        more = PassStats(round(passes), seconds, rows, rows - of_steps, of_steps - len(steps), len(steps))
         self.passes = self.passes.plus(more)
 
     def _drafts(self, texts: Sequence[Text], have_read: set[Text]) -> dict[Text, AnyRequest]:
@@ -117,6 +113,8 @@ class Stepper:
         """Trim each tree to the nodes that are worth verifying."""
         cost = self._cost
         if cost is None or len(requests) < 2 or all(request.num_rows == 1 for request in requests):
+            return
+        if hasattr(requests[0].session, "run"):  # on RPC servers each has a pass of its own
             return
         _, past = mean_past(requests)
         spent = max(0.0, self._clocks.processor() - self._last)  # negative after a change of threads
@@ -162,7 +160,8 @@ def generate(context: Context, text: Text) -> Generator[Piece, None, None]:
 
 
 def note_batch(texts: Sequence[Text], steps: Mapping[Text, Verify]) -> None:
-    """Set the batch load of texts to those that take steps now, which are expected to share their next pass, too."""
+    """Tell each text the size of the batch that shared this pass; its next step assumes the same."""
+    steps = {text: request for text, request in steps.items() if request.share < 1}
     tokens = {text: sum(request.tree.scores.tolist()) for text, request in steps.items()}
     all_rows, all_tokens = sum(request.num_rows for request in steps.values()), sum(tokens.values())
     for text in texts:

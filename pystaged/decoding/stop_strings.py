@@ -24,7 +24,6 @@ class TextBuffer:
     ) -> None:
         self._anywhere = _Finder(ends if reader else (*stop, *ends))
         self._shown, self._reader = _Finder(stop if reader else ()), reader
-        self._searches = bool(stop or ends or reader)
         # A model may emit invalid UTF-8, which becomes replacement characters.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held, self._begin = "", 0  # text held back, and the number of characters before it
@@ -33,8 +32,7 @@ class TextBuffer:
 
     def push(self, data: bytes) -> str:
         """Add the bytes of a token; returns the text that is certain now."""
-        text = self._decoder.decode(data)
-        return self._take(text) if self._searches else text
+        return self._take(self._decoder.decode(data))
 
     def finish(self, *, cut: bool = False) -> str:
         """The rest of the text, after the last token.

@@ -6,7 +6,6 @@ lets the drafter forget it; stepper.py makes the passes, and scheduler.py begins
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -131,7 +130,7 @@ class Text:
     request: AnyRequest | None = None
     wait: Enum | None = None
     queue: Queue | None = None
-    most_unread: float = sys.maxsize
+    most_unread: float = 0.0
     num_sent: int = 0
     num_read: int = 0
     is_open: bool = False
@@ -149,11 +148,11 @@ class Text:
         self._is_end = roles.is_end or (tokenizer.is_end if tokenizer else lambda _: False)
         self._first_scored = max(1, config.prompt_logprobs_start)
         self._prompt_logprobs: list[Logprobs] = []
-        self._buffer = TextBuffer(config.stop, roles.reader() if roles.reader and config.stop else None, roles.ends)
+        self.buffer = TextBuffer(config.stop, roles.reader() if roles.reader and config.stop else None, roles.ends)
         self._loops = LoopFinder() if config.stop_loops else None
         self._parts: list[str] = []  # of the text
         self._drafter: Drafter | None = None  # of this text, None for plain decoding
-        self._drafts: Drafter | None = None  # the same in this step, None if it does not draft
+        self._is_drafting = False  # whether it drafts in this step
 
     @property
     def most_reused(self) -> int:
@@ -163,11 +162,6 @@ class Text:
         # A token is scored when the one before it is evaluated.
         length = len(self.prompt_tokens)
         return length - 1 if self.config.prompt_logprobs is None else min(length, self._first_scored) - 1
-
-    @property
-    def met_stop_string(self) -> str | None:
-        """The stop string that has ended the text, or None."""
-        return self._buffer.met
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one of its tokens in the text."""
@@ -256,22 +250,18 @@ class Text:
         except BaseException as error:
             self.error = error
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self) -> None:
         """End it, after its last step or in the middle, and let its drafter forget it. Its context can then
-        be given back.
-
-        Args:
-            error: what has ended it, None for nothing.
-        """
+        be given back."""
         context, drafter, self._drafter = self.context, self._drafter, None
-        self.request, self.error = None, error
+        self.request = None
         if self.finish is None and not self.is_over:  # the text held back can no longer become a stop string
-            self._parts.append(self._buffer.finish(cut=True))
+            self._parts.append(self.buffer.finish(cut=True))
         try:
             if drafter:
                 drafter.end()
         except BaseException as other:
-            self.error = other if error is None else error
+            self.error = self.error or other
         if context:
             self.stats.finish(self._worked, self._work(), context.target.weight_bytes)
         if isinstance(self.error, DeviceError) and context:
@@ -318,17 +308,17 @@ class Text:
         left = self.config.max_tokens - len(self.tokens)
         self._max_depth = min(left, target.n_ctx - self._length, target.most_pending) - 1
         drafter = self._drafter if self._max_depth >= 1 else None
-        self._drafts, seconds = None, account.begin(drafter, self._length)
+        seconds = account.begin(drafter, self._length)
+        self._is_drafting = seconds is not None
         if drafter and seconds is not None:
-            self._drafts = drafter
             drafter.draft(self.sampling, self._max_depth, seconds)
 
     def _verify(self) -> Verify:
         """The pass over the tree that was drafted."""
         assert self.context
-        context, drafts, limits = self.context, self._drafts, self.constraint
-        if drafts:
-            tree = context.account.trim(drafts.tree)
+        context, limits, drafter = self.context, self.constraint, self._drafter if self._is_drafting else None
+        if drafter:
+            tree = context.account.trim(drafter.tree)
         else:
             plain = TreeBuilder(self._root)
             if limits and self.config.speculate:
@@ -336,7 +326,7 @@ class Text:
             tree = plain.build(range(1, len(plain.nodes)))
         masks = None if limits is None else masks_of(tree, limits)
         # A plain step asks for no candidates, because the time to find them would be a loss.
-        recycled = drafts.recycled if drafts else None
+        recycled = drafter.recycled if drafter else None
         wanted = min(recycled.num_candidates, context.target.vocab_size) if recycled else 0
         context.meter.stop()
         return Verify(context.target, self._length, tree, self.sampling.native, wanted, masks)
@@ -346,17 +336,17 @@ class Text:
         meter = context.meter
         meter.go_on()
         tree, (path, tokens, _, candidates) = verified.tree, verified.result
-        begin = meter() if self._drafts else 0.0
-        if self._drafts and (recycled := self._drafts.recycled):
+        drafter, begin = self._drafter, meter()
+        if drafter and self._is_drafting and (recycled := drafter.recycled):
             before = tree.tokens[tree.parents]
             before[0] = self._before
             recycled.learn(before, tree.tokens, *candidates)
         self._before, self._root = (self._root, *tokens)[-2:]
         self._length += len(path)
         stages = [Stage(tree.stages[node]) for node in path[1:]] + [Stage.TARGET]
-        if self._drafter:
-            self._drafter.advance(tokens)
-        telling, certain = meter() - begin if self._drafts else 0.0, stages.count(Stage.GRAMMAR)
+        if drafter:
+            drafter.advance(tokens)
+        telling, certain = meter() - begin if self._is_drafting else 0.0, stages.count(Stage.GRAMMAR)
         speedup = context.account.record(verified, telling, certain)
         self._phase = Phase.STEP
         self._emit(verified, stages, speedup, context)
@@ -377,14 +367,14 @@ class Text:
             finish = "stop" if self.constraint.is_complete else finish
         for count, token in enumerate(tokens, 1):
             self.pieces.append(self.token_bytes(token))
-            text += self._buffer.push(self.pieces[-1])
-            if self._buffer.met is not None:
+            text += self.buffer.push(self.pieces[-1])
+            if self.buffer.met is not None:
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):
                 finish = "loop"
                 break
         if finish:
-            text += self._buffer.finish(cut=finish != "stop")
+            text += self.buffer.finish(cut=finish != "stop")
         self._parts.append(text)
         self.tokens += tokens[:count]
         self.stages += stages[:count]
@@ -392,7 +382,7 @@ class Text:
         if logprobs is not None and self.logprobs is not None:
             found = tuple(map(self._logprob, tokens[:count], logprobs[:count]))
             self.logprobs += found
-        self.finish = "stop" if self._buffer.met is not None else finish
+        self.finish = "stop" if self.buffer.met is not None else finish
         seconds = context.clocks.wall() - self._began
         self.stats.record(verified, stages[:count], context.batch.texts, speedup, seconds)
         if self.queue and (count or text):

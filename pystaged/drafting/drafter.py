@@ -188,8 +188,7 @@ class TreeDrafter:
                         self._meter.stop()
                         return request
                     self._grow(tree, tree.rows, asked)
-                # A node of a chain has one child, the draft's.
-                if self._gain and self._lookups and not (self._chains and tree.deepest):
+                if self._gain and self._lookups and not (self._chains and tree.deepest):  # a chain has no siblings
                     self._look_ahead(tree, self._gain)
                 tree.rows = self._rows(tree)
                 if not tree.rows and self._chains and tree.deepest and not tree.passes:
@@ -370,12 +369,10 @@ class TreeDrafter:
 
     def _price(self, num_nodes: int) -> float:
         """Seconds of this text's part in a pass of the costly proposer over a number of its nodes."""
-        assert self._costly
+        if self._costly is None:
+            return 0.0
         return self._gain.shared(self._costly.price, num_nodes) if self._gain else self._costly.price(num_nodes)
 
     def _growth(self, tree: GrowingTree) -> Growth:
         scores = [tree.nodes[node].score for node in tree.ranked()]
-        growth = Growth(scores, [], tree.passes, tree.seconds, self._length - 1)
-        if tree.deepest:
-            growth.price = self._price
-        return growth
+        return Growth(scores, [], tree.passes, tree.seconds, self._length - 1, price=self._price)

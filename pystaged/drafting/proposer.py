@@ -44,8 +44,7 @@ class GrowingTree(TreeBuilder):
         self.seconds = 0.0  # prices of its lookups and passes
         self.passing = 0.0  # measured seconds of its passes
         self.rows: list[int] | None = None  # nodes that the current pass expands
-        self.began = 0.0  # when drafting began, after reading the text
-        self.pass_began = 0.0  # when the current pass did
+        self.began = self.pass_began = 0.0  # when drafting began, after reading the text; when the current pass began
         self.seconds_left = math.inf  # for all passes
 
 

@@ -195,7 +195,7 @@ class NativeAnswer(Answer):
             "stop": list(config.stop),
             "n_probs": config.logprobs or 0,
         }
-        kinds = {"stop": "word" if self.sequences[i].met_stop_string else "eos", "cancelled": "none"}
+        kinds = {"stop": "word" if self.sequences[i].buffer.met else "eos", "cancelled": "none"}
         return {
             "index": i,
             "stop": True,

@@ -262,7 +262,7 @@ class MessageAnswer(Answer):
 
     def _reason(self, i: int, result: GenerationResult) -> dict[str, Any]:
         """The stop_reason; a stop string of the chat template ends the turn."""
-        met = self.sequences[i].met_stop_string
+        met = self.sequences[i].buffer.met
         own = met if met in (self.request.stop_sequences or ()) else None
         reason = "tool_use" if self.has_called(i) else "end_turn"
         if result.finish_reason != "stop" or own:

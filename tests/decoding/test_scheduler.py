@@ -496,6 +496,15 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         assert began[2] < 200 < min(began[0], began[1])
 
 
+def test_a_text_that_came_while_the_process_ends_is_ended(path: Path) -> None:
+    with pystaged.load(path) as engine:
+        text, scheduler = engine.stream("Hello").text, engine._scheduler
+        scheduler._inbox.put(text)
+        scheduler._is_stopping = True
+        scheduler._settle()
+        assert (text.is_over, type(text.error)) == (True, RuntimeError)
+
+
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:
     with pystaged.load(path) as engine:
         closed, read = begun(engine, 2)

@@ -100,7 +100,7 @@ def test_what_fails_or_is_plain_teaches_nothing(random_gguf: Callable[..., Path]
     text.request.error = MemoryError()
     text.take()
     assert isinstance(text.error, MemoryError)
-    text.end(text.error)
+    text.end()
     assert memory.num_learnt == 0
     continuation(decoder, prompt, GREEDY, 4)
     assert memory.num_learnt > 0

@@ -235,6 +235,22 @@ def test_a_pass_is_not_made_twice(alone: Alone, kind: str, failing: int) -> None
         assert text.tokens == alone.text(i, i)[: len(text.tokens)] != []
 
 
+def test_a_result_that_cannot_be_taken_ends_one_text(alone: Alone) -> None:
+    def make(requests: Sequence[AnyRequest]) -> list[Any]:
+        found = make_pass(requests)
+        return [found[0], None] if len(requests) > 1 and isinstance(requests[0], Verify) else found
+
+    live = []
+    for i in range(2):
+        decoder = decoder_of("plain", Session(alone.model(0, 2), 512), alone.model(1, 2), PassCost({1: 1.0}))
+        live.append(Text(decoder, PROMPTS[i], SAMPLINGS[i], MOST_TOKENS))
+    stepper = Stepper(None, make=make)
+    while not all(text.is_over for text in live):
+        step(stepper, live)
+    assert (live[0].error, type(live[1].error)) == (None, TypeError)
+    assert live[0].tokens == alone.text(0, 0)
+
+
 def test_a_shared_pass_without_memory_is_made_for_each_text(alone: Alone) -> None:
     def make(requests: Sequence[AnyRequest]) -> list[Any]:
         if len(requests) > 1:

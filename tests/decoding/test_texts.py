@@ -229,6 +229,20 @@ async def test_closing_an_async_stream(plain: Engine) -> None:
 
 
 @in_loop
+async def test_a_stream_that_could_not_be_opened_can_be_closed(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    stream = plain.astream(PROMPTS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(plain._scheduler, "open", fail)
+        with pytest.raises(MemoryError):
+            await anext(stream)
+    await asyncio.wait_for(stream.aclose(), 600)
+    assert stream.result.finish_reason == "cancelled"
+
+
+@in_loop
 async def test_several_tasks_may_close_an_async_stream(plain: Engine) -> None:
     stream = plain.astream(PROMPTS[0], max_tokens=400)
     await anext(stream)

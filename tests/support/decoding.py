@@ -122,7 +122,7 @@ class Text:
 
     def end(self) -> None:
         self.is_over, self.error = True, self.text.error
-        self.text.end(self.error)
+        self.text.end()
 
 
 def step(of: Stepper, texts: Sequence[Text]) -> None:
