@@ -21,7 +21,7 @@ ROOMS = {
     "options": 1142,
     "sampling": 1239,
     "chat": 2736,
-    "decoding": 2678,
+    "decoding": 2693,
     "drafting": 1655,
     "backends": 387,
     "loading": 3963,

@@ -140,9 +140,10 @@ class GainPolicy:
                 best_width, best_gain = width, net
         return best_width
 
-    def shared(self, price: Callable[[int], float], num_nodes: int) -> float:
-        """Seconds of this text's part in a pass for so many nodes of each text; price: of a pass, by its nodes."""
-        return price(num_nodes * self._batch.texts) / self._batch.texts
+    @property
+    def texts(self) -> int:
+        """Number of texts that are expected to share a pass."""
+        return self._batch.texts
 
     def margin(self, growth: Growth) -> tuple[float, float]:
         """The least score of a guess for which one more row pays, and the tokens per second of the best number."""

@@ -23,7 +23,7 @@ from pystaged.decoding.origin import Origin
 from pystaged.decoding.policy import MAX_NODES
 from pystaged.decoding.requests import AnyRequest, Logprobs, Read, Score, Verify
 from pystaged.decoding.stop_strings import TextBuffer
-from pystaged.decoding.tree import Stage, TreeBuilder, masks_of
+from pystaged.decoding.tree import Stage, TreeBuilder, constrained
 from pystaged.options.config import GenerationConfig, SamplingConfig
 from pystaged.result import DeviceLostError, FinishReason, GenerationResult, Piece, TokenLogprob
 from pystaged.sampling.binding import bind
@@ -316,7 +316,8 @@ class Text:
     def _verify(self) -> Verify:
         """The pass over the tree that was drafted."""
         assert self.context
-        context, limits, drafter = self.context, self.constraint, self._drafter if self._is_drafting else None
+        context, limits, masks = self.context, self.constraint, None
+        drafter = self._drafter if self._is_drafting else None
         if drafter:
             tree = context.account.trim(drafter.tree)
         else:
@@ -324,7 +325,8 @@ class Text:
             if limits and self.config.speculate:
                 plain.force(limits.forced()[: min(self._max_depth, MAX_NODES)])
             tree = plain.build(range(1, len(plain.nodes)))
-        masks = None if limits is None else masks_of(tree, limits)
+        if limits is not None:
+            tree, masks = constrained(tree, limits)
         # A plain step asks for no candidates, because the time to find them would be a loss.
         recycled = drafter.recycled if drafter else None
         wanted = min(recycled.num_candidates, context.target.vocab_size) if recycled else 0

@@ -135,13 +135,24 @@ class TreeBuilder:
         )
 
 
-def masks_of(tree: TokenTree, constraint: Constraint) -> NDArray[np.uint32]:
-    """The tokens that a constraint allows after each node, uint32[n, words]; any after a node that ends the text, or is
-    forbidden and so never accepted. Raises ValueError if the constraint forbids the tokens that it was advanced by."""
-    paths, masks = list[list[int]](), list[NDArray[np.uint32] | None]()
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        paths.append([*paths[parent], token] if paths else [])
-        masks.append(constraint.mask(paths[-1]))
-    if (first := masks[0]) is None:
+def constrained(tree: TokenTree, constraint: Constraint) -> tuple[TokenTree, NDArray[np.uint32]]:
+    """Cut the nodes after which a constraint allows nothing: the end of the text, and guesses that are too complex for
+    a grammar. Returns the tree of n nodes that is left, and the tokens allowed after each, uint32[n, words].
+
+    Raises:
+        ValueError: it forbids the tokens that it was advanced by.
+    """
+    paths, places, kept = list[list[int]](), list[int](), list[int]()
+    parents, masks = tree.parents.tolist(), list[NDArray[np.uint32]]()
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), parents, strict=True)):
+        paths.append([*paths[parent], token] if node else [])
+        mask = constraint.mask(paths[node]) if node == 0 or places[parent] >= 0 else None
+        places.append(-1 if mask is None else len(kept))
+        if mask is not None:
+            kept.append(node)
+            masks.append(mask)
+    if not kept:
         raise ValueError("the constraint forbids the tokens that it was advanced by")
-    return np.stack([first if mask is None else mask for mask in masks])
+    parents = [-1, *(places[parents[node]] for node in kept[1:])]
+    left = TokenTree(tree.tokens[kept], np.array(parents, np.int32), tree.scores[kept], tree.stages[kept])
+    return left, np.stack(masks)

@@ -103,8 +103,7 @@ class Calibration:
 
     def forget(self) -> None:
         """Expect a little more of a proposer that was not worth its price: it may be in the next text."""
-        for cells, chance in self._covered.items():
-            self._covered[cells] = chance + _FORGET * (_COVERED - chance)
+        self._covered = {cells: chance + _FORGET * (_COVERED - chance) for cells, chance in self._covered.items()}
 
     def covered(self, cells: tuple[Cell, ...]) -> float:
         """The chance that the children of a judged node hold the target's token, by its own cells."""

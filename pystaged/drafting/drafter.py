@@ -132,7 +132,7 @@ class TreeDrafter:
     def price(self) -> float:
         """Estimated seconds of its cheapest draft after that: one pass or one lookup."""
         own = self._cost(1) if self._cost else 0.0
-        return own if self._lookups or not self._costly else own + self._costly.price(1)
+        return own if self._lookups else own + self._price(1)
 
     def catch_up(self, seconds: float = math.inf) -> None:
         """Let the next requests read what proposers lack of the text, for at most some seconds; so does `draft`."""
@@ -369,9 +369,7 @@ class TreeDrafter:
 
     def _price(self, num_nodes: int) -> float:
         """Seconds of this text's part in a pass of the costly proposer over a number of its nodes."""
-        if self._costly is None:
-            return 0.0
-        return self._gain.shared(self._costly.price, num_nodes) if self._gain else self._costly.price(num_nodes)
+        return self._costly.price(num_nodes, self._gain.texts if self._gain else 1) if self._costly else 0.0
 
     def _growth(self, tree: GrowingTree) -> Growth:
         scores = [tree.nodes[node].score for node in tree.ranked()]

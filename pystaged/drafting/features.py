@@ -77,9 +77,8 @@ class FeatureProposer(PassProposer):
 
     def catch_up(self, seconds: float = math.inf) -> Read | None:
         unread = len(self._unread) - 1  # the last row belongs to the first pass of the next tree
-        if unread < _LEAST_READ or (self.cost and self._reading(self.cost, unread) > seconds):
-            return None
-        return self._read(unread)
+        fitting = self._fitting(unread, seconds) if unread >= _LEAST_READ else 0
+        return self._read(fitting) if fitting else None
 
     def _lose(self) -> None:
         super()._lose()
@@ -229,8 +228,8 @@ class BlockProposer(FeatureProposer):
         self._first = 0 if model.is_anchored else 1  # row of the first proposal
         self._is_evaluated = False
 
-    def price(self, _num_nodes: int) -> float:
-        return self.cost(self._model.block_size, self._length) if self.cost and not self._is_evaluated else 0.0
+    def price(self, _num_nodes: int, texts: int = 1) -> float:
+        return 0.0 if self._is_evaluated else super().price(self._model.block_size, texts)
 
     def _reading(self, cost: PassCost, unread: int) -> float:
         # A pass of its own over less than half of the weights.

@@ -17,7 +17,6 @@ from pystaged.drafting.proposer import Candidates, GrowingTree, PassProposer
 from pystaged.sampling.constraint import Constraint
 
 _LONGEST_PREFIX_ROWS = 16  # most unread tokens that are read in the root's pass rather than by prefill
-_LEAST_READ = 8  # least tokens that are read where not all seem to fit
 PLACES = 1 + len(LATER)  # tokens that a parallel draft proposes in one pass
 
 
@@ -65,11 +64,8 @@ class ModelProposer(PassProposer):
         count = len(self._unread)
         if not count or self._is_lost or count > self.session.n_ctx - self._length:
             return None
-        if self.cost and (believed := self._reading(self.cost, count)) > seconds:
-            count = int(count * max(0.0, seconds) / believed)
-            if count < _LEAST_READ:
-                return None
-        return Read(self.session, self._length, np.array(self._unread[:count], np.int32))
+        count = self._fitting(count, seconds)
+        return Read(self.session, self._length, np.array(self._unread[:count], np.int32)) if count else None
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
         is_over = self._is_lost or all(node in self._after for node in nodes)
@@ -171,8 +167,8 @@ class ParallelModelProposer(ModelProposer):
         self._mask = mask
         self._first = 0  # depth of the first node to expand; `_after` has the candidates by depth below it
 
-    def price(self, _num_nodes: int) -> float:
-        return 0.0 if self._rows else super().price(PLACES)
+    def price(self, _num_nodes: int, texts: int = 1) -> float:
+        return 0.0 if self._rows else super().price(PLACES, texts)
 
     def request(self, tree: GrowingTree, nodes: Sequence[int]) -> Propose | None:
         if self._is_lost or self._rows:

@@ -16,6 +16,7 @@ from pystaged.decoding.tree import Cell, TreeBuilder
 from pystaged.options.config import SamplingConfig
 from pystaged.sampling.constraint import Constraint
 
+_LEAST_READ = 8  # least tokens that are read where not all seem to fit
 _CANDIDATES = 6  # per node; even where fewer become children, all are needed for the share of the first
 
 
@@ -126,9 +127,9 @@ class PassProposer(Proposer):
         together with its parent."""
         raise NotImplementedError
 
-    def price(self, num_nodes: int) -> float:
-        """Estimated seconds of its pass to propose for a number of nodes, not counting the drafter's own cost."""
-        return self.cost(num_nodes, self._length) if self.cost else 0.0
+    def price(self, num_nodes: int, texts: int = 1) -> float:
+        """Estimated seconds of one text's part in a pass for so many nodes of each text, without the drafter's own."""
+        return self.cost(num_nodes * texts, self._length) / texts if self.cost else 0.0
 
     def lag(self) -> float:
         if self._is_lost:
@@ -138,6 +139,13 @@ class PassProposer(Proposer):
     def _reading(self, cost: PassCost, unread: int) -> float:
         """Estimated seconds to read a number of the unread tokens; here of the root's pass, which reads them, too."""
         return max(0.0, cost(unread + 1, self._length) - cost(1, self._length))
+
+    def _fitting(self, count: int, seconds: float) -> int:
+        """How many of the first unread tokens can be read in some seconds; 0 where only a few of them fit."""
+        if self.cost and (believed := self._reading(self.cost, count)) > seconds:
+            count = int(count * max(0.0, seconds) / believed)
+            return count if count >= _LEAST_READ else 0
+        return count
 
     def most_levels(self) -> float:
         """Levels of a tree that its context has room for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pystaged._core import Model, Session
 from pystaged.backends.devices import open_session
-from pystaged.decoding.account import OPENING, Meter
+from pystaged.decoding.account import Meter
 from pystaged.decoding.context import Context
 from pystaged.decoding.cost import PassCost
 from pystaged.decoding.policy import BatchLoad, GainPolicy, TreePolicy
@@ -62,7 +62,7 @@ class ContextFactory:
                 raise
         context = self._context(target, draft, policy)
         if source:
-            context.account.left = min(source.account.left, OPENING)
+            context.account.left = source.account.left
         return context
 
     def _context(self, target: Session, draft: Session | None, policy: TreePolicy | None) -> Context:

@@ -21,7 +21,7 @@ from pystaged.decoding import stepper
 from pystaged.decoding.context import Context
 from pystaged.decoding.policy import FixedPolicy
 from pystaged.decoding.requests import only
-from pystaged.decoding.tree import TreeBuilder, masks_of
+from pystaged.decoding.tree import TreeBuilder, constrained
 from pystaged.drafting.drafter import TreeDrafter
 from pystaged.drafting.lookups import lookups
 from pystaged.options.config import SamplingConfig
@@ -186,18 +186,37 @@ def test_guesses_below_what_must_come(target: Model) -> None:
     assert any(step.stages.index(Stage.GRAMMAR) < step.stages.index(Stage.DRAFT) for step in both)
 
 
-def test_what_may_follow_each_node_of_a_tree() -> None:
-    language = Language(lambda text: [[1, 2, 3], [4], [5], [6, END], [7, 8]][len(text)])
+def test_what_a_constraint_leaves_of_a_tree() -> None:
+    language = Language(lambda text: [[1, 2, 3], [4, END], [5], [6, END], [7, 8]][len(text)])
     builder = TreeBuilder(99)
-    for parent, token in ((0, 1), (1, 4), (1, 9), (0, 3)):
-        builder.add(parent, token, 0.5, Stage.DRAFT)
-    masks = masks_of(builder.build(range(1, 5)), language)
-    forbidden = [1, 2, 3]  # as good as any, since 9 is never accepted
+    for parent, token in ((0, 1), (1, 9), (2, 7), (1, END), (1, 4), (0, 3)):  # 9 is forbidden, and what follows it
+        builder.add(parent, token, 0.5 + token / 1000, Stage.DRAFT)
+    left, masks = constrained(builder.build(range(1, 7)), language)
+    assert left.tokens.tolist() == [99, 1, 4, 3]
+    assert left.parents.tolist() == [-1, 0, 1, 0]
+    assert left.stages.tolist() == [Stage.TARGET] + [Stage.DRAFT] * 3
+    np.testing.assert_array_equal(left.scores, np.array([1, 0.501, 0.504, 0.503], np.float32))
     allowed = [[token for token in range(300) if allows(mask, token)] for mask in masks]
-    assert allowed == [[1, 2, 3], [4], [5], forbidden, [4]]
+    assert allowed == [[1, 2, 3], [END, 4], [5], [END, 4]]
     language.mask = lambda _: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="forbids the tokens"):
-        masks_of(builder.build(), language)
+        constrained(builder.build(), language)
+
+
+class Fragile(Language):
+    """The language, which cannot follow some guesses."""
+
+    def mask(self, path: Sequence[int]) -> NDArray[np.uint32] | None:
+        return None if len(path) == 2 and path[-1] % 2 else super().mask(path)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.text += tuple(tokens)
+
+
+@pytest.mark.parametrize("way", ["one tree", "chain", "tree with n-grams"])
+def test_a_guess_that_cannot_be_followed_changes_no_text(target: Model, way: str) -> None:
+    decoder, greedy = Context(Session(target), drafters(target, target, None)[way]), SamplingConfig()
+    assert written(decoder, greedy, Fragile()) == written(decoder, greedy, Language(), speculate=False)
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -25,7 +25,6 @@ from support.scheduling import held, wait_until
 import pystaged
 import pystaged.drafting.lookups
 from pystaged import DeviceError, Engine, FixedPolicy, SamplingConfig, _core
-from pystaged.decoding.account import OPENING
 from pystaged.decoding.context import SPARE_CELLS, Context, ContextPool, Wait
 from pystaged.decoding.cost import PassCost
 from pystaged.loading.costs import Costs
@@ -610,7 +609,7 @@ def test_what_was_learnt_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
         old.drafter.advance([int(tree.tokens[1])])
         begun = engine._factory.context(0, None, old, 5)
         assert begun.target.tokens.tolist() == old.target.tokens[:5].tolist()
-        assert begun.account.left == min(old.account.left, OPENING)
+        assert begun.account.left == old.account.left
         # How often candidates are right, all contexts of an engine learn together.
         for each in (begun, engine._factory.context(0, None)):
             assert cast(Any, each.drafter)._learnt is old.drafter._learnt

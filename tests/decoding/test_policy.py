@@ -51,10 +51,9 @@ def test_a_pass_is_bought_for_the_leaves_that_pay(gains: list[float], first: flo
 
 def test_texts_share_a_pass_but_not_what_each_must_read_before() -> None:
     eight, price = GainPolicy(TARGET, batch=BatchLoad(8)), PassCost({1: 0.004, 2: 0.0042})
-    assert eight.shared(price, 3) == price(24) / 8
     for lag, bought in ((0.0, 1), (0.002, 1), (0.2, 0)):
         asked = growth([], [1.0])
-        asked.lag, asked.price = lag, lambda n: eight.shared(price, n)
+        asked.lag, asked.price = lag, lambda n: price(eight.texts * n) / 8
         assert eight.expand(asked) == bought
 
 
