@@ -93,6 +93,8 @@ class Engine:
         self, model: str | Path | None = None, *, policy: TreePolicy | None = None, **options: Unpack[LoadFields]
     ) -> None:
         check_options(options, LoadOptions)
+        if policy is not None and not all(hasattr(policy, name) for name in ("children", "expand", "keep")):
+            raise TypeError(f"policy must have children, expand and keep (docs/policies.md), not be {policy!r}")
         self._warn = options.get("report") or _warn
         if model is None:
             model = names.default_model(self._warn)

@@ -128,8 +128,7 @@ class StageStats:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of one generation. Nodes are counted as verified, tokens as emitted: max_tokens may cut the last
-    step.
+    """Counts and times of one generation. The text's end may cut the last step: nodes after it do not count as accepted.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those that the KV cache held already.
     new_tokens: emitted tokens. steps: passes of the target that emitted them; rows: this text's rows in them, roots
@@ -161,17 +160,21 @@ class GenerationStats:
     stages: dict[str, StageStats] = field(default_factory=lambda: {name: StageStats() for name in _NAMES})
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
-    def record(self, verified: Verify, emitted: list[Stage], texts: int, speedup: float, seconds: float) -> None:
+    def record(
+        self, verified: Verify, emitted: list[Stage], tokens: int, texts: int, speedup: float, seconds: float
+    ) -> None:
         """Count one step.
 
         Args:
             verified: its request, with the result.
             emitted: the stage that proposed each of its tokens.
+            tokens: number of the step's tokens up to the end of the text, an end token included.
             texts: number of texts that took a step in the pass.
             speedup: estimate over plain decoding of the same tokens in the same batch; 0 without measured costs.
             seconds: its wall time.
         """
-        tree, path = verified.tree, verified.result[0]
+        tree, whole = verified.tree, verified.result[0]
+        path = whole[: max(1, tokens)]
         stages = tree.stages.tolist()
         by_number = tuple(self.stages.values())
         for stage in stages[1:]:
@@ -188,12 +191,12 @@ class GenerationStats:
         self.pass_texts += texts
         self.target_seconds += verified.seconds
         self.decode_seconds += seconds
-        self.plain_seconds += speedup * seconds
+        self.plain_seconds += speedup * seconds * len(path) / len(whole)
         self.lengths[accepted] += 1
         for depth in range(1, len(path)):
             self.offered[depth] += 1
             self.taken[depth] += 1
-        if verified.num_rows > 1 and path[-1] in tree.parents:
+        if verified.num_rows > 1 and path == whole and path[-1] in tree.parents:
             self.offered[accepted + 1] += 1
 
     def cut(self, stages: Sequence[Stage]) -> None:

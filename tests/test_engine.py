@@ -675,3 +675,17 @@ def test_after_a_lost_device_nothing_of_it_is_left(engine: Engine, monkeypatch: 
 def test_what_is_refused_before_loading(options: dict[str, Any], error: str, words: str) -> None:
     with pytest.raises(getattr(builtins, error), match=words):
         pystaged.load("bundled", **options)
+
+
+def test_a_policy_without_its_members_is_refused_at_loading() -> None:
+    with pytest.raises(TypeError, match="children, expand and keep"):
+        pystaged.load("bundled", policy=3)  # type: ignore[arg-type]
+
+
+def test_a_draft_as_large_as_its_target_is_told() -> None:
+    told: list[str] = []
+    with pystaged.load("bundled", report=told.append) as engine:
+        path = engine.file.path
+    with pystaged.load(path, draft=path, report=told.append):
+        pass
+    assert [line for line in told if "as large as the model" in line] == [told[-1]]

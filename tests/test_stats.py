@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pystaged import GenerationStats
+from pystaged import GenerationStats, Stage
+from pystaged.decoding.requests import Verify
+from pystaged.decoding.tree import TreeBuilder
+from pystaged.options.config import SamplingConfig
 from pystaged.stats import DrafterStats
 
 
@@ -16,3 +21,19 @@ def test_no_more_speed_than_tokens_per_step(plain_seconds: float, shown: str) ->
     stats.drafters["draft"] = DrafterStats(seconds=0.1)
     assert str(stats) == f"15 tokens, 15.0 per second{shown}, 1.50 per step"
     assert stats.speedup_estimate == (plain_seconds if shown else None)
+
+
+def test_nothing_counts_after_the_end_of_a_text() -> None:
+    """Neither for the tokens per step, nor for the speed over plain decoding."""
+    builder = TreeBuilder(0)
+    for node in range(5):
+        builder.add(node, node + 1, 0.9, Stage.NGRAM)
+    session: Any = None
+    # A whole step, and one that is cut by an end token, a stop string, an end token at once.
+    for emitted, tokens, path in ((6, 6, 6), (3, 4, 4), (1, 1, 1), (0, 1, 1)):
+        verified = Verify(session, 0, builder.build(range(1, 6)), SamplingConfig().native)
+        verified.result = [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], None, ()
+        stats = GenerationStats()
+        stats.record(verified, [Stage.NGRAM] * emitted, tokens, 1, 3.0, 0.1)
+        assert (stats.tokens_per_step, stats.stages["ngram"].accepted, stats.new_tokens) == (path, path - 1, emitted)
+        assert stats.plain_seconds == pytest.approx(0.3 * path / 6)

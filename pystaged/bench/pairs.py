@@ -195,7 +195,8 @@ def gains(
 ) -> Table:
     """What each of `parts` brings for texts that follow earlier ones, as a table; ratio: see `reckoned`."""
     session, (target, cheap) = Session(bundle.target), reckoned(ratio)
-    title = f"{len(texts)} prompts, {max_tokens} tokens each, a draft {ratio:g} times cheaper than its target"
+    draft = f"{bundle.draft.name} as a draft {ratio:g} times cheaper" if bundle.draft else "without a draft model"
+    title = f"{bundle.target.name}, {draft}; {len(texts)} prompts, {max_tokens} tokens each"
     columns = "tokens per step", "draft passes per token", "x plain, reckoned", "acceptance at depth 1, 2, ..."
     table = Table("", *columns, title=title, box=None)
     for mode, sampling in MODES.items():

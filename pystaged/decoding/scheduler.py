@@ -140,17 +140,18 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
+        for text in self._texts:
+            text.error = self._fault or text.error
+        self._fault = None
         while not self._inbox.empty():
             text = self._inbox.get()
             if text not in self._texts:  # after Ctrl-C its reader may open it again
                 self._texts.append(text)
-        if self._is_stopping:
-            self._fault = RuntimeError(_ENDS)
         for text in self._texts:
-            text.error = self._fault or text.error
+            if self._is_stopping:
+                text.error = RuntimeError(_ENDS)
             if text.is_cancelled or text.finish or text.error is not None:
                 self._end(text)
-        self._fault = None
         self._texts = [text for text in self._texts if not text.is_over]
 
     def _end(self, text: Text) -> None:

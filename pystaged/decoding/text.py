@@ -359,9 +359,10 @@ class Text:
         text, count, room = "", 0, self.config.max_tokens - len(self.tokens)
         full = len(tokens) >= room or self._length >= context.target.n_ctx
         finish: FinishReason | None = "length" if full else None
+        ended = False
         for i, token in enumerate(tokens[:room]):
             if self._is_end(token):
-                finish, room = "stop", i
+                finish, room, ended = "stop", i, True
                 break
         tokens = tokens[:room]
         if self.constraint is not None:
@@ -386,7 +387,8 @@ class Text:
             self.logprobs += found
         self.finish = "stop" if self.buffer.met is not None else finish
         seconds = context.clocks.wall() - self._began
-        self.stats.record(verified, stages[:count], context.batch.texts, speedup, seconds)
+        counted = count + (ended and count == room)
+        self.stats.record(verified, stages[:count], counted, context.batch.texts, speedup, seconds)
         if self.queue and (count or text):
             self.num_sent += count
             said = tuple(tokens[:count]), tuple(stages[:count]), verified.tree, tuple(path), found

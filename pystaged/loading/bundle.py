@@ -130,6 +130,8 @@ class Bundle:
         self.device, self.draft_device = self._fastest(targets, drafts, report)
         self.target = targets[self.device]
         self.draft = drafts[self.draft_device] if drafts else None
+        if self.draft and self.draft.weight_bytes >= self.target.weight_bytes:
+            report(f"the draft {self.draft_path} is as large as the model, and used only where it takes less time")
         self._kept = KeptCandidates(self.path, self.vocabulary, self.draft_path) if options["recycle"] else None
         self.recycled = self._kept.candidates if self._kept else None
         self.calibrations = self._kept.calibrations if self._kept else {True: Calibration(), False: Calibration()}
