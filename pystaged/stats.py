@@ -128,7 +128,7 @@ class StageStats:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of one generation. The text's end may cut the last step: nodes after it do not count as accepted.
+    """Counts and times of one generation. The text's end may cut its last step: nodes after it are not accepted ones.
 
     prompt_tokens: tokens of the prompt; reused_tokens: those that the KV cache held already.
     new_tokens: emitted tokens. steps: passes of the target that emitted them; rows: this text's rows in them, roots
