@@ -119,7 +119,8 @@ class PassStats(_Counts):
 
 @dataclass(slots=True)
 class StageStats:
-    """One stage's part in one generation. drafted: verified nodes; accepted: accepted ones; emitted: tokens."""
+    """One stage's part in one generation. drafted: verified nodes; accepted: accepted ones before the text's end;
+    emitted: tokens, with one that ends the text."""
 
     drafted: int = 0
     accepted: int = 0

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pystaged import GenerationStats, Stage
+import pystaged
+from pystaged import FixedPolicy, GenerationStats, Stage
 from pystaged.decoding.requests import Verify
 from pystaged.decoding.tree import TreeBuilder
 from pystaged.options.config import SamplingConfig
@@ -37,3 +38,13 @@ def test_nothing_counts_after_the_end_of_a_text() -> None:
         stats.record(verified, [Stage.NGRAM] * emitted, tokens, 1, 3.0, 0.1)
         assert (stats.tokens_per_step, stats.stages["ngram"].accepted, stats.new_tokens) == (path, path - 1, emitted)
         assert stats.plain_seconds == pytest.approx(0.3 * path / 6)
+
+
+def test_an_end_token_after_a_stop_string_does_not_count() -> None:
+    said = " Return the given function of the given function.\n\n"
+    with pystaged.load("bundled", draft=None, policy=FixedPolicy(1, 20, 20)) as engine:
+        stream = engine.stream('def fibonacci(n):\n    """\n   ', prediction=said, stop="n.")
+        stream.text._is_end = lambda token: engine.tokenizer.decode([token]) == "\n\n"
+        result = stream.finish()
+    assert result.text + "n.\n\n" == said
+    assert sum((1 + accepted) * steps for accepted, steps in result.stats.lengths.items()) == len(result.tokens)

@@ -1,7 +1,7 @@
 """The account of a text: it decides whether a step may draft, and how much.
 
-A text has a credit: OPENING tokens of plain decoding at first, in each later text of a context what is left, LEAST to
-OPENING, and SHARE of every decoded token; a step pays with it the time of drafting and of the rows beyond plain
+A text has a credit: OPENING tokens of plain decoding in an engine's first text, then what is left in its context, LEAST
+to OPENING, and SHARE of every decoded token; a step pays with it the time of drafting and of the rows beyond plain
 decoding's, earns its tokens after the first, and drafts only while the credit covers the cheapest guess. So drafting
 slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which one step exceeds its
 estimate.
@@ -21,7 +21,7 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import AnyRequest, Verify
 from pystaged.decoding.tree import TokenTree
 
-OPENING = 4.0  # tokens of credit for the first text of a context, and the most for a later one
+OPENING = 4.0  # tokens of credit for an engine's first text, and the most for a later one
 LEAST = 1.0  # least tokens of credit for each later text
 LEAST_SECONDS = 0.003  # least credit of any text: a token of a tiny target takes less than one scheduling delay
 SHARE = 0.005  # tokens of credit added for each decoded token

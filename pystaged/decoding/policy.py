@@ -37,7 +37,7 @@ class Growth:
     expand, best first, and parents before children. passes: number of drafting passes so far; seconds: their time.
     gains: the tokens that expanding each leaf should add to a step, with those of later passes; for a GainPolicy alone.
     price: this text's seconds of another pass, by the number of leaves that it expands; 0 without costs.
-    lag: seconds that the first pass takes besides, to read tokens that it lacks.
+    lag: seconds that the first pass takes besides, for tokens that it lacks or that a grammar forces.
     cells: past length: tokens of the text before the root, which every pass attends to.
     """
 
@@ -67,7 +67,7 @@ class TreePolicy(Protocol):
         """Number of the best leaves to expand by another pass of the drafter; 0 ends the tree."""
 
     def keep(self, growth: Growth) -> int:
-        """Number of the best nodes that the target verifies, root excluded; 0 is plain decoding."""
+        """Number of the best nodes that the target verifies, root excluded; 0 leaves those that a grammar forces."""
 
 
 def checked(policy: TreePolicy, member: str, answer: object, most: int, least: int = 0) -> int:

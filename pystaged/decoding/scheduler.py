@@ -136,19 +136,21 @@ class Scheduler:
                     return True
                 self._is_waiting = False
             self._settle()
+        self._settle()  # `stop` may have come in the midst of the last time
         return False
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
         for text in self._texts:
-            text.error = self._fault or text.error
+            if not text.is_over:  # of those, readers have been told
+                text.error = self._fault or text.error
         self._fault = None
         while not self._inbox.empty():
             text = self._inbox.get()
             if text not in self._texts:  # after Ctrl-C its reader may open it again
                 self._texts.append(text)
         for text in self._texts:
-            if self._is_stopping:
+            if self._is_stopping and not text.is_over:
                 text.error = RuntimeError(_ENDS)
             if text.is_cancelled or text.finish or text.error is not None:
                 self._end(text)

@@ -224,6 +224,8 @@ class Text:
             self.stats.reused_tokens += self.reused
             self.stats.prefill_seconds += self.context.clocks.wall() - self._began
             self.finish = "stop" if self.constraint is not None and self.constraint.is_complete else None
+            if self.finish:
+                account.begin(None, self._length)  # no step follows; this charges for reading the prompt
             self._phase = Phase.STEP
         return None
 
@@ -372,9 +374,10 @@ class Text:
             self.pieces.append(self.token_bytes(token))
             text += self.buffer.push(self.pieces[-1])
             if self.buffer.met is not None:
+                ended = False  # the text ends before that token
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):
-                finish = "loop"
+                finish, ended = "loop", False
                 break
         if finish:
             text += self.buffer.finish(cut=finish != "stop")
@@ -387,8 +390,7 @@ class Text:
             self.logprobs += found
         self.finish = "stop" if self.buffer.met is not None else finish
         seconds = context.clocks.wall() - self._began
-        counted = count + (ended and count == room)
-        self.stats.record(verified, stages[:count], counted, context.batch.texts, speedup, seconds)
+        self.stats.record(verified, stages[:count], count + ended, context.batch.texts, speedup, seconds)
         if self.queue and (count or text):
             self.num_sent += count
             said = tuple(tokens[:count]), tuple(stages[:count]), verified.tree, tuple(path), found

@@ -88,13 +88,14 @@ class ModelProposer(PassProposer):
         tokens: list[int] = []
         parents: list[int] = []
         before: Sequence[int] = ()
+        first = self.session.num_pending  # asked once: on RPC servers each question is a call
         if not self._rows:  # the first pass also has the unread tokens, the root, and forced tokens after it
             tokens += self._unread
             parents += range(-1, len(tokens) - 1)
             before = range(nodes[0])
         for node in (*before, *nodes):
             parents.append(self._rows[tree.nodes[node].parent] if node else len(tokens) - 1)
-            self._rows[node] = self.session.num_pending + len(tokens)
+            self._rows[node] = first + len(tokens)
             tokens += self._spelled([tree.nodes[node].token])
         parents += range(len(tokens) - 1, len(tokens) + len(more) - 1)
         tokens += more

@@ -496,13 +496,23 @@ def test_who_waits_for_a_prompt_of_another_text_keeps_nobody_waiting(random_gguf
         assert began[2] < 200 < min(began[0], began[1])
 
 
-def test_a_text_that_came_while_the_process_ends_is_ended(path: Path) -> None:
+def test_texts_are_ended_while_the_process_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pystaged.load(path) as engine:
-        text, scheduler = engine.stream("Hello").text, engine._scheduler
-        scheduler._inbox.put(text)
-        scheduler._is_stopping = True
+        came, running, ending, told = (engine.stream("Hello").text for _ in range(4))
+        scheduler = engine._scheduler
+        # The process ends while a text does that is settled after another one.
+        monkeypatch.setattr(scheduler._contexts, "give_back", lambda _: setattr(scheduler, "_is_stopping", True))
+        monkeypatch.setattr(scheduler, "_thread", threading.current_thread())
+        scheduler._texts = [running, ending, told]
+        scheduler._admit(ending)
+        ending.finish, told.is_over = "stop", True
+        assert not scheduler.work()
+        scheduler._inbox.put(came)
         scheduler._settle()
-        assert (text.is_over, type(text.error)) == (True, RuntimeError)
+        errors = [type(text.error) for text in (came, running, ending, told)]
+        assert errors == [RuntimeError, RuntimeError, type(None), type(None)]
+        assert came.is_over
+        assert running.is_over
 
 
 def test_streams_can_be_closed_when_the_process_ends(path: Path) -> None:

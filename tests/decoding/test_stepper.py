@@ -405,6 +405,20 @@ def test_guesses_fade_as_texts_come() -> None:
     assert shares[1] > 1 > shares[-1]
 
 
+def test_texts_on_rpc_servers_share_no_pass() -> None:
+    machine = Machine(CURVE)
+    stepper = Stepper(CURVE, make=machine.make, clocks=machine.clocks)
+    texts = [simulated(machine, 1, (0.9, 0.6, 0.5, 0.3, 0.1)) for _ in range(8)]
+    for text in texts:
+        text.context.target.run = None  # only such a session has it
+    for _ in range(3):
+        step(stepper, texts)
+    assert [[request.num_rows for request in requests] for requests in machine.passes[-8:]] == [[6]] * 8
+    assert {text.context.batch.texts for text in texts} == {1}
+    texts[0].context.target.kept_state_bytes = 0
+    assert ModelProposer(texts[0].context.target, CURVE).price(1, 8) == CURVE(1)
+
+
 @given(
     st.lists(
         st.lists(st.floats(0, 1), max_size=4).map(lambda s: [1.0, *sorted(s, reverse=True)]), min_size=1, max_size=4

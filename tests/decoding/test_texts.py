@@ -228,8 +228,11 @@ async def test_closing_an_async_stream(plain: Engine) -> None:
     assert rest(plain) == 0
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @in_loop
-async def test_a_stream_that_could_not_be_opened_can_be_closed(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_could_not_be_opened_ends(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
@@ -238,7 +241,11 @@ async def test_a_stream_that_could_not_be_opened_can_be_closed(plain: Engine, mo
         patch.setattr(plain._scheduler, "open", fail)
         with pytest.raises(MemoryError):
             await anext(stream)
-    await asyncio.wait_for(stream.aclose(), 600)
+    if closes:
+        await asyncio.wait_for(stream.aclose(), 600)
+    else:
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(stream), 600)
     assert stream.result.finish_reason == "cancelled"
 
 

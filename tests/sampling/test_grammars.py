@@ -178,6 +178,7 @@ def test_the_end_of_text(engine: Engine) -> None:
             assert cut.tokens == whole.tokens[:max_tokens]
             assert cut.finish_reason == ("length" if max_tokens < len(whole.tokens) else "stop")
     empty = engine.generate("The answer is ", regex="")
+    assert all(context.account.left > 0 for context in engine._contexts._idle)
     assert (empty.text, empty.tokens, empty.finish_reason) == ("", [], "stop")
     stopped = engine.generate("The answer is ", stop=", ", **FORMS["person"])
     assert whole.text.startswith(stopped.text + ", ")
