@@ -88,8 +88,7 @@ class AsyncStream(AsyncIterator[Piece]):
     async def aclose(self) -> None:
         """Stop after the current pass. If another task is reading, its iteration ends."""
         self._scheduler.cancel(self.text)
-        if not self.text.is_open:
-            self._over = True
+        self._over |= not self.text.is_open
         while self._queue and self._scheduler.can_wait and not (self._over or self._is_read):
             await self._next(self._queue)
 

@@ -41,10 +41,8 @@ class Scheduler:
     def __init__(self, stepper: Stepper, contexts: ContextPool, note_end: Callable[[], None] = lambda: None) -> None:
         self._stepper, self._contexts, self._note_end = stepper, contexts, note_end
         self._process = os.getpid()
-        self._inbox: SimpleQueue[Text] = SimpleQueue()
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._texts: list[Text] = []
-        self._starting = threading.Lock()
+        self._inbox, self._bell = SimpleQueue[Text](), SimpleQueue[None]()
+        self._texts, self._starting = list[Text](), threading.Lock()
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None  # an error with which the next call of `work` must end all texts
         self._is_waiting, self._is_stopping = True, False

@@ -253,8 +253,7 @@ class Text:
             self.error = error
 
     def end(self) -> None:
-        """End it, after its last step or in the middle, and let its drafter forget it. Its context can then
-        be given back."""
+        """End it, after its last step or in the middle, and let its drafter forget it; its context is then free."""
         context, drafter, self._drafter = self.context, self._drafter, None
         self.request = None
         if self.finish is None and not self.is_over:  # the text held back can no longer become a stop string
@@ -359,8 +358,7 @@ class Text:
         """Add the tokens of a step up to the end, and put the text that is certain after them."""
         path, tokens, logprobs, _ = verified.result
         text, count, room = "", 0, self.config.max_tokens - len(self.tokens)
-        full = len(tokens) >= room or self._length >= context.target.n_ctx
-        finish: FinishReason | None = "length" if full else None
+        finish: FinishReason | None = "length" if len(tokens) >= room or self._length >= context.target.n_ctx else None
         ended = False
         for i, token in enumerate(tokens[:room]):
             if self._is_end(token):

@@ -85,9 +85,7 @@ class ModelProposer(PassProposer):
     def _evaluate(self, tree: GrowingTree, nodes: Sequence[int], more: Sequence[int] = ()) -> Propose:
         """The pass over nodes, and after the last one over the tokens `more`, which are no part of the text."""
         self._asked, self._tree = nodes, tree
-        tokens: list[int] = []
-        parents: list[int] = []
-        before: Sequence[int] = ()
+        tokens, parents, before = list[int](), list[int](), range(0)
         first = self.session.num_pending  # asked once: on RPC servers each question is a call
         if not self._rows:  # the first pass also has the unread tokens, the root, and forced tokens after it
             tokens += self._unread

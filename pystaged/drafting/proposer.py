@@ -129,8 +129,7 @@ class PassProposer(Proposer):
 
     def price(self, num_nodes: int, texts: int = 1) -> float:
         """Estimated seconds of one text's part in a pass for so many nodes of each text, without the drafter's own."""
-        if hasattr(self.session, "run"):  # on an RPC server each text has a pass of its own
-            texts = 1
+        texts = 1 if hasattr(self.session, "run") else texts  # on RPC servers each has a pass of its own
         return self.cost(num_nodes * texts, self._length) / texts if self.cost else 0.0
 
     def lag(self) -> float:
