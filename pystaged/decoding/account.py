@@ -1,10 +1,10 @@
 """The account of a text: it decides whether a step may draft, and how much.
 
-A text has a credit: OPENING tokens of plain decoding in an engine's first text, then what is left in its context, LEAST
-to OPENING, and SHARE of every decoded token; a step pays with it the time of drafting and of the rows beyond plain
-decoding's, earns its tokens after the first, and drafts only while the credit covers the cheapest guess. So drafting
-slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which one step exceeds its
-estimate.
+A text has a credit: OPENING tokens of plain decoding in an engine's first text, then what earlier texts left in its
+context, LEAST to MOST, and SHARE of every decoded token; a step pays with it the time of drafting and of the rows
+beyond plain decoding's, earns its tokens after the first, and drafts only while the credit covers the cheapest guess.
+So drafting slows a text by no more than its credit, PROMPT of the target's prefill time, and the time by which one step
+exceeds its estimate.
 
 In a batch, a plain step is a pass over one row of each text, and all texts wait while one of them drafts.
 """
@@ -21,11 +21,11 @@ from pystaged.decoding.policy import BatchLoad
 from pystaged.decoding.requests import AnyRequest, Verify
 from pystaged.decoding.tree import TokenTree
 
-OPENING = 4.0  # tokens of credit for an engine's first text, and the most for a later one
+OPENING = 4.0  # tokens of credit for an engine's first text
 LEAST = 1.0  # least tokens of credit for each later text
 LEAST_SECONDS = 0.003  # least credit of any text: a token of a tiny target takes less than one scheduling delay
 SHARE = 0.005  # tokens of credit added for each decoded token
-MOST = 16.0  # most tokens of credit kept, so that drafting ends soon after it stops paying
+MOST = 16.0  # most tokens of credit, so that drafting ends soon after it stops paying
 PROMPT = 0.25  # longest prefill of a drafter, as a share of the target's prefill time
 
 
@@ -77,7 +77,7 @@ class Account:
         Args:
             drafter: None for plain decoding. read: number of prompt tokens that the target had to prefill.
         """
-        self.credit, self._free_until = max(LEAST, min(self.left, OPENING)), math.inf
+        self.credit, self._free_until = max(LEAST, self.left), math.inf
         if self._cost is None or drafter is None:
             return
         self._price_token(prompt_tokens - 1)

@@ -339,7 +339,7 @@ def test_credit_is_kept_for_the_next_text_and_lost_by_what_is_interrupted(fails:
     account = text.decoder.account
     text.write([GOOD] * 20)
     text.start()
-    assert account.credit == OPENING
+    assert account.credit == MOST
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -352,7 +352,7 @@ def test_credit_is_kept_for_the_next_text_and_lost_by_what_is_interrupted(fails:
         with pytest.raises(KeyboardInterrupt):
             act()
     text.start()
-    assert account.credit == (OPENING if fails == "plain step" else LEAST)
+    assert account.credit == (MOST if fails == "plain step" else LEAST)
 
 
 def test_a_tree_is_cut_to_what_the_credit_covers_but_not_its_forced_tokens_and_first_guess() -> None:
