@@ -25,7 +25,7 @@ class PassCost:
 
     The time without a past, and its increase per thousand cells, are interpolated linearly between the known n. The
     fastest of the first samples of an n counts, because noise only adds time; then a clipped average, which follows
-    lasting changes. An n without a sample lies on the line through its neighbours.
+    lasting changes. An n without a sample lies on the line through its neighbours, from which its first one is clipped.
 
     Attributes:
         seconds: time without a past, by number of rows, ascending.
@@ -81,11 +81,11 @@ class PassCost:
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
-        first = False
+        first, most = False, max((n for n in self._rows if self.samples[n]), default=0)
         for n, weight in ((below, 1 - along), (above, along)):
             own, samples = _OWN_BLEND * share * weight * change, self.samples[n]
             if weight >= 0.5 and samples < _FIRST:
-                first, own = True, late if late < 0 or not samples else 0.0
+                first, own = True, late if late < 0 or n > most else 0.0 if samples else change
                 self.samples[n] = min(samples + weight * share, _FIRST)
             self.seconds[n] = max(_LEAST, self.seconds[n] + own * believed / norm)
             self.slopes[n] = max(0.0, self.slopes[n] + own * believed * thousands / norm)

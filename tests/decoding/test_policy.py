@@ -197,6 +197,11 @@ def test_the_fastest_of_the_first_samples_counts() -> None:
     cost = PassCost({1: 1.0, 8: 0.0, 32: 0.0}, samples={1: 3, 8: 0, 32: 0})
     cost.observe(16, 0, 5.0)
     assert (cost.samples[8] > 0, cost.samples[32]) == (True, 0)  # a pass is a sample of the nearest number alone
+    cost = PassCost({1: 1.0, 2: 0.0, 8: 1.7}, samples={1: 3, 2: 0, 8: 3})
+    cost.observe(2, 0, 9.0)  # it stalled
+    assert cost(2) == pytest.approx(1.25 * 1.1)
+    cost.observe(2, 0, 1.2)
+    assert cost(2) == pytest.approx(1.2)
 
 
 def test_the_first_sample_in_a_long_context_is_believed() -> None:
