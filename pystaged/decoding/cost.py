@@ -81,11 +81,12 @@ class PassCost:
         # The least change that explains the time (normalized LMS); with many cells, it is mostly the slope's.
         thousands = cells / 1000
         norm = 1 + thousands**2
-        first, most = False, max((n for n in self._rows if self.samples[n]), default=0)
+        first = False
         for n, weight in ((below, 1 - along), (above, along)):
             own, samples = _OWN_BLEND * share * weight * change, self.samples[n]
             if weight >= 0.5 and samples < _FIRST:
-                first, own = True, late if late < 0 or n > most else 0.0 if samples else change
+                beyond = not any(self.samples[m] for m in self._rows if m >= n)  # beyond every sample
+                first, own = True, late if late < 0 or beyond else 0.0 if samples else change
                 self.samples[n] = min(samples + weight * share, _FIRST)
             self.seconds[n] = max(_LEAST, self.seconds[n] + own * believed / norm)
             self.slopes[n] = max(0.0, self.slopes[n] + own * believed * thousands / norm)
@@ -98,8 +99,7 @@ class PassCost:
 
     def _fill(self) -> None:
         """Reckon the times of numbers of rows that have no sample from those that have."""
-        rows = [n for n in self._rows if self.samples[n]]
-        if not rows:
+        if not (rows := [n for n in self._rows if self.samples[n]]):
             return
         last, end = self.seconds[rows[-1]], self._rows[-1] + 1
         rise = _RISE * last / (1 + _RISE * (rows[-1] - 1))
