@@ -54,7 +54,7 @@ class AsyncStream(AsyncIterator[Piece]):
             if self._queue is None:
                 self._queue = LoopQueue(asyncio.get_running_loop())
                 weakref.finalize(self, self._scheduler.cancel, self.text).atexit = False
-            if not self.text.is_open:  # not yet, or an error came before
+            if not self.text.is_open:  # the first time, or after an error of `open`
                 self._scheduler.open(self.text, self._queue)
             while callable(item := await self._next(self._queue)):
                 if inspect.isawaitable(told := item()):

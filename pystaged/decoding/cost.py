@@ -23,9 +23,9 @@ _MOST = 1.25  # factor by which a new observation may differ, so that one stalle
 class PassCost:
     """T(n, c) of one model: processor seconds of a pass over n >= 1 rows that attend to c cells, the past length.
 
-    The time without a past, and its increase per thousand cells, are interpolated linearly between the known n. The
-    fastest of the first samples of an n counts, because noise only adds time; then a clipped average, which follows
-    lasting changes. An n without a sample lies on the line through its neighbours, from which its first one is clipped.
+    The time without a past, and its increase per thousand cells, are interpolated linearly between the known n. Of an
+    n's first samples the fastest counts, as noise only adds time; then a clipped average that follows lasting changes.
+    An n without a sample lies on the line through its neighbours; its first is clipped, too, if a larger n has one.
 
     Attributes:
         seconds: time without a past, by number of rows, ascending.
@@ -85,7 +85,7 @@ class PassCost:
         for n, weight in ((below, 1 - along), (above, along)):
             own, samples = _OWN_BLEND * share * weight * change, self.samples[n]
             if weight >= 0.5 and samples < _FIRST:
-                beyond = not any(self.samples[m] for m in self._rows if m >= n)  # beyond every sample
+                beyond = not any(self.samples[m] for m in self._rows if m >= n)  # no such number of rows has a sample
                 first, own = True, late if late < 0 or beyond else 0.0 if samples else change
                 self.samples[n] = min(samples + weight * share, _FIRST)
             self.seconds[n] = max(_LEAST, self.seconds[n] + own * believed / norm)

@@ -67,7 +67,7 @@ class TreePolicy(Protocol):
         """Number of the best leaves to expand by another pass of the drafter; 0 ends the tree."""
 
     def keep(self, growth: Growth) -> int:
-        """Number of the best nodes that the target verifies, root excluded; 0 leaves those that a grammar forces."""
+        """Number of the best nodes that the target verifies, root excluded; those that a grammar forces stay."""
 
 
 def checked(policy: TreePolicy, member: str, answer: object, most: int, least: int = 0) -> int:

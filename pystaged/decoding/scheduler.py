@@ -134,13 +134,13 @@ class Scheduler:
                     return True
                 self._is_waiting = False
             self._settle()
-        self._settle()  # `stop` may have come in the midst of the last time
+        self._settle()  # `stop` may have come during the last call
         return False
 
     def _settle(self) -> None:
         """Accept new texts, end those that are done, failed or cancelled, and drop ended ones."""
         for text in self._texts:
-            if not text.is_over:  # of those, readers have been told
+            if not text.is_over:  # otherwise its reader has been told
                 text.error = self._fault or text.error
         self._fault = None
         while not self._inbox.empty():

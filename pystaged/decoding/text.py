@@ -372,7 +372,7 @@ class Text:
             self.pieces.append(self.token_bytes(token))
             text += self.buffer.push(self.pieces[-1])
             if self.buffer.met is not None:
-                ended = False  # the text ends before that token
+                ended = False  # the text ends before its end token
                 break
             if self._loops and self._loops.push(token) and not self._is_limited(len(self.tokens) + count):
                 finish, ended = "loop", False
